@@ -1,4 +1,4 @@
-"""Many trials: which, one after the other, and what came of them."""
+"""The trials of an act, run one after another, and their results."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from trial_cluster import CLUSTER
 from tripwire import Point, Target
 
 TABLE: dict[tuple[str, str, str, str], Counter[str]] = {}
-"""Store, act, phase, process -> points, trials, and trials that missed their point."""
+"""Store, act, phase and process -> numbers of points, trials, and trials that missed their point."""
 
 Victims = Callable[[str], Sequence[tuple[str, ...]]]
-"""For the process at a point, whom to kill: one trial for each answer."""
+"""Returns for the process at a point the groups of processes to kill: one trial for each group."""
 
 _ONLY = "RAYSTOW_CRASH"
-"""The variable that names the one trial to run."""
+"""The variable that selects a single trial."""
 _TRIES, _MOST_FAILURES, _MISSED_SHARE = 4, 3, 0.1
 _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial to be; as text, what ``RAYSTOW_CRASH`` takes."""
+    """A planned trial; its text is a value of ``RAYSTOW_CRASH``."""
 
     act: str
     point: Point
@@ -40,23 +40,23 @@ class Trial:
 
 
 def itself(process: str) -> Sequence[tuple[str, ...]]:
-    """The process at the point."""
+    """Return the process at the point."""
     return [(process,)]
 
 
 def everyone(process: str) -> Sequence[tuple[str, ...]]:
-    """All processes at once, as when the machine goes down."""
+    """Return all processes, as if the machine went down."""
     return [tuple(CLUSTER)]
 
 
 def another(process: str) -> Sequence[tuple[str, ...]]:
-    """Each of the others, while the process at the point stands still, and then goes on."""
+    """Return each of the other processes; the process at the point is stopped meanwhile, and then continues."""
     return [(other,) for other in CLUSTER if other != process]
 
 
 @functools.lru_cache
 def points(stage: Stage, act: str) -> tuple[Point, ...]:
-    """The points of an act, found by a run without a kill."""
+    """Find the points of an act by a run without a kill."""
     found = stage.count(ACTS[act])
     for point in found:
         _row(stage, act, point)["points"] += 1
@@ -64,13 +64,13 @@ def points(stage: Stage, act: str) -> tuple[Point, ...]:
 
 
 def run(stage: Stage, act: str, victims: Victims, *, most: int | None = None) -> None:
-    """Play all trials of an act, or ``most`` of them, spread evenly; fail with the traces of those that fail."""
+    """Run all trials of an act, or ``most`` of them, spread evenly; fail with the tracebacks of the failed trials."""
     trials = [Trial(act, point, who) for point in points(stage, act) for who in victims(point.process)]
     if (only := os.environ.get(_ONLY)) is not None:
         trials = [trial for trial in trials if str(trial) == only]
     elif most is not None and len(trials) > most:
         stride = len(trials) // most
-        trials = [trials[i * len(trials) // most + i % stride] for i in range(most)]  # not always the same of the victims
+        trials = [trials[i * len(trials) // most + i % stride] for i in range(most)]  # varies the victims between points
     if not trials:
         pytest.skip(f"not the trial that {_ONLY} names")
     failures = list(itertools.islice(_failures(stage, trials), _MOST_FAILURES))

@@ -1,4 +1,4 @@
-"""The stages that crash trials are played on, and the table at the end of a run."""
+"""The stages on which crash trials run, and the table at the end of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raystow.storage.clock import SYSTEM
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """What forks the processes of all trials."""
+    """Start the process that forks the processes of all trials."""
     zygote = Zygote()
     yield zygote
     zygote.close()
@@ -24,7 +24,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="session")
 def on_disk(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Stage:
-    """Trials in folders."""
+    """Return a stage for trials in folders."""
     folder = tmp_path_factory.mktemp("crash")
     place = Folders(folder)
     return Stage(zygote, place, templates(zygote, place, folder), folder)
@@ -32,13 +32,13 @@ def on_disk(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 @pytest.fixture(scope="session")
 def on_s3(zygote: Zygote, s3_bucket: str, tmp_path_factory: pytest.TempPathFactory) -> Stage:
-    """Trials in a bucket."""
+    """Return a stage for trials in a bucket."""
     folder, place = tmp_path_factory.mktemp("crash-s3"), Prefixes(f"s3://{s3_bucket}/crash-{SYSTEM.token()}")
     return Stage(zygote, place, templates(zygote, place, folder), folder)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Where the points lie, and how many of them were tried. Not with ``pytest -n``, whose processes have the table."""
+    """Print the numbers of points and trials. With ``pytest -n`` the table is in the worker processes, and nothing is printed."""
     if not TABLE:
         return
     terminalreporter.section("crash trials")

@@ -1,4 +1,4 @@
-"""A stage and a training for each drill, and a table of what all drills came to (``--drill-table=FILE``)."""
+"""A cluster and a training for each drill, and a table of the outcomes of all drills (``--drill-table=FILE``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRILLS = pytest.StashKey[list[Drill]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--drill-table", metavar="FILE", type=Path, help="write what the drills came to into a file, as Markdown")
+    parser.addoption("--drill-table", metavar="FILE", type=Path, help="write the outcomes of the drills into a file, as Markdown")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Only what has passed to its end comes into the table."""
+    """Add the drills of a test to the table only if the test passed."""
     report = yield
     if report.when == "call" and report.passed:
         item.config.stash.setdefault(DRILLS, []).extend(item.stash.get(DRILLS, []))
@@ -45,7 +45,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Callable[[Drill], None]:
-    """Call it with the drill's outcome: a line of the table, and of the test's output."""
+    """Return a function that adds the outcome of a drill to the table and prints it."""
 
     def keep(drill: Drill) -> None:
         request.node.stash.setdefault(DRILLS, []).append(drill)
@@ -56,10 +56,10 @@ def report(request: pytest.FixtureRequest) -> Callable[[Drill], None]:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[DrillCluster]:
-    """A head, and no nodes yet."""
+    """Start a head without other nodes."""
     if ray.is_initialized():
         ray.shutdown()
-    # Ranks import the modules of this folder, and what those import.
+    # Ranks import the modules of this folder and of the folder above.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cluster = DrillCluster()
@@ -71,13 +71,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[DrillCluster]:
 
 @pytest.fixture
 def training(cluster: DrillCluster, tmp_path: Path) -> Training:
-    """No rank yet, and an empty repository."""
+    """Return a training with an empty repository and without ranks."""
     return Training(cluster, tmp_path)
 
 
 @pytest.fixture
 def line(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """The way to an S3 server, on which faults can happen. Name it before ``stage``: all of its processes shall go that way."""
+    """Start a proxy to an S3 server that injects faults. Request it before ``cluster``, so that all processes use the proxy."""
     server = urlsplit(s3_endpoint)
     with FaultProxy(server.hostname or "", server.port or 80) as running:
         monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)

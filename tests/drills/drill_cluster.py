@@ -1,4 +1,4 @@
-"""A real Ray cluster whose nodes, node workers and coordinator are processes of this machine, to be killed and frozen."""
+"""A real Ray cluster whose nodes, node workers and coordinator are processes of this machine, which drills kill and freeze."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from raystow.workers.node.actor import NAMESPACE, holders
 from raystow.workers.protocol.messages import Holding
 
 DEADLINE = 90.0
-"""Seconds after which whatever is waited for counts as hanging."""
+"""Seconds after which a wait fails."""
 
 
 class DrillCluster:
-    """A head that runs no training, and nodes by name that come and go. Each is a zone of its own, and has 100 of a resource with
-    its name, to place actors by. ``head``: more arguments for the head's ``Cluster.add_node``."""
+    """A head that runs no training, and nodes that drills add and remove by name.
+
+    Each node is a zone of its own, and has 100 units of a resource with its name, which places actors on it. ``head``: more
+    arguments for the head's ``Cluster.add_node``.
+    """
 
     def __init__(self, **head: Any) -> None:
         arguments = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 << 20, **head}
@@ -37,14 +40,14 @@ class DrillCluster:
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
 
     def add(self, *names: str) -> None:
-        """Start nodes, and wait until Ray has them."""
+        """Start nodes, and wait until Ray has registered them."""
         for name in names:
             self.nodes[name] = self.cluster.add_node(
                 num_cpus=1, object_store_memory=80 << 20, resources={name: 100}, labels={"zone": f"zone of {name}"}
             )
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """The raylet of a node, or of the head ("head"), and all that it has started."""
+        """Return the raylet of a node, or of the head ("head"), and all processes that it started."""
         node = self.cluster.head_node if name == "head" else self.nodes[name]
         found: list[psutil.Process] = []
         for started in [info.process.pid for infos in node.all_processes.values() for info in infos]:
@@ -55,7 +58,7 @@ class DrillCluster:
         return found
 
     def actors(self, name: str, kind: str) -> list[psutil.Process]:
-        """The processes on a node that are actors of the class ``kind``."""
+        """Return the processes on a node that are actors of the class ``kind``."""
         found = []
         for process in self.processes(name):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -64,24 +67,24 @@ class DrillCluster:
         return found
 
     def node_worker(self, name: str) -> psutil.Process:
-        """raystow's process on a node, waited for."""
+        """Wait for raystow's process on a node, and return it."""
         wait_until(lambda: len(self.actors(name, "NodeActor")) == 1, f"a node worker on {name}")
         return self.actors(name, "NodeActor")[0]
 
     def coordinator(self) -> psutil.Process:
-        """The coordinator's process, waited for. One repository is all that a drill has."""
+        """Wait for the coordinator's process, and return it. A drill has only one repository."""
         wait_until(lambda: len(self.actors("head", "CoordinatorActor")) == 1, "a coordinator")
         return self.actors("head", "CoordinatorActor")[0]
 
     def kill(self, name: str) -> None:
-        """As when a machine loses power: SIGKILL to everything that runs on a node."""
+        """Send SIGKILL to all processes of a node, as if its machine lost power."""
         for process in self.processes(name):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
 
     def kill_raylet(self, name: str) -> list[psutil.Process]:
-        """SIGKILL to a raylet alone: for Ray the node is dead. The other processes, which live on as long as they like."""
+        """Send SIGKILL to a raylet only, so that Ray declares the node dead; return the other processes of the node."""
         others = [process for process in self.processes(name) if "raylet" not in process.name()]
         node = self.nodes.pop(name)
         self.cluster.worker_nodes.remove(node)
@@ -91,7 +94,7 @@ class DrillCluster:
         return others
 
     def freeze(self, name: str) -> list[psutil.Process]:
-        """As when a machine hangs: SIGSTOP to everything that runs on a node. What was stopped, to be given to ``wake``."""
+        """Send SIGSTOP to all processes of a node, as if its machine hung; return them for ``wake``."""
         stopped = self.processes(name)
         send(signal.SIGSTOP, *stopped)
         return stopped
@@ -109,19 +112,21 @@ class DrillCluster:
         wait_until(twice, f"two copies in memory of each part of version {entry.id}")
 
     def holdings(self, name: str, repository: str) -> list[Holding]:
-        """What a node has in memory of a repository, oldest first."""
+        """Return the objects of a repository in a node's memory, oldest first."""
         held: list[Holding] = self._worker(name, "holdings", repository)
         return held
 
     def partner(self, name: str) -> str:
-        """The node that has the copies of another's parts."""
+        """Return the node that has the copies of a node's parts."""
         (partner,) = self._worker(name, "copies").partners
         return next(other for other, node in self.nodes.items() if node.node_id == partner)
 
     def check_nothing_left(self, uri: str, ranks: Mapping[str, int]) -> None:
-        """Nothing is held for the dead, and nothing is left over from a restore. Nodes run as many ranks as ``ranks`` says, which
-        have nothing but their rings. Node workers have these rings, and packs as large as what they say that they keep, or have
-        to use again. Whatever else was started, is gone."""
+        """Assert that dead processes and restores left nothing behind.
+
+        Nodes run as many ranks as ``ranks`` says, which have only their rings. Node workers have these rings, and packs of the
+        size that they report as kept or reusable. All other processes that were started have ended.
+        """
         repository = raystow.open(uri).id
 
         for name in self.nodes:
@@ -144,17 +149,17 @@ class DrillCluster:
         wait_until(matches, lambda: said, 30)
 
     def _worker(self, name: str, method: str, *args: Any) -> Any:
-        """What a node worker answers."""
+        """Return the answer of a node worker."""
         actor = ray.get_actor(f"node-{self.nodes[name].node_id}", NAMESPACE)
         return ray.get(getattr(actor, method).remote(*args), timeout=10)
 
     def _strays(self) -> list[psutil.Process]:
-        """Processes that are alive, and belong to no node that is."""
+        """Return living processes that belong to no living node."""
         here = {process for name in ("head", *self.nodes) for process in self.processes(name)}
         return [process for process in self._seen - here if alive(process)]
 
     def close(self) -> None:
-        """Take all down. ``AssertionError`` if a process of the cluster is still there then, of whichever node."""
+        """Shut everything down; raise ``AssertionError`` if a process of any node of the cluster is still alive."""
         for name in ("head", *self.nodes):
             self.processes(name)
         ray.shutdown()
@@ -166,7 +171,7 @@ class DrillCluster:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it runs, or could; one that was killed and that nobody has asked after does not."""
+    """Return whether a process runs or is stopped; a zombie does not count."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -174,20 +179,20 @@ def alive(process: psutil.Process) -> bool:
 
 
 def send(number: signal.Signals, *processes: psutil.Process) -> None:
-    """A signal to processes, as far as they are alive."""
+    """Send a signal to the processes that are alive."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
 
 
 def wake(*processes: psutil.Process) -> None:
-    """SIGCONT: what was frozen goes on."""
+    """Send SIGCONT to frozen processes."""
     send(signal.SIGCONT, *processes)
 
 
 @contextlib.contextmanager
 def frozen(process: psutil.Process) -> Iterator[None]:
-    """SIGSTOP now, SIGCONT at the end."""
+    """Send SIGSTOP now, and SIGCONT at the end of the block."""
     send(signal.SIGSTOP, process)
     try:
         yield
@@ -196,7 +201,7 @@ def frozen(process: psutil.Process) -> Iterator[None]:
 
 
 def memfds(pid: int) -> tuple[int, int]:
-    """How many staging rings a process has open or mapped, and how many bytes of packs, in whole pages."""
+    """Return the number of staging rings that a process has open or mapped, and the bytes of its packs in whole pages."""
     files: dict[tuple[str, str], int] = {}  # name and inode -> size
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

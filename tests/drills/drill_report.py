@@ -1,4 +1,4 @@
-"""What a drill came to: a line of the table in docs/failures.md."""
+"""The outcome of a drill: a line of the table in docs/failures.md."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Drill:
-    """``detected``: seconds until the process that must react knew; 0 if none must. ``restored``: where the state came from,
-    in words. ``read``: bytes by source ("memory", "peer", "store"). ``lost``: steps that were trained twice. ``seconds``: from
-    the death until training went on."""
+    """The outcome of a drill.
+
+    ``detected``: seconds until the process that must react detected the failure; 0 if none must. ``restored``: the source of the
+    state, in words. ``read``: bytes by source ("memory", "peer", "store"). ``lost``: steps that were trained twice. ``seconds``:
+    from the failure until training continued.
+    """
 
     died: str
     detected: float
@@ -37,13 +40,13 @@ class Drill:
 
 
 def source(version: int, read: Mapping[str, int]) -> str:
-    """Which version was restored, and from where."""
+    """Describe the restored version and its sources."""
     names = {"memory": "memory", "peer": "other nodes' memory", "store": "the store"}
     return f"version {version}: {' and '.join(name for place, name in names.items() if read.get(place))}"
 
 
 class Stopwatch:
-    """Runs from a death on."""
+    """Measures the time since a failure."""
 
     def __init__(self) -> None:
         self._begun = SYSTEM.monotonic()
@@ -53,7 +56,7 @@ class Stopwatch:
 
 
 def write_table(path: Path, drills: Sequence[Drill]) -> None:
-    """Put the drills into the table of a Markdown file, or make a file with the table: lines of the same name are replaced."""
+    """Write the drills into the table of a Markdown file, or into a new file; lines of the same drill are replaced."""
     text = path.read_text() if path.exists() else HEADER
     before, _, rest = text.partition(HEADER)
     old = list(itertools.takewhile(lambda line: line.startswith("|"), rest.splitlines(keepends=True)))

@@ -1,7 +1,7 @@
-"""One rank of a real training: a small GPT under FSDP2, on the text that the demo learns.
+"""One rank of a real training: a small GPT under FSDP2, on the text of the demo.
 
-Which data a rank sees is a function of step and rank alone, so an undisturbed run of as many ranks has, bit for bit, the state
-that a disturbed one must have. That run is made first, by the same ranks without raystow, and kept in files.
+The data of a rank depend only on step and rank, so an undisturbed run with the same number of ranks has, bit for bit, the state
+that a disturbed run must have. The ranks train that run first, without raystow, and keep its states in files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class ReadLog(logging.Handler):
-    """What restores in this process have read, in bytes by source, from raystow's own log."""
+    """Counts the bytes that restores in this process have read by source, from raystow's log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class ReadLog(logging.Handler):
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of the ``group``-th group of processes that this training has had."""
+    """A rank of the ``group``-th process group of this training."""
 
     folder: Path
     group: int
@@ -57,12 +57,12 @@ class Place:
 
     @property
     def note(self) -> Path:
-        """The file that says how many steps it has done."""
+        """Return the file in which the rank records its finished steps."""
         return self.folder / f"step-{self.group}-{self.rank}"
 
 
 class Rank:
-    """One rank of one process group; a training that is started again has new ones."""
+    """One rank of one process group; a restarted training has new ranks."""
 
     def __init__(self, place: Place, uri: str, options: dict[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -76,7 +76,7 @@ class Rank:
         self.start_over()
 
     def start_over(self) -> None:
-        """The state of step 0."""
+        """Create the state of step 0."""
         torch.manual_seed(0)
         self.model = GPT(width=128, layers=2)
         for block in self.model.blocks:
@@ -87,7 +87,7 @@ class Rank:
         self.step = 0
 
     def train(self, until: int) -> None:
-        """Take steps; each is noted in a file when it is done."""
+        """Train up to a step, and record each finished step in a file."""
         while self.step < until:
             loss = loss_of(self.model, batch(self._data, step=self.step + 1, rank=self.rank, size=2))
             self.optimizer.zero_grad()
@@ -101,24 +101,24 @@ class Rank:
         return {"model": weights, "optim": moments, "step": self.step}
 
     def put(self, state: dict[str, Any]) -> None:
-        """Make it the state."""
+        """Load ``state`` into the model and the optimizer."""
         weights, moments = state["model"], state["optim"]
         set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLAT)
         self.step = state["step"]
 
     def save(self) -> None:
-        """Begin to save."""
+        """Start a save."""
         self._pending.append(self.checkpointer.save(self.state(), step=self.step))
 
     def fence(self) -> None:
         self.checkpointer.fence()
 
     def result(self, timeout: float = DEADLINE) -> int:
-        """The version's id of the oldest save not asked for yet. Raises ``SaveFailed`` if it failed."""
+        """Return the version id of the oldest save without a requested result; raise ``SaveFailed`` if it failed."""
         return self._pending.pop(0).result(timeout).id
 
     def failure(self, timeout: float = DEADLINE) -> str:
-        """Why the oldest save not asked for yet has failed."""
+        """Return the reason why the oldest save without a requested result failed."""
         try:
             version = self.result(timeout)
         except raystow.SaveFailed as error:
@@ -126,7 +126,7 @@ class Rank:
         raise AssertionError(f"it has become version {version}")
 
     def restore(self) -> tuple[int, dict[str, int], float]:
-        """Restore the newest version; its step, the bytes read by source, and the seconds it took."""
+        """Restore the newest version; return its step, the bytes read by source, and the duration in seconds."""
         state, begun = self.state(), SYSTEM.monotonic()
         self._log.read.clear()
         version = self.checkpointer.restore_latest(into=state)
@@ -137,8 +137,8 @@ class Rank:
         return version.step, dict(self._log.read), seconds
 
     def rehearse(self, steps: Sequence[int], since: str | None) -> None:
-        """Train without any disturbance, on from a state in a file or from the beginning, and keep the states of these steps in
-        files; then forget it."""
+        """Train without a disturbance, starting at a state in a file or at step 0, and write the states of these steps to
+        files; then reset to step 0."""
         if since is not None:
             self.put(self._from_file(since))
         for step in steps:
@@ -149,25 +149,25 @@ class Rank:
         self.start_over()
 
     def check(self, world: int) -> None:
-        """This state is, bit for bit, that of an undisturbed training of ``world`` ranks."""
+        """Assert that this state is, bit for bit, that of an undisturbed training of ``world`` ranks."""
         check_same(self._whole(), load_file(wanted(self._folder, world, self.step)))
 
     def pid(self) -> int:
         return os.getpid()
 
     def do(self, what: Any, *args: Any) -> Any:
-        """Call ``what(self, *args)`` here."""
+        """Call ``what(self, *args)`` in this process."""
         return what(self, *args)
 
     def _whole(self) -> dict[str, torch.Tensor]:
-        """All tensors by the names they have in a version, put together from all ranks."""
+        """Return all tensors by their names in a version, gathered from all ranks."""
         state = self.state()
         leaves = {f"{part}.{name}": leaf for part in ("model", "optim") for name, leaf in state[part].items()}
         whole = {name: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for name, leaf in leaves.items()}
         return {name: leaf.detach().clone() for name, leaf in whole.items() if isinstance(leaf, torch.Tensor)}
 
     def _from_file(self, path: str) -> dict[str, Any]:
-        """The state in a file, cut up among the ranks by torch; plain values are those that this rank has."""
+        """Return the state in a file, with tensors sharded by torch and plain values of this rank."""
         state, whole = self.state(), load_file(path)
         for part in ("model", "optim"):
             for name, leaf in state[part].items():
@@ -179,12 +179,12 @@ class Rank:
 
 
 def wanted(folder: Path, world: int, step: int) -> str:
-    """The file with the state of the undisturbed training of so many ranks."""
+    """Return the file with the state of the undisturbed training of ``world`` ranks."""
     return str(folder / f"undisturbed-{world}-{step}.safetensors")
 
 
 def check_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """The same tensors, bit for bit."""
+    """Assert that the tensors are equal, bit for bit."""
     assert got.keys() == wanted.keys()
     assert sum("exp_avg" in name for name in got) > 40, "there is no optimizer state"
     for name, tensor in wanted.items():

@@ -1,4 +1,5 @@
-"""What a pod's preStop hook does: ``raystow drain`` makes Ray Train's workers save and waits; training goes on elsewhere."""
+"""``raystow drain`` in a pod's preStop hook: Ray Train's workers save, the command waits, and training continues on other
+nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train_on_kuberay.py"
 
 
 def drain(cluster: DrillCluster, node: str, within: str) -> tuple[int, dict[str, Any]]:
-    """The exit code of the command, and what it prints. On one machine each raylet is a node, so it has to be named."""
+    """Run ``raystow drain``; return its exit code and its output. Each raylet is a node of this machine, so the node is named."""
     command = [sys.executable, "-m", "raystow", "drain", "--node", node, "--within", within, "--json"]
     done = subprocess.run(
         command, env={**os.environ, "RAY_ADDRESS": cluster.cluster.address}, capture_output=True, text=True, timeout=DEADLINE
@@ -35,22 +36,22 @@ def drain(cluster: DrillCluster, node: str, within: str) -> tuple[int, dict[str,
 
 @contextlib.contextmanager
 def example(cluster: DrillCluster, uri: str) -> Iterator[None]:
-    """The job of ``k8s/``, on CPUs, until the end of the block."""
+    """Run the job of ``k8s/`` on CPUs until the end of the block."""
     command = [sys.executable, str(EXAMPLE), uri, "1000000", "2", "--cpu"]
     job = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": cluster.cluster.address}, stderr=subprocess.DEVNULL)
     try:
         yield
-        assert job.poll() is None, "it has ended by itself"
+        assert job.poll() is None, "the job ended by itself"
     finally:
         job.kill()
         job.wait()
 
 
-def test_the_hook_returns_after_the_save_and_the_job_moves(cluster: DrillCluster, tmp_path: Path) -> None:
+def test_drain_returns_after_the_save_and_the_job_moves(cluster: DrillCluster, tmp_path: Path) -> None:
     uri = f"file://{tmp_path / 'run'}"
 
     def newest() -> int:
-        """Its step."""
+        """Return the step of the newest version, or 0."""
         try:
             version = raystow.open(uri).latest()
         except raystow.NotARepository:
@@ -78,7 +79,7 @@ def test_the_hook_returns_after_the_save_and_the_job_moves(cluster: DrillCluster
     assert steps == sorted(set(steps)), "steps were trained again that were saved before"
 
 
-def test_an_idle_node_drains_at_once_and_a_dead_one_is_an_error(cluster: DrillCluster) -> None:
+def test_drain_of_an_idle_node_returns_and_of_a_dead_one_fails(cluster: DrillCluster) -> None:
     cluster.add("a")
     node = cluster.nodes["a"].node_id
     assert drain(cluster, node, "60s") == (0, {"node": node, "durable": [], "left": []})

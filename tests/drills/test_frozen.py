@@ -1,4 +1,4 @@
-"""What stands still: a node that is replaced, and wakes up with plans that must do no harm any more; and the coordinator."""
+"""Frozen processes: a node that is replaced and later wakes with outdated saves, and the coordinator."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from raystow.storage.clock import SYSTEM
 pytestmark = pytest.mark.slow
 
 HEALTH = {"initial_delay_ms": 0, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
-"""A frozen node is called dead after some 9 s, instead of a minute."""
+"""Ray declares a frozen node dead after about 9 s, instead of a minute."""
 
 
 @pytest.fixture(autouse=True)
-def quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in HEALTH.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
 
 
 def saving_for_ever(rank: Rank, folder: Path) -> None:
-    """Train and save at every step; and once more, when it is woken, whatever has become of the other ranks by then."""
+    """Train and save at every step. Rank 1 also saves once more when it is woken, in any state of the other ranks."""
 
     def save_once_more() -> None:
         wait_until((folder / "woken").exists, "the test wakes this rank", 10 * DEADLINE)
@@ -49,7 +49,7 @@ def saving_for_ever(rank: Rank, folder: Path) -> None:
         rank.save()
 
 
-def test_a_node_is_frozen_replaced_and_woken(
+def test_a_frozen_node_that_was_replaced_cannot_save(
     cluster: DrillCluster, training: Training, tmp_path: Path, report: Callable[[Drill], None]
 ) -> None:
     cluster.add("a", "b", "c")
@@ -58,7 +58,7 @@ def test_a_node_is_frozen_replaced_and_woken(
     training.save_at(2)
     cluster.copied(training.uri)
     running = [rank.do.remote(saving_for_ever, tmp_path) for rank in training.ranks]
-    wait_until(lambda: max(training.steps()) >= 4, "it saves at every step")  # so that it is frozen during saves
+    wait_until(lambda: max(training.steps()) >= 4, "it saves at every step")  # so that the node is frozen during saves
     ours = [*cluster.actors("b", "Rank"), cluster.node_worker("b")]
     watch = Stopwatch()
     stopped = cluster.freeze("b")
@@ -83,11 +83,11 @@ def test_a_node_is_frozen_replaced_and_woken(
     assert "has taken up this rank after process" in (tmp_path / "said").read_text()
     node = cluster.nodes.pop("b")
 
-    def out_of_it() -> bool:
-        node.live_processes()  # buries its raylet: as long as that is not done, Ray's workers take it to be alive
+    def ours_have_ended() -> bool:
+        node.live_processes()  # reaps the raylet: Ray's workers consider a zombie alive
         return not any(map(alive, ours))
 
-    wait_until(out_of_it, "the woken node has seen that it is dead for the others")
+    wait_until(ours_have_ended, "the woken node has seen that it is dead for the others")
     cluster.cluster.remove_node(node, allow_graceful=False)
     after = raystow.open(training.uri)
     assert after.versions() == before
@@ -97,7 +97,7 @@ def test_a_node_is_frozen_replaced_and_woken(
     assert raystow.open(training.uri).versions()[:-1] == before
 
 
-def test_the_coordinator_is_frozen_in_a_save_and_woken(
+def test_a_save_waits_for_a_frozen_coordinator(
     cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
 ) -> None:
     cluster.add("a", "b")
@@ -109,9 +109,9 @@ def test_the_coordinator_is_frozen_in_a_save_and_woken(
         watch = Stopwatch()
         training.each("save")
         training.each("fence")
-        training.each("train", 6)  # does not wait for the coordinator: that stands still until this is done
+        training.each("train", 6)  # a wait for the coordinator would fail: it is frozen until training is done
         training.each("check", 2)
-        SYSTEM.sleep(max(0.0, 10 - watch.seconds()))  # the drill is a coordinator that is frozen for 10 s
+        SYSTEM.sleep(max(0.0, 10 - watch.seconds()))  # freezes the coordinator for 10 s
     (version,) = set(training.each("result"))
     report(Drill("coordinator, frozen for 10 s in a save", 0, "nothing to restore; the save became durable", watch.seconds()))
     assert raystow.open(training.uri).version(version).step == 4

@@ -1,4 +1,4 @@
-"""The head is lost and started again, with Ray's own fault tolerance: its state lies in RocksDB, on a disk that outlives it."""
+"""The head is lost and restarted with Ray's fault tolerance: its state is in RocksDB, on a disk that survives the head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def fault_tolerance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of Ray's: see its guide on the fault tolerance of the GCS."""
+    """Configure Ray as its guide on the fault tolerance of the GCS describes."""
     for name, value in {
         "gcs_storage": "rocksdb",
         "gcs_storage_path": str(tmp_path / "gcs"),
@@ -34,17 +34,17 @@ def fault_tolerance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(f"RAY_{name}", value)
 
 
-def stand_beside(cluster: DrillCluster, name: str) -> None:
-    """Make this process part of a node, since it would end with the head that it is part of otherwise."""
+def connect_to_node(cluster: DrillCluster, name: str) -> None:
+    """Connect this process to a node other than the head; otherwise it would end with the head."""
     ray.shutdown()
     node = cluster.nodes[name].node_id
-    with mock.patch.object(services, "find_node_ids", return_value=[node]):  # of those on this machine Ray would take the head
+    with mock.patch.object(services, "find_node_ids", return_value=[node]):  # Ray would select the head on this machine
         ray.init(address=cluster.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     assert ray.get_runtime_context().get_node_id() == node
 
 
 def lose_and_restart(cluster: DrillCluster) -> None:
-    """Kill all that runs on the head, and start a head again with the same address."""
+    """Kill all processes of the head, and start a head with the same address."""
     head = cluster.cluster.head_node
     port = int(head.gcs_address.rpartition(":")[2])
     send(signal.SIGKILL, *cluster.processes("head"))
@@ -52,9 +52,11 @@ def lose_and_restart(cluster: DrillCluster) -> None:
     cluster.cluster.add_node(num_cpus=0, include_dashboard=False, object_store_memory=80 << 20, gcs_server_port=port)
 
 
-def test_the_head_is_restarted(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+def test_training_continues_after_a_restart_of_the_head(
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
+) -> None:
     cluster.add("a", "b")
-    stand_beside(cluster, "a")
+    connect_to_node(cluster, "a")
     training.start("a", "b")
     training.rehearse(4, 6, 8, 10)
     training.save_at(4)

@@ -1,5 +1,5 @@
-"""Nodes of an FSDP2 run with a journal are killed at random instants: one step is repeated at most, and the weights end in the
-bits of a run that was not disturbed. ``KILLS=2`` is quicker."""
+"""Nodes of an FSDP2 run with a journal are killed at random instants: each kill repeats at most one step, and the final
+weights equal those of an undisturbed run. ``KILLS=2`` is quicker."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from raystow.storage.clock import SYSTEM
 pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("KILLS", "20"))
-APART = 12  # steps from a restart to the next kill, and some more
+APART = 12  # minimum number of steps between a restart and the next kill
 PACE = 0.05  # seconds of a step
-LAST = 60  # steps after the last kill: the ranks must read their number before they are there
+LAST = 60  # steps after the last kill, so that the ranks read the final step before they reach it
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train with FSDP2 until the step that a file names; save every 50 steps and at the end. Lines of the logs tell what was
-    done."""
+    """Train with FSDP2 up to the step in a file; save every 50 steps and at the end. Log files record starts and steps."""
     import ray.train
     import torch
     from torch import nn
@@ -70,7 +69,7 @@ def train(config: dict[str, Any]) -> None:
             model(torch.randn(8, 65, generator=generator)).square().mean().backward()
             optimizer.step()
             scheduler.step()
-            SYSTEM.sleep(config["pace"])  # stands for the time that a real step takes
+            SYSTEM.sleep(config["pace"])  # simulates the duration of a real step
             journal.record(step, values={"scheduler": scheduler.state_dict(), "step": step})
             log(folder, checkpointer.rank, f"step {step}")
             if step % 50 == 0:
@@ -79,7 +78,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def end(folder: Path) -> int | None:
-    """The step that ends the training; None while that is not known."""
+    """Return the step that ends the training, or None while it is unknown."""
     path = folder / "end"
     return int(path.read_text()) if path.exists() else None
 
@@ -101,12 +100,12 @@ def lines(folder: Path, rank: int, kind: str) -> list[list[str]]:
 
 
 def reached(folder: Path) -> int:
-    """The step that all ranks have ended last."""
+    """Return the last step that all ranks have finished."""
     return min((int(found[-1][1]) if (found := lines(folder, rank, "step")) else 0) for rank in (0, 1))
 
 
 def starts(folder: Path) -> int:
-    """How often all ranks have started."""
+    """Return the number of starts that all ranks have logged."""
     return min(len(lines(folder, rank, "start")) for rank in (0, 1))
 
 
@@ -125,7 +124,7 @@ def trainer(folder: Path, pace: float) -> Any:
     )
 
 
-def test_a_killed_node_costs_one_step_at_most(cluster: DrillCluster, tmp_path: Path, report: Callable[[Drill], None]) -> None:
+def test_a_killed_node_costs_at_most_one_step(cluster: DrillCluster, tmp_path: Path, report: Callable[[Drill], None]) -> None:
     draw, folder = np.random.default_rng(0), tmp_path / "disturbed"
     lost, back, read = list[int](), list[float](), Counter[str]()
     folder.mkdir()
@@ -152,7 +151,7 @@ def test_a_killed_node_costs_one_step_at_most(cluster: DrillCluster, tmp_path: P
             (start,) = {int(lines(folder, rank, "start")[-1][1]) for rank in (0, 1)}
             wait(lambda start=start: reached(folder) > start, "a step")  # type: ignore[misc]
             print(f"killed the node of rank {rank} after step {last}: the run went on from step {start}")
-            assert start >= last - 1, f"{last - start} steps are lost"
+            assert start >= last - 1, f"{last - start} steps were lost"
             lost.append(max(last - start, 0))
             back.append(watch.seconds())
             for restarted in (0, 1):

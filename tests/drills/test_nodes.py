@@ -1,4 +1,4 @@
-"""Whole nodes die: one, one and its partner, one for good."""
+"""Nodes are killed: one, one and its partner, and one without a replacement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from training import Training
 pytestmark = pytest.mark.slow
 
 
-def test_a_node_is_killed(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+def test_training_continues_after_a_node_is_killed(
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
+) -> None:
     cluster.add("a", "b", "c")
     training.start("a", "b", "c")
     training.rehearse(4, 8)
@@ -38,7 +40,7 @@ def test_a_node_is_killed(cluster: DrillCluster, training: Training, report: Cal
     training.goes_on(8)
 
 
-def test_a_raylet_is_killed_but_not_the_processes_of_its_node(
+def test_training_continues_after_only_a_raylet_is_killed(
     cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
 ) -> None:
     cluster.add("a", "b", "c")
@@ -48,8 +50,8 @@ def test_a_raylet_is_killed_but_not_the_processes_of_its_node(
     cluster.copied(training.uri)
     training.go_on(past=6)
     watch = Stopwatch()
-    undead = [process for process in cluster.kill_raylet("b") if alive(process)]
-    assert undead
+    survivors = [process for process in cluster.kill_raylet("b") if alive(process)]
+    assert survivors
     training.wait_for_failure()
     detected, reached = watch.seconds(), max(training.steps())
     training.end()
@@ -63,10 +65,12 @@ def test_a_raylet_is_killed_but_not_the_processes_of_its_node(
     drill = "raylet; its node's processes lived on"
     report(Drill(drill, detected, source(version, read), watch.seconds(), reached - step, read))
     training.goes_on(8)
-    assert not any(alive(process) for process in undead)
+    assert not any(alive(process) for process in survivors)
 
 
-def test_a_node_and_its_peer_are_killed(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+def test_training_continues_after_a_node_and_its_peer_die(
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
+) -> None:
     cluster.add("a", "b", "c")
     training.start("a", "b", "c")
     training.rehearse(4, 8)
@@ -84,14 +88,16 @@ def test_a_node_and_its_peer_are_killed(cluster: DrillCluster, training: Trainin
     step, read, _ = training.restore()
     assert step == 4
     assert read["memory"]
-    assert read["store"], "nobody else had the part of b"
+    assert read["store"], "no other node had the part of b"
     training.each("check", 3)
     training.each("train", step + 1)
     report(Drill("node and its peer", detected, source(version, read), watch.seconds(), reached - step, read))
     training.goes_on(8)
 
 
-def test_one_of_four_is_lost_for_good(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+def test_three_ranks_continue_after_the_loss_of_one_of_four(
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
+) -> None:
     cluster.add("a", "b", "c", "d")
     training.start("a", "b", "c", "d")
     training.rehearse(4)
@@ -111,6 +117,6 @@ def test_one_of_four_is_lost_for_good(cluster: DrillCluster, training: Training,
     training.each("check", 4)
     training.each("train", step + 1)
     report(Drill("one of four nodes, for good", detected, source(version, read), watch.seconds(), reached - step, read))
-    training.rehearse(8, since=wanted(training.folder, 4, 4))  # three ranks on from there, without raystow
+    training.rehearse(8, since=wanted(training.folder, 4, 4))  # three ranks train from step 4 without raystow
     training.restore()
     training.goes_on(8)

@@ -1,4 +1,4 @@
-"""A node is going to be taken away, and Ray says so: training saves in time, and loses no step."""
+"""A node gets a preemption notice from Ray: training saves in time, and loses no step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTICE = 60.0
 
 
 def drain(address: str, node: str) -> None:
-    """What a cloud's notice comes to: ``ray drain-node`` does this call."""
+    """Drain a node, as on a cloud's preemption notice; ``ray drain-node`` makes the same call."""
     reason = ray.core.generated.autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline = int((SYSTEM.now() + NOTICE) * 1000)
     accepted, why = ray._raylet.GcsClient(address=address).drain_node(node, reason, "spot instance", deadline)
@@ -35,7 +35,7 @@ def drain(address: str, node: str) -> None:
 
 
 def train_until_notice(rank: Rank) -> int:
-    """Train; when rank 0 sees that a node is to go, save on all ranks, and return the step when that is durable."""
+    """Train; when rank 0 detects a draining node, save on all ranks, and return the step when the save is durable."""
     while True:
         rank.train(rank.step + 1)
         notice = torch.tensor(float(rank.rank == 0 and bool(ray._private.state.state.get_draining_nodes())))
@@ -46,7 +46,9 @@ def train_until_notice(rank: Rank) -> int:
             return rank.step
 
 
-def test_a_notice_is_used_to_save_in_time(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+def test_a_save_on_notice_is_durable_before_the_node_is_gone(
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
+) -> None:
     cluster.add("a", "b", "c")
     training.start("a", "b")
     training.rehearse(2)
@@ -81,21 +83,21 @@ def test_a_notice_is_used_to_save_in_time(cluster: DrillCluster, training: Train
 
 
 def train_in_ray_train(config: dict[str, Any]) -> None:
-    """Count. What Ray Train's workers do when ``get_preemption_info`` tells of a notice."""
+    """Count steps, and save when ``get_preemption_info`` reports a notice, as workers of Ray Train do."""
     import ray.train
 
     folder, notified = Path(config["folder"]), False
     with raystow.Checkpointer(config["uri"], timeout=60.0) as checkpointer:
         state = {"w": torch.zeros(1000), "step": 0}
         if checkpointer.restore_latest(into=state) is None:
-            checkpointer.save(state, step=0).result(60)  # the node worker is there: on a node that is to go, none is started
+            checkpointer.save(state, step=0).result(60)  # starts the node worker: a draining node starts none
         if checkpointer.rank == 1:
             (folder / f"from-{state['step']}-on-{ray.get_runtime_context().get_node_id()}").touch()
         while state["step"] < config["last"]:
             checkpointer.fence()
             state["w"] += 1
             state["step"] += 1
-            SYSTEM.sleep(config["seconds"])  # stands for the time that a real step takes
+            SYSTEM.sleep(config["seconds"])  # simulates the duration of a real step
             if not notified and ray.train.get_preemption_info() is not None:
                 notified = True
                 checkpointer.save(state, step=state["step"]).result(60)
@@ -103,7 +105,7 @@ def train_in_ray_train(config: dict[str, Any]) -> None:
     ray.train.report({})
 
 
-def test_ray_train_tells_its_workers(cluster: DrillCluster, tmp_path: Path) -> None:
+def test_ray_train_reports_a_notice_to_its_workers(cluster: DrillCluster, tmp_path: Path) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 

@@ -1,6 +1,6 @@
-"""Single processes die: of training, node workers in mid-training and in mid-save, the coordinator.
+"""Single processes are killed: training processes, the coordinator, and node workers during training and during a save.
 
-``make drills`` plays them; ``tests/integration/test_save_path.py`` kills the same without a training around them.
+``make drills`` runs these tests; ``tests/integration/test_save_path.py`` kills the same processes without a training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import raystow
 pytestmark = pytest.mark.slow
 
 
-def test_a_training_process_is_killed(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+def test_training_continues_after_a_process_is_killed(
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
+) -> None:
     cluster.add("a", "b")
     training.start("a", "b")
     training.rehearse(4, 8)
@@ -43,14 +45,16 @@ def test_a_training_process_is_killed(cluster: DrillCluster, training: Training,
     training.goes_on(8)
 
 
-def test_the_coordinator_is_killed_in_a_save(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+def test_training_continues_after_the_coordinator_is_killed(
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
+) -> None:
     cluster.add("a", "b")
     training.start("a", "b")
     training.rehearse(8, 10)
     training.save_at(4)
     epoch = raystow.open(training.uri).root().epoch
     training.each("train", 6)
-    with frozen(cluster.node_worker("b")):  # so that the save cannot be complete
+    with frozen(cluster.node_worker("b")):  # prevents the save from completing
         training.each("save")
         ray.get(training.ranks[0].fence.remote(), timeout=60)
         watch, coordinator = Stopwatch(), cluster.coordinator()
@@ -65,7 +69,9 @@ def test_the_coordinator_is_killed_in_a_save(cluster: DrillCluster, training: Tr
     training.goes_on(10)
 
 
-def test_a_node_worker_is_killed(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+def test_training_continues_after_a_node_worker_is_killed(
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
+) -> None:
     cluster.add("a", "b")
     training.start("a", "b")
     training.rehearse(8, 10, 12)
@@ -85,7 +91,7 @@ def test_a_node_worker_is_killed(cluster: DrillCluster, training: Training, repo
     training.goes_on(12)
 
 
-def test_a_node_worker_is_killed_in_a_save_and_training_with_it(
+def test_training_restarts_after_a_worker_is_killed_in_a_save(
     cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
 ) -> None:
     cluster.add("a", "b")
@@ -94,7 +100,7 @@ def test_a_node_worker_is_killed_in_a_save_and_training_with_it(
     version = training.save_at(4)
     cluster.copied(training.uri)
     training.each("train", 6)
-    with frozen(cluster.node_worker("b")):  # so that the save cannot be complete
+    with frozen(cluster.node_worker("b")):  # prevents the save from completing
         training.each("save")
         ray.get(training.ranks[0].fence.remote(), timeout=60)
         watch = Stopwatch()
@@ -107,7 +113,7 @@ def test_a_node_worker_is_killed_in_a_save_and_training_with_it(
     step, read, _ = training.restore()
     assert step == 4
     training.each("check", 2)
-    assert not read["store"]  # the other node has the dead one's part, and may have given it to its successor already
+    assert not read["store"]  # the other node has the part of the dead worker, and may have sent it to the new worker already
     training.each("train", step + 1)
     drill = "node worker in a save, then training"
     report(Drill(drill, detected, source(version, read), watch.seconds(), 6 - step, read))

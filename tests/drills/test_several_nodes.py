@@ -1,4 +1,4 @@
-"""Two of three nodes die at once in a save, while requests to the store fail on all of them; each part has one copy in memory."""
+"""Two of three nodes are killed during a save, while requests to the store fail; each part has one copy in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKS = r"\.pack"
     ],
     ids=lambda fault: fault.name,
 )
-def test_two_of_three_die_under_faults_of_the_store(
+def test_two_of_three_nodes_die_under_faults_of_the_store(
     line: FaultProxy,
     cluster: DrillCluster,
     s3_uri: str,

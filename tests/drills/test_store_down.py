@@ -1,4 +1,4 @@
-"""The store answers nothing but 503, for seconds and for a minute: while ranks save, and while they restore."""
+"""The store answers every request with 503, for seconds and for a minute, while ranks save and while they restore."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTAGES = [8.0, 60.0]
 
 
 def far(cluster: DrillCluster, folder: Path, uri: str, **options: raystow.Memory) -> Training:
-    """A training that saves to an S3 server, with a rank on each of two nodes."""
+    """Start a training that saves to an S3 server, with a rank on each of two nodes."""
     training = Training(cluster, folder, **options)
     training.uri = uri
     cluster.add("a", "b")
@@ -34,7 +34,7 @@ def far(cluster: DrillCluster, folder: Path, uri: str, **options: raystow.Memory
 
 
 @pytest.mark.parametrize("seconds", OUTAGES)
-def test_while_saving_it_is_waited_for(
+def test_a_save_waits_for_the_store(
     line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None], seconds: float
 ) -> None:
     training = far(cluster, tmp_path, s3_uri, timeout=180.0)
@@ -44,9 +44,9 @@ def test_while_saving_it_is_waited_for(
     watch = Stopwatch()
     line.inject(Fault.SLOW_DOWN, times=FOR_EVER)
     training.each("save")
-    training.each("train", 6)  # does not wait for the store: that stays down until this is done
+    training.each("train", 6)  # a wait for the store would fail: it is down until training is done
     training.each("check", 2)
-    SYSTEM.sleep(max(0.0, seconds - watch.seconds()))  # the drill is an outage of so many seconds
+    SYSTEM.sleep(max(0.0, seconds - watch.seconds()))  # lets the outage last ``seconds``
     line.heal()
     (version,) = set(training.each("result", 120.0, timeout=150))
     report(Drill(f"store, {seconds:.0f} s, while saving", 0.0, "nothing to restore; the save became durable", watch.seconds()))
@@ -54,7 +54,7 @@ def test_while_saving_it_is_waited_for(
     training.goes_on(8)
 
 
-def test_a_save_fails_in_a_long_outage_and_memory_restores_it(
+def test_memory_restores_a_save_that_failed_in_a_long_outage(
     line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None]
 ) -> None:
     training = far(cluster, tmp_path, s3_uri, timeout=10.0)
@@ -82,7 +82,7 @@ def test_a_save_fails_in_a_long_outage_and_memory_restores_it(
     training.goes_on(8)
 
 
-def test_while_it_is_down_a_version_is_restored_from_memory(
+def test_memory_restores_a_version_while_the_store_is_down(
     line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None]
 ) -> None:
     training = far(cluster, tmp_path, s3_uri)
@@ -106,7 +106,7 @@ def test_while_it_is_down_a_version_is_restored_from_memory(
 
 
 @pytest.mark.parametrize("seconds", OUTAGES)
-def test_while_restoring_what_is_nowhere_else_it_is_waited_for(
+def test_a_restore_waits_for_the_store(
     line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None], seconds: float
 ) -> None:
     training = far(cluster, tmp_path, s3_uri, memory=raystow.Memory(64 << 20, cache=0))
@@ -130,7 +130,7 @@ def test_while_restoring_what_is_nowhere_else_it_is_waited_for(
     training.goes_on(8)
 
 
-def test_while_restoring_what_is_nowhere_else_it_stays_down(
+def test_a_restore_fails_in_a_long_outage_and_then_works(
     line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path
 ) -> None:
     training = far(cluster, tmp_path, s3_uri, memory=raystow.Memory(64 << 20, cache=0))
@@ -148,9 +148,9 @@ def test_while_restoring_what_is_nowhere_else_it_stays_down(
 
 
 def restoring_fails(rank: object) -> str:
-    """What the error says."""
+    """Return the message of the error of a restore."""
     try:
         rank.restore()  # type: ignore[attr-defined]
     except (raystow.StoreError, raystow.ClusterError) as error:
         return str(error)
-    raise AssertionError("it has restored")
+    raise AssertionError("the restore did not fail")

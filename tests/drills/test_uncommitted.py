@@ -1,4 +1,4 @@
-"""A save that is in the memory of nodes and cannot become durable: restored all the same, also after a node's death."""
+"""A save in the memory of nodes that cannot become durable is restored, also after the death of a process or a node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOR_EVER = 1_000_000
 
 
 def without_uncommitted(rank: Rank) -> int:
-    """Restore the newest version; its step."""
+    """Restore the newest committed version, and return its step."""
     state: dict[str, Any] = rank.state()
     version = rank.checkpointer.restore_latest(into=state, allow_uncommitted=False)
     assert version is not None
@@ -34,7 +34,7 @@ def without_uncommitted(rank: Rank) -> int:
 
 
 def kept(cluster: DrillCluster, uri: str) -> list[Holding]:
-    """What each node has of the newest attempt, which is no version."""
+    """Return the holding of each node for the newest attempt if it is uncommitted."""
     repository = raystow.open(uri)
     newest = [cluster.holdings(name, repository.id)[-1:] for name in cluster.nodes]
     return [one for held in newest for one in held if not one.committed]
@@ -84,5 +84,5 @@ def test_a_save_in_memory_survives_a_process_and_a_node(
 
     line.heal()
     training.goes_on(6)
-    assert [version.step for version in raystow.open(s3_uri).versions()] == [2, 6]  # it was given up
+    assert [version.step for version in raystow.open(s3_uri).versions()] == [2, 6]  # the save of step 4 was given up
     wait_until(lambda: not kept(cluster, s3_uri), "the new version has replaced it in memory")

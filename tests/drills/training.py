@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 import raystow
 
 FOR_EVER = 1 << 30  # steps
-START = 180.0  # seconds in which ranks must have started: they load torch, all at once
+START = 180.0  # seconds for the start of all ranks, which load torch at the same time
 
 
 class Training:
-    """What a launcher does: starts ranks on nodes, sees that one has died, ends the others, starts them again."""
+    """Starts ranks on nodes, detects dead ranks, ends the others, and starts them again, as a launcher does."""
 
     def __init__(self, cluster: DrillCluster, folder: Path, **options: Any) -> None:
         self.uri, self._cluster, self.folder = str(folder / "run"), cluster, folder
@@ -32,7 +32,7 @@ class Training:
         self.places: tuple[str, ...] = ()
 
     def start(self, *nodes: str) -> None:
-        """A rank on each of these nodes (several, if one is named several times), each with a Checkpointer."""
+        """Start a rank with a Checkpointer on each of these nodes; a repeated node gets several ranks."""
         self._group, self.places = self._group + 1, nodes
         places = [Place(self.folder, self._group, rank, len(nodes)) for rank in range(len(nodes))]
         self.ranks = [
@@ -43,33 +43,33 @@ class Training:
         self._processes = [psutil.Process(pid) for pid in self.each("pid", timeout=START)]
 
     def each(self, method: str, *args: Any, timeout: float = DEADLINE) -> list[Any]:
-        """Call a method of all ranks at once, and wait for all."""
+        """Call a method of all ranks at once, and return all results."""
         return ray.get([getattr(rank, method).remote(*args) for rank in self.ranks], timeout=timeout)
 
     def rehearse(self, *steps: int, since: str | None = None) -> None:
-        """Learn what the states of these steps must be, before anything has happened; see ``Rank.rehearse``."""
+        """Compute the expected states of these steps before any disturbance; see ``Rank.rehearse``."""
         self.each("rehearse", steps, since)
 
     def save_at(self, step: int) -> int:
-        """Train up to a step, save, and wait until that is durable; the version's id."""
+        """Train up to a step, save, and wait until the save is durable; return the version's id."""
         self.each("train", step)
         self.each("save")
         (version,) = set(self.each("result"))
         return int(version)
 
     def go_on(self, past: int) -> None:
-        """Let all ranks train for ever; return when all have done ``past`` steps."""
+        """Let all ranks train without end; return when all have done ``past`` steps."""
         self._running = [rank.train.remote(FOR_EVER) for rank in self.ranks]
         wait_until(lambda: min(self.steps()) >= past, f"{past} steps")
 
     def steps(self) -> list[int]:
-        """The steps that each rank has done, dead or alive."""
+        """Return the steps that each rank has done, dead or alive."""
         return [int.from_bytes(note.read_bytes(), "little") for note in self._notes]
 
     def wait_for_failure(self, seconds: float = DEADLINE) -> None:
-        """Return when the launcher sees that a rank has died, or has lost the others."""
+        """Return when the launcher detects that a rank has died or has lost the others."""
         done, _ = ray.wait(self._running, num_returns=1, timeout=seconds)
-        assert done, f"nobody has noticed within {seconds:.0f} s"
+        assert done, f"no failure was detected within {seconds:.0f} s"
         try:
             ray.get(done, timeout=10)
         except RayError:
@@ -77,27 +77,27 @@ class Training:
         raise AssertionError("a rank has come to the end of all training")
 
     def end(self) -> None:
-        """What a launcher does when a rank is dead: end the others, too."""
+        """Kill all ranks, as a launcher does when one is dead."""
         for rank in self.ranks:
             ray.kill(rank)
 
     def process(self, rank: int) -> psutil.Process:
-        """That of a rank, also when it is busy."""
+        """Return the process of a rank, which works also while the rank is busy."""
         return self._processes[rank]
 
     def restore(self, timeout: float = DEADLINE) -> tuple[int, Counter[str], float]:
-        """Restore on all ranks; the step, the bytes read by source, and the seconds that the slowest took."""
+        """Restore on all ranks; return the step, the bytes read by source, and the duration of the slowest rank in seconds."""
         told = self.each("restore", timeout=timeout)
         (step,) = {step for step, _, _ in told}
         read = Counter[str]()
         for _, part, _ in told:
             read.update({"store" if source == "instead" else source: nbytes for source, nbytes in part.items()})
-        assert read.total(), "it is not known what was read"
+        assert read.total(), "no bytes were logged as read"
         return step, read, max(seconds for _, _, seconds in told)
 
     def goes_on(self, step: int) -> None:
-        """Train up to a step and save: the state is right, and so is what the version has of it, read from the store by someone
-        else; and nothing is left of the dead."""
+        """Train up to a step and save; assert that the state and the stored version are the expected ones, and that dead
+        processes left nothing behind."""
         version = self.save_at(step)
         self.each("check", len(self.ranks))
         repository = raystow.open(self.uri)

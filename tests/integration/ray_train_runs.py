@@ -61,10 +61,10 @@ class Run:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train to ``steps``, and save every step, or with ``notice`` only on a preemption notice. Other entries of ``config``
-    are:
-    ``options``: of the Checkpointer. ``die``: the step at which the last rank dies, once. ``hold``: the step at which
-    all ranks wait for the note ``go``. ``wait``: wait for each version. ``pace``: seconds per step.
+    """Train to ``steps``, and save every step, or with ``notice`` only on a preemption notice.
+
+    Other keys of ``config``: ``options`` of the Checkpointer; ``die``, the step at which the last rank dies, once; ``hold``, the
+    step at which all ranks wait for the note ``go``; ``wait``, whether to wait for each version; ``pace``, seconds per step.
     """
     import ray.train
     from torch.distributed.device_mesh import init_device_mesh

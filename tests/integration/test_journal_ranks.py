@@ -72,8 +72,8 @@ def build(layout: str, optimizer: str, rank: int, world: int) -> tuple[nn.Module
 def train(
     rank: int, world: int, layout: str, optimizer: str, entries: Entries, steps: Sequence[int], spoil: str = ""
 ) -> tuple[Any, Entries, list[bytes], str]:
-    """Replay ``entries``, and record ``steps``. Return the replayed values, the rank's new entries, all bits at the end, and
-    the reason why the replay ended.
+    """Replay ``entries``, and record ``steps``. Return the replayed values, the rank's new entries, all bits at the end, and the
+    reason why the replay ended.
 
     ``spoil``: the disturbance of the replay on the last rank.
     """

@@ -1,5 +1,4 @@
-"""States saved by N ranks are restored by M ranks, bit for bit, under any parallelism; each rank reads only overlapping
-chunks.
+"""States saved by N ranks are restored by M ranks, bit for bit, under any parallelism; each rank reads only overlapping chunks.
 
 ``make test`` covers every parallelism on at most four ranks; ``make soak`` covers all pairs of world sizes up to eight.
 """

@@ -83,8 +83,8 @@ def latest_step(uri: str) -> int:
 def fine_tune(rank: int, n: int, address: str, uri: str, folder: Path, steps: int, dies_after: int = 0, *overrides: str) -> None:
     """Run verl's trainer up to a step.
 
-    ``folder`` has ``model``, and gets the trainer's ``default_local_dir`` and the records of each rank. ``dies_after``: the
-    step after which all ranks are killed, once a version exists.
+    ``folder`` has ``model``, and gets the trainer's ``default_local_dir`` and the records of each rank. ``dies_after``: the step
+    after which all ranks are killed, once a version exists.
     """
     place = {"LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ.update({VARIABLE: uri, "VERL_ENGINE_DEVICE": "cpu", **place})

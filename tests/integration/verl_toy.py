@@ -1,7 +1,7 @@
 """A small PPO training of verl that counts in its weights how often each prompt was trained.
 
-It uses verl's checkpoint managers and the methods of ``RayPPOTrainer`` that save and load. Each gloo rank acts as its own
-worker groups.
+It uses verl's checkpoint managers and the methods of ``RayPPOTrainer`` that save and load. Each gloo rank acts as its own worker
+groups.
 """
 
 from __future__ import annotations
