@@ -1,7 +1,7 @@
-"""Where the points lie: around each operation on a store, inside those of a folder, around each call and message between
-processes, and around each change of the coordinator's state.
+"""The crash points: around each store operation, in each step of a local folder, around each call and message between processes,
+and around each change of the coordinator's state.
 
-All of it is put into the classes of a process that was forked for one trial.
+The points are patched into the classes of a process that was forked for one trial.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _OPERATIONS = ("get", "get_range", "get_range_into", "put", "get_tagged", "put_i
 _LISTINGS = ("list", "unfinished")
 _CHANGES = ("join", "begin", "finished", "fragment", "failed", "save_failed", "rank_disconnected", "settled")
 _EVENTS = {"os.rename": 1, "os.remove": 0, "os.mkdir": 0, "os.rmdir": 0}
-"""Audit event -> which of its arguments is the path."""
+"""Audit event -> index of its path argument."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def watch_stores(trip: Trip) -> None:
-    """Before and after each operation on a store."""
+    """Add points before and after each operation on a store."""
     for store in (LocalStore, S3Store):
         for name in _OPERATIONS:
             setattr(store, name, _around(getattr(store, name), name, trip))
@@ -39,7 +39,7 @@ def watch_stores(trip: Trip) -> None:
 
 
 def watch_folder(root: Path, trip: Trip) -> None:
-    """Before each step that changes a file or folder below ``root``, and in the middle of each first write to a file."""
+    """Add points before each change of a file or folder below ``root``, and in the middle of the first write to each file."""
     below, begun, real_fsync, real_writev = f"{root}/", set[int](), os.fsync, os.writev
 
     def inside(path: object) -> str:
@@ -74,7 +74,7 @@ def watch_folder(root: Path, trip: Trip) -> None:
 
 
 def watch_wire(trip: Trip) -> None:
-    """Before and after a message is sent, and after one has come, between a training process and its node worker."""
+    """Add points before and after each message that a training process or its node worker sends, and after each received one."""
     send, receive = Connection.send, Connection.receive
 
     def sending(self: Connection, message: object, *, fd: int | None = None) -> None:
@@ -93,7 +93,7 @@ def watch_wire(trip: Trip) -> None:
 
 
 def watch_core(trip: Trip) -> None:
-    """Before and after each change of the coordinator's state."""
+    """Add points before and after each change of the coordinator's state."""
     for name in _CHANGES:
         change = getattr(Coordinator, name)
         setattr(Coordinator, name, _around(change, f"state: {name}", trip, subject=lambda args: ""))
@@ -135,7 +135,7 @@ def _subject(args: tuple[Any, ...]) -> str:
 
 
 def _short(key: str) -> str:
-    """Without what differs from run to run: tokens, and which node has which number."""
+    """Remove the parts of a key that differ between runs: tokens and numbers of nodes."""
     key = re.sub(r"[0-9a-f]{16}", "~", key)
     return re.sub(r"-[0-9]{5}(?=[-.])", "", key, count=1) if key.startswith("versions/") else key
 

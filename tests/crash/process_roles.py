@@ -1,4 +1,4 @@
-"""What the processes of a trial do: the production classes, each in a process of its own as Ray would run them, without Ray."""
+"""The processes of a trial: the production classes, each in a separate process as under Ray, but without Ray."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from raystow.workers.shm.ring import SLOT
 
 
 def play(request: Message, end: socket.socket) -> None:
-    """Be the process that was asked for, to its end."""
+    """Run the requested process to its end."""
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(threadName)s %(levelname)s %(name)s: %(message)s")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -67,7 +67,7 @@ def play(request: Message, end: socket.socket) -> None:
 
 
 def _no_ray(*_: object, **__: object) -> None:
-    raise AssertionError("a trial has no Ray, and must not find one that happens to run on this machine")
+    raise AssertionError("a trial has no Ray, and must not connect to one on this machine")
 
 
 def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
@@ -76,7 +76,7 @@ def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
     node_actor._held = nodes.held
 
     class Told(Housekeeping):
-        """Deletes what it drops at once, and tells when it is through."""
+        """Deletes dropped versions immediately, and reports the end of each run."""
 
         def __init__(self, committer: Committer) -> None:
             super().__init__(committer, grace=0.0)
@@ -89,7 +89,7 @@ def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
                 control.send(error=traceback.format_exc())
 
     class ToldSegments(Segments):
-        """Tells when it is through with a segment."""
+        """Reports each settled segment."""
 
         def settled(self, opened: OpenedSegment) -> None:
             super().settled(opened)
@@ -158,7 +158,7 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
 
 
 def _actor(name: str, method: Callable[[], Any]) -> Callable[..., Any]:
-    """What makes a handle to an actor with one method."""
+    """Return a function that makes a handle to an actor with one method."""
     return lambda *_: SimpleNamespace(**{name: SimpleNamespace(remote=method)})
 
 

@@ -1,4 +1,4 @@
-"""The processes of a trial, one by one: forked in milliseconds, told things, heard, killed."""
+"""The processes of a trial: they are forked in milliseconds, exchange messages with the harness, and can be killed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Zygote:
             raise RuntimeError("the zygote did not start")
 
     def fork(self, request: Message, control: socket.socket, log: int) -> int:
-        """Start a process; its id."""
+        """Start a process, and return its id."""
         socket.send_fds(self._line, [json.dumps(request).encode()], [control.fileno(), log])
         return int(json.loads(self._line.recv(_REQUEST)))
 
@@ -46,7 +46,7 @@ class Zygote:
 
 @dataclass
 class Proc:
-    """A process. ``ready``: what it said when it was; ``said``: outcomes and the like, by kind."""
+    """A process. ``ready``: its message when it was ready; ``said``: its other messages, by kind."""
 
     name: str
     pid: int
@@ -59,21 +59,21 @@ class Proc:
         try:
             self.control.send(json.dumps(message).encode())
         except OSError:
-            pass  # it has died: ``until`` will read that
+            pass  # it has died, and ``until`` will read that
 
     @property
     def stopped(self) -> bool:
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def hear(self) -> bytes:
-        """What it says next; nothing if it has ended."""
+        """Return its next message, or nothing if it has ended."""
         try:
             return self.control.recv(_MESSAGE)
         except ConnectionResetError:
-            return b""  # killed before it had read what it was told
+            return b""  # killed before it read its messages
 
     def note(self, message: Message) -> None:
-        """Keep what it said."""
+        """Store a message."""
         for kind, value in message.items():
             self.said.setdefault(kind, []).append(value)
 

@@ -1,4 +1,4 @@
-"""How the processes of a trial call each other where they would be Ray's actors."""
+"""Calls between the processes of a trial, in place of calls to Ray's actors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import ClusterError
 from raystow.workers.protocol import messages
 
-_RESTARTS = 60.0  # seconds that a call waits for a dead coordinator to be started again, as calls to Ray's actors do
+_RESTARTS = 60.0  # seconds that a call waits for a restart of the coordinator, as calls to Ray's actors do
 _RETRY = 0.005
 
 
 class CoordinatorPort(RemotePort):
-    """The coordinator from afar; as long as it is being restarted, calls wait and are made again."""
+    """A remote coordinator; calls wait and are repeated while it restarts."""
 
     def __init__(self, address: Any, trip: Tripwire) -> None:
         super().__init__(address)
@@ -52,7 +52,7 @@ class CoordinatorPort(RemotePort):
                 except (OSError, EOFError) as error:
                     if SYSTEM.monotonic() > give_up:
                         raise ClusterError(f"the coordinator is gone: {error}") from error
-                    SYSTEM.sleep(_RETRY)  # as calls to an actor that restarts: the trial replaces the coordinator meanwhile
+                    SYSTEM.sleep(_RETRY)  # the trial replaces the coordinator meanwhile, as Ray restarts an actor
             self._trip(f"after calling {method}")
             return answer
 
@@ -60,7 +60,7 @@ class CoordinatorPort(RemotePort):
 
 
 class Blocking:
-    """An actor of coroutines, called by threads."""
+    """An actor of coroutines that threads call."""
 
     def __init__(self, actor: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._actor, self._loop = actor, loop
@@ -73,24 +73,24 @@ class Blocking:
 
 
 class NodePeers:
-    """The node workers, as other processes ask for what they have in memory."""
+    """Access to the node workers' memory for other processes."""
 
     def __init__(self, port: str) -> None:
         self._port = port
 
     def at(self, node: str) -> str:
-        """Where a node answers."""
+        """Return the address of a node."""
         return f"{self._port}-{node}"
 
     def contact(self, node: str) -> Any:
-        """Where a node takes the calls of others."""
+        """Return the contact of a node for calls of other nodes."""
         try:
             return RemotePort(self.at(node)).contact()
         except (OSError, EOFError) as error:
             raise ClusterError(f"does not answer: {error}", subject=f"node {node}") from error
 
     async def held(self, node: str, method: Callable[..., Any], repository: str) -> list[Any]:
-        """What a node has in memory."""
+        """Return the contents of a node's memory."""
         try:
             held: list[Any] = await asyncio.to_thread(getattr(RemotePort(self.at(node)), method.__name__), repository)
         except (OSError, EOFError):

@@ -1,4 +1,4 @@
-"""The repositories that trials begin with, each made once: by the processes themselves, then littered by hand."""
+"""The repositories at the start of trials, each made once by real processes and then filled with garbage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _SALT = 3
 
 
 def templates(zygote: Zygote, place: Place, folder: Path) -> dict[str, str]:
-    """``empty``: nothing. ``two`` and ``many``: versions. ``littered``: two versions, and all that a collection is there for."""
+    """Make the repositories: ``empty``, ``two`` and ``many`` with versions, and ``littered`` with versions and every kind of
+    garbage."""
     made = {"empty": place.empty("t-empty"), "two": place.empty("t-two")}
     _save(zygote, made["two"], folder / "logs-two", [1, 2])
     made["many"] = place.copy(made["two"], "t-many")
@@ -43,8 +44,8 @@ def _save(zygote: Zygote, uri: str, logs: Path, steps: list[int]) -> None:
 
 
 def _litter(uri: str) -> None:
-    """Drop two versions, and leave behind attempts without a record, segments that no root has named, a lease, a
-    probe and a temporary file."""
+    """Drop two versions, and add attempts without a record, segments that no root names, a lease, a probe and a temporary
+    file."""
     repository = open_repository(uri)
     repository.plan_retention(Policy(keep_last=2)).execute()
     root, store = repository.root(), repository.store

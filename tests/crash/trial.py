@@ -1,4 +1,4 @@
-"""A trial: processes do something, some are killed at one point of it, and then nothing may be lost, half there, or left over."""
+"""A trial: processes work, some are killed at one point, and then nothing may be lost, incomplete or left behind."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from raystow.storage.repository import Repository, open_repository
 from raystow.storage.segments import read_record, verify_segment
 
 _FIRST = 2
-"""The step of the newest version before the steps that are recorded."""
+"""The step of the newest version before the recorded steps."""
 LOST, AGAIN = 1, 2
-"""Salts: of the save that is killed, and of the one after it."""
+"""Salts of the interrupted save and of the next save."""
 
 
 @dataclass(frozen=True)
 class Act:
-    """What goes on when the kill comes. ``template``: the name of the repository that it begins with. ``play`` returns what the
-    training processes were told of their saves. ``keep``: the newest versions that it must leave. ``rolled_back_to``: the version
-    that is the newest after it, if it is done. ``journal``: the training records its steps; what it does before is not tried."""
+    """The work during which a kill happens.
+
+    ``template``: the name of the repository at the start. ``play`` returns the outcomes of saves that the training processes
+    received. ``keep``: the number of newest versions that must remain. ``rolled_back_to``: the newest version after the act, if
+    it is complete. ``journal``: the training records its steps; points before the recording are not tried.
+    """
 
     name: str
     template: str
@@ -59,8 +62,8 @@ def _save(cluster: TrialCluster) -> list[Message]:
 
 
 def _record(cluster: TrialCluster) -> list[Message]:
-    """Make two segments durable. After a kill the training restarts, goes on at a step that is not before them, and makes another
-    one durable; when all processes are lost, it goes on at the last durable step."""
+    """Make two segments durable. After a kill, the training restarts at a step that is not before them, and makes another
+    segment durable; after a loss of all processes, it continues at the last durable step."""
     cluster.phase = "start"
     cluster.start_cluster()
     cluster.phase = "journal"
@@ -79,7 +82,7 @@ def _record(cluster: TrialCluster) -> list[Message]:
 
 
 def _durable(uri: str) -> int:
-    """The newest step that the store has. Every segment is whole."""
+    """Return the newest step in the store, and assert that every segment is whole."""
     repository = open_repository(uri)
     root = repository.root()
     for segment in root.segments:
@@ -114,12 +117,12 @@ ACTS = {
 
 
 class Missed(Exception):
-    """The processes did not come by the point this time: their threads ran in another order."""
+    """The processes did not reach the point, because their threads ran in another order."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Where trials are played: ``templates`` by name."""
+    """A place at which trials run. ``templates``: the repositories at the start, by name."""
 
     zygote: Zygote
     place: Place
@@ -128,7 +131,7 @@ class Stage:
 
     @contextmanager
     def cluster(self, act: Act, name: str, *, target: Target | None = None, record: bool = False) -> Iterator[TrialCluster]:
-        """A world before an act."""
+        """Yield a cluster before an act."""
         logs = self.folder / f"logs-{name}"
         logs.mkdir()
         cluster = TrialCluster(
@@ -149,7 +152,7 @@ class Stage:
         return [point for point in cluster.points if not act.journal or point.phase != "start"]
 
     def trial(self, act: Act, name: str, target: Target) -> None:
-        """Kill at one point, and look whether anything is lost, half there, in the way, or left over."""
+        """Kill at one point, and assert that nothing is lost, incomplete or left behind."""
         with self.cluster(act, name, target=target) as cluster:
             before = _versions(cluster.uri)
             told = act.play(cluster)
@@ -163,7 +166,7 @@ class Stage:
                 assert oldest in (act.rolled_back_to, max(before)), f"half of a rollback: {oldest}"
             cluster.start_cluster()
             again = cluster.save(11, AGAIN)
-            assert len(again) == len(TRAINERS), "a training process died of itself"
+            assert len(again) == len(TRAINERS), "a training process died without a kill"
             assert all("version" in outcome for outcome in again), f"the next save failed: {again}"
             for found in cluster.restored:
                 assert found["version"] >= oldest, f"restored an old version: {found}"
@@ -186,11 +189,11 @@ class Stage:
 
 
 def _versions(uri: str) -> set[int]:
-    """The listed versions."""
+    """Return the ids of the listed versions."""
     try:
         return {entry.id for entry in open_repository(uri).root().listed}
     except NotARepository:
-        return set()  # it is to be made
+        return set()  # the act creates it
 
 
 def _newest(uri: str) -> int:
@@ -200,11 +203,11 @@ def _newest(uri: str) -> int:
 
 
 def _check(uri: str, known: set[int], *, keep: int) -> Repository:
-    """Every version there is is whole and has the bits of its step; none is missing but those that a rule has dropped."""
+    """Assert that every version is whole and has the bits of its step, and that only versions dropped by a rule are missing."""
     repository = open_repository(uri)
     versions = [*repository.versions(), *repository.rolled_back()]
     for version in versions:
-        with suppress(NotFound), repository.lease(version):  # retention may be at work, and drop it before there is a lease
+        with suppress(NotFound), repository.lease(version):  # retention may drop the version before the lease exists
             repository.verify(version)
             for rank in range(len(TRAINERS)):
                 state, wanted = blank(rank=rank), state_at(version.step, version.metrics["salt"], rank=rank)

@@ -1,7 +1,8 @@
-"""The processes of a trial, kept as a cluster would keep them: a coordinator, and two nodes with a training process each.
+"""The processes of a trial, supervised as in a cluster: a coordinator, and two nodes with a training process each.
 
-A coordinator or node worker that dies is started again, empty; when a training process dies, its whole group is started again and
-restores. What was not killed goes on. One thread: ``until`` reads what the processes say and looks after them.
+A coordinator or node worker that dies is restarted with empty memory; when a training process dies, its whole group is restarted
+and restores. Other processes continue. The harness has one thread: ``until`` reads the messages of the processes and supervises
+them.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ KEEP = 2
 _PATIENCE = 60.0  # seconds for a whole trial
 _LOG_TAIL = 4000  # characters of each log in a report
 _RESTARTS = 6
-"""Times that one process may be started in a trial; more is a crash loop."""
+"""Maximum number of starts of one process in a trial; more starts are a crash loop."""
 
 
 class Stuck(AssertionError):
-    """A trial that has come to no end in time, or a process that has failed; with the stacks and logs of all."""
+    """A trial exceeded its deadline, or a process failed; the message has the stacks and logs of all processes."""
 
 
 class TrialCluster:
-    """``uri``: the repository. ``folder``: for logs. ``target``: only first processes of a name have it, and it is hit once.
-    ``record``: note the points that are passed. ``keep``: versions that retention keeps, 0 for all. ``journal``: the training
-    records its steps, with durable segments."""
+    """``uri``: the repository. ``folder``: for logs. ``target``: only the first process of a name gets it, and it is hit once.
+    ``record``: record the passed points. ``keep``: versions that retention keeps, 0 for all. ``journal``: the training records
+    its steps, with durable segments."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class TrialCluster:
         self._give_up = SYSTEM.monotonic() + _PATIENCE
         self.processes: dict[str, Proc] = {}
         self._starts: dict[str, int] = {}
-        self._waiting: list[tuple[Proc, str]] = []  # who wants to know the address of which node
+        self._waiting: list[tuple[Proc, str]] = []  # processes that requested the address of a node, and the node
         self._port = f"\0raystow-crash-{os.getpid()}-{SYSTEM.token()}"
         self.phase = ""
         self.points: list[Point] = []
@@ -99,14 +100,14 @@ class TrialCluster:
         return proc
 
     def start_cluster(self) -> None:
-        """Start all, and wait until the training processes have restored."""
+        """Start all processes, and wait until the training processes have restored."""
         for name in CLUSTER:
             if name not in self.processes:
                 self.start(name)
         self.until(lambda: all(self._is_ready(name) for name in CLUSTER), "the cluster to be ready")
 
     def save(self, step: int, salt: int) -> list[Message]:
-        """Let both ranks save, and wait for both; what each was told. Shorter if the group was started again meanwhile."""
+        """Let both ranks save, and return the outcomes that they received; fewer if the group was restarted meanwhile."""
         ranks = [self.processes[name] for name in TRAINERS]
         for proc in ranks:
             proc.tell(step=step, salt=salt)
@@ -114,8 +115,8 @@ class TrialCluster:
         return [proc.said.pop("outcome")[0] for proc in ranks if "outcome" in proc.said]
 
     def record(self, step: int) -> None:
-        """Let both ranks record the steps up to ``step``, and wait until the coordinator is through with their segment,
-        or the target is hit."""
+        """Let both ranks record the steps up to ``step``, and wait until the coordinator has settled their segment, or the
+        target is hit."""
         coordinator, ranks, hit = self.processes["coordinator"], [self.processes[name] for name in TRAINERS], self.hit
         ready = ranks[0].ready
         assert ready is not None
@@ -130,33 +131,33 @@ class TrialCluster:
         self.start_cluster()
 
     def steps(self) -> list[int]:
-        """The step at which the training of each rank goes on."""
+        """Return the step at which the training of each rank continues."""
         return [ready["step"] for name in TRAINERS if (ready := self.processes[name].ready) is not None]
 
     def until(self, reached: Callable[[], bool], what: str) -> None:
-        """Look after the processes until a condition holds; ``Stuck`` at the trial's deadline."""
+        """Supervise the processes until a condition holds; raise ``Stuck`` at the trial's deadline."""
         while not reached():
             left = self._give_up - SYSTEM.monotonic()
             ready = self._selector.select(max(0.0, left))
             if not ready:
                 raise self.stuck(f"waited for {what}")
             for key, _ in ready:
-                if key.data.control.fileno() >= 0:  # not closed on account of another's death a moment ago
+                if key.data.control.fileno() >= 0:  # it may have been closed because another process died
                     self._hear(key.data)
 
     def end(self) -> None:
-        """Kill them all."""
+        """Kill all processes."""
         for proc in list(self.processes.values()):
             proc.kill()
         for proc in list(self.processes.values()):
             self._await_end(proc)
 
     def stuck(self, what: str) -> Stuck:
-        """What to raise: every process's stacks, and the ends of the logs."""
+        """Return an error with every process's stacks and the ends of the logs."""
         for proc in self.processes.values():
             proc.signal(signal.SIGCONT)
             proc.signal(signal.SIGUSR1)
-        SYSTEM.sleep(0.5)  # nothing says that a process has dumped its stacks, and a report may lack some
+        SYSTEM.sleep(0.5)  # the end of a stack dump is not observable, so a report may lack some
         logs = [f"--- {path.name}\n{path.read_text()[-_LOG_TAIL:]}" for path in sorted(self._folder.glob("*.log"))]
         return Stuck("\n".join([what, *logs]))
 
@@ -198,7 +199,7 @@ class TrialCluster:
                 self._waiting.remove(ask)
 
     def _strike(self, proc: Proc) -> None:
-        """A process stands at the target: kill the victims, and let it go on if it is none of them."""
+        """Kill the victims while a process is stopped at the target, and let that process continue if it is not a victim."""
         assert self.target is not None
         self.hit = True
         self.kill(self.target.victims)
@@ -208,13 +209,13 @@ class TrialCluster:
             proc.tell(go=True)
 
     def kill(self, names: Collection[str]) -> None:
-        """Kill processes; ``until`` deals with what follows."""
+        """Kill processes; ``until`` handles their ends."""
         for name in names:
             if name in self.processes:
                 self.processes[name].kill()
 
     def _await_end(self, proc: Proc) -> None:
-        while data := proc.hear():  # what it said before it died: a save that it was told of must be there
+        while data := proc.hear():  # its last messages: a save that it reported must exist
             message = json.loads(data)
             proc.note({kind: value for kind, value in message.items() if kind == "outcome"})
             self._pass(proc, message)

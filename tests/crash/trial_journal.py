@@ -1,4 +1,4 @@
-"""The step journal of a training process in a trial: entries whose bytes follow from what is known of them, no optimizer."""
+"""The step journal of a training process in a trial, without an optimizer: the bytes of an entry follow from its description."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SIZE, _PATIENCE = 4000, 60.0
 
 
 class TrialJournal:
-    """Replays like ``Journal.replay`` when it is made.
+    """A journal that replays at construction, like ``Journal.replay``.
 
-    ``coordinator`` has ``settle_journal``. ``base``: the step that was restored.
+    ``coordinator`` has ``settle_journal``. ``base``: the restored step.
 
     Attributes:
         step: The last step that was replayed or recorded.
-        whole: Whether all entries of the replay had their bytes.
+        whole: Whether all replayed entries had the expected bytes.
         generation: Token of the entries that it records.
     """
 
@@ -39,7 +39,7 @@ class TrialJournal:
         self.generation = self._lineage[-1].token
 
     def record(self, last: int) -> str:
-        """Record the steps up to ``last``; return why that has failed, else an empty text."""
+        """Record the steps up to ``last``; return the reason of a failure, or an empty text."""
         kept: queue.SimpleQueue[EntryKept] = queue.SimpleQueue()
         for step in range(self.step + 1, last + 1):
             opening = self._opening
@@ -55,5 +55,5 @@ class TrialJournal:
 
 
 def content(info: EntryInfo) -> bytes:
-    """The bytes of an entry: others for each rank, step and generation."""
+    """Return the bytes of an entry, which differ for each rank, step and generation."""
     return (stored_digest(info.key.encode()) * _SIZE)[:_SIZE]

@@ -1,6 +1,6 @@
-"""The state that a trial's training has at a step: a few dtypes, weights and an optimizer, every byte from step and salt.
+"""The state of a trial's training at a step: several dtypes, weights and an optimizer; step and salt determine every byte.
 
-The salt tells a step that was trained again after a crash from the one that was lost: a version is either of them, never a
+The salt distinguishes a step that was trained again after a crash from the lost one: a version must be one of them, never a
 mixture.
 """
 
@@ -16,11 +16,11 @@ _FLOATS = (("embedding", np.float32, (160, 129)), ("norm", ml_dtypes.bfloat16, (
 
 
 def state_at(step: int, salt: int, *, rank: int) -> dict[str, Any]:
-    """What one rank has: arrays alike on all, plain values of its own."""
+    """Return the state of one rank: arrays equal on all ranks, and plain values of its own."""
     fixed, random = np.random.default_rng(1), np.random.default_rng([step, salt])
 
     def near(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
-        """Much like that of any other step, so that saves are differences."""
+        """Return an array close to that of any other step, so that saves become deltas."""
         numbers = fixed.standard_normal(shape, np.float32).astype(dtype)
         word = np.dtype(f"u{numbers.itemsize}")
         return (numbers.view(word) + random.integers(0, 16, shape, word)).view(dtype)
@@ -35,12 +35,12 @@ def state_at(step: int, salt: int, *, rank: int) -> dict[str, Any]:
 
 
 def blank(*, rank: int) -> dict[str, Any]:
-    """A state of the same shape, of a training that has not begun."""
+    """Return a state of the same shape, of step 1 with salt 0."""
     return state_at(1, 0, rank=rank)
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two states are equal by their bytes, types and names."""
+    """Return whether two states are equal in bytes, types and names."""
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
     if isinstance(a, np.ndarray):

@@ -1,4 +1,4 @@
-"""Where the repository of a trial lies, and what is in it: all that a crash can leave behind, not only objects."""
+"""The store of a trial's repository, and its contents: everything that a crash can leave behind, not only objects."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _AT_ONCE = 8
 
 
 class Place(Protocol):
-    """A store that trials run on."""
+    """A store on which trials run."""
 
     name: str
 
     def empty(self, name: str) -> str:
-        """The address of a repository to be."""
+        """Return the address for a new repository."""
 
     def copy(self, uri: str, name: str) -> str:
-        """Copy a repository; the address of the copy."""
+        """Copy a repository, and return the address of the copy."""
 
     def everything(self, uri: str) -> set[str]:
-        """The keys of all that lies there, other than what the documentation says stays."""
+        """Return the keys of all contents, except for files that stay according to the documentation."""
 
     def remove(self, uri: str) -> None:
-        """Delete all of a repository."""
+        """Delete a repository with all contents."""
 
     def age_leases(self, uri: str) -> None:
-        """Let the leases of readers that were killed be so old that they have ended."""
+        """Make the leases of killed readers so old that they have expired."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ class Prefixes:
         store.delete([info.key for info in store.list("")])
 
     def age_leases(self, uri: str) -> None:
-        store = open_store(uri)  # a server does not let anyone turn its clock: as if an hour had passed, and they were collected
+        store = open_store(uri)  # times on a server cannot be set, so the leases are deleted as if they had expired
         store.delete([info.key for info in store.list(keys.LEASES)])
 
 
 def belonging(repository: Repository) -> set[str]:
-    """The keys of all objects that make up the listed versions, and of marker and root."""
+    """Return the keys of all objects of the listed versions, and of marker and root."""
     return {keys.MARKER, keys.ROOT, *_of_versions(repository)}
 
 

@@ -1,8 +1,7 @@
-"""Counts the points that a process passes, and stops it at the one that a trial is about.
+"""Counts the points that a process passes, and stops it at the target of a trial.
 
-A point is named by what is about to happen there, or has just happened, and by how often it has been passed: ``before put
-root.json #2``. The process that reaches its target says so and stops, all its threads at once, until the harness has killed
-whom it wants.
+A point is named by the next or last operation there and by the number of passes: ``before put root.json #2``. A process that
+reaches its target reports it and stops all of its threads, until the harness has killed the victims.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Point:
-    """A point that a process has passed. ``phase``: what was going on, as far as the harness knew when it heard of it."""
+    """A point that a process has passed. ``phase``: the phase of the trial when the harness received the point."""
 
     phase: str
     process: str
@@ -31,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Target:
-    """Where to kill: when ``process`` is at the point of this ``name``. Whom: ``victims``."""
+    """The point of a kill: ``process`` at the point ``name``. ``victims``: the processes to kill."""
 
     process: str
     name: str
@@ -39,7 +38,7 @@ class Target:
 
 
 class Control:
-    """A process's line to the harness. When the harness is gone, so is the process."""
+    """A process's connection to the harness. The process ends with the harness."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -58,7 +57,7 @@ class Control:
         return self.receive()
 
     def halt(self, **message: Any) -> None:
-        """Say it, and stand still until told to go."""
+        """Send a message, and stop until the harness sends "go"."""
         self.send(**message)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._go.wait()
@@ -74,7 +73,7 @@ class Control:
 
 
 class Tripwire:
-    """Told of every point by its label. ``target``: the name of the point to stop at; ``record``: tell the harness of all."""
+    """Called at every point with its label. ``target``: the name of the point to stop at; ``record``: report all points."""
 
     def __init__(self, control: Control, *, target: str = "", record: bool = False) -> None:
         self._control, self._target, self._record = control, target, record

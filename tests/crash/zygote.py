@@ -1,8 +1,9 @@
-"""Forks the processes of a trial in milliseconds: everything is imported and compiled here, and no thread ever started.
+"""Forks the processes of a trial in milliseconds: it has imported and compiled everything, and has never started a thread.
 
     python zygote.py FD
 
-reads requests from the socket FD, each with the control socket and the log file of a new process, and answers with its id.
+It reads requests from the socket FD, each with the control socket and the log file of a new process, and answers with the id of
+the process.
 """
 
 from __future__ import annotations
@@ -32,13 +33,11 @@ _HEAVY = (raystow.orchestrator.cli.app, Version)
 
 
 def main() -> None:
-    """Serve until the harness is gone."""
+    """Serve until the harness closes the socket."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     warm_up()
     raystow.orchestrator.cli.app.build()
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_IGN
-    )  # children are reaped at once; the harness learns of their end by the control socket
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped at once; the control socket reports their end
     gc.collect()
     gc.freeze()
     requests.send(b"ready")

@@ -1,4 +1,4 @@
-"""An S3 server behind a proxy that injects faults; everything of raystow's in this process speaks to the proxy, in a hurry."""
+"""An S3 server behind a proxy that injects faults; raystow in this process uses the proxy, with short deadlines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raystow.storage.stores.s3 import S3Store
 
 @pytest.fixture(scope="module")
 def line(s3_endpoint: str) -> Iterator[FaultProxy]:
-    """Clients that are made by the tests of one file lead through it."""
+    """Start a proxy that all clients in the tests of one file use."""
     server = urlsplit(s3_endpoint)
     with FaultProxy(server.hostname or "", server.port or 80) as running, pytest.MonkeyPatch.context() as patch:
         patch.setitem(S3Store.__init__.__kwdefaults__, "limits", HURRY)
@@ -26,13 +26,13 @@ def line(s3_endpoint: str) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def proxy(line: FaultProxy) -> Iterator[FaultProxy]:
-    """The same, without faults at the beginning and at the end of a test."""
+    """Yield the proxy without faults at the start and at the end of a test."""
     yield line
     line.heal()
 
 
 @pytest.fixture(scope="module")
 def cluster(line: FaultProxy, s3_bucket: str) -> Iterator[LocalCluster]:
-    """One run that all tests of a file save to, one after the other."""
+    """Start one run to which all tests of a file save, one after another."""
     with LocalCluster(f"s3://{s3_bucket}/t-{SYSTEM.token()}/run") as running:
         yield running

@@ -1,4 +1,4 @@
-"""What can happen to a request on its way to an S3 server and back, and the rule that says to which."""
+"""The faults of requests to an S3 server, and the rules that select the requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 class Fault(enum.Enum):
-    """What can happen to a request."""
+    """A fault of a request."""
 
     SLOW_DOWN = "answered with 503 SlowDown; the server never sees it"
     RESET_REQUEST = "the connection breaks in the middle of the request's body"
@@ -24,9 +24,9 @@ class Fault(enum.Enum):
 
 @dataclass
 class Rule:
-    """What happens to the next ``times`` requests whose method and path (with its query) match, after ``skip`` that pass.
+    """A fault for the next ``times`` requests whose method and path (with its query) match, after ``skip`` requests that pass.
 
-    ``at``: the byte of the body at which it happens. ``seconds``: how late a delayed answer is.
+    ``at``: the byte of the body at which the fault happens. ``seconds``: the delay of a delayed answer.
     """
 
     fault: Fault
@@ -40,7 +40,7 @@ class Rule:
     struck: threading.Event = field(default_factory=threading.Event)
 
     def takes(self, method: str, path: str) -> bool:
-        """Whether it is this request's turn; counts it."""
+        """Return whether the rule applies to this request, and count the request."""
         if self.hits >= self.times or not re.fullmatch(self.method, method) or not self.path.search(path):
             return False
         if self.skip:

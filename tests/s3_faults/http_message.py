@@ -1,4 +1,4 @@
-"""Heads and bodies of HTTP/1.1 messages, and the damage that a body may take on its way."""
+"""Heads and bodies of HTTP/1.1 messages, and damage to a body."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ BLOCK = 1 << 16
 
 
 class Broken(Exception):
-    """The connection is to end by a reset."""
+    """The connection must end with a reset."""
 
 
 class Damage(enum.Enum):
-    """What can happen to a body."""
+    """A kind of damage to a body."""
 
     CORRUPT = enum.auto()
     STALL = enum.auto()
@@ -31,7 +31,7 @@ class Head:
     fields: dict[str, str]
 
     def without(self, name: str) -> bytes:
-        """The raw lines less those of one field."""
+        """Return the raw lines without those of one field."""
         first, *lines = self.raw.split(b"\r\n")
         return b"\r\n".join([first, *(line for line in lines if not line.lower().startswith(name.encode() + b":"))])
 
@@ -44,7 +44,7 @@ async def head(reader: asyncio.StreamReader) -> Head:
 
 
 async def body(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes]:
-    """The bytes of a body as they are sent, the frames of a chunked one included."""
+    """Yield the bytes of a body as they are sent, including the frames of a chunked body."""
     left = int(head.fields.get("content-length", 0))
     if "chunked" in head.fields.get("transfer-encoding", ""):
         while size := int((frame := await reader.readuntil(b"\n")).split(b";")[0], 16):
@@ -63,7 +63,7 @@ async def body(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes]
 
 
 async def spoilt(body: AsyncIterator[bytes], damage: Damage | None, at: int) -> AsyncIterator[bytes]:
-    """The body, with the damage at byte ``at``."""
+    """Yield the body with the damage at byte ``at``."""
     begin = 0
     async for block in body:
         if begin <= at < begin + len(block):

@@ -1,4 +1,4 @@
-"""A training process on a Ray cluster of its own, whose S3 server gets into trouble: what became of its saves, as JSON.
+"""A training process on its own Ray cluster, whose S3 server has faults. It prints the outcomes of its saves as JSON.
 
 python on_ray.py s3://bucket/prefix        # with AWS_ENDPOINT_URL and credentials in the environment
 """
@@ -44,7 +44,7 @@ def run(uri: str, proxy: FaultProxy) -> dict[str, Any]:
         check(version, step)
         return [version.id, checkpointer.failures.total, checkpointer.failures.in_a_row]
 
-    saving(1)  # the processes have started: from here on it is the store alone that takes time
+    saving(1)  # all processes have started, so later durations are those of the store
     proxy.inject(Fault.SLOW_DOWN, *PACK)
     proxy.inject(Fault.LOSE_ANSWER, "PUT", r"/root\.json")
     found["troubled"] = saving(2)

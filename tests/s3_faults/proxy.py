@@ -1,11 +1,11 @@
-"""A proxy between S3 clients and an S3 server that does to their requests what networks and busy servers do.
+"""A proxy between S3 clients and an S3 server that injects faults of networks and busy servers into requests.
 
     with FaultProxy("127.0.0.1", 7480) as proxy:
         rule = proxy.inject(Fault.LOSE_ANSWER, "PUT", r"root\\.json")
-        ...                                          # clients speak to proxy.endpoint
+        ...                                          # clients use proxy.endpoint
         assert rule.hits == 1
 
-HTTP/1.1 without TLS, one thread, any number of connections. A request without a rule passes as it is.
+HTTP/1.1 without TLS, one thread, any number of connections. A request without a rule passes unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TO_ANSWER = {Fault.CORRUPT_ANSWER: Damage.CORRUPT, Fault.STALL_ANSWER: Damage.S
 
 
 class FaultProxy:
-    """Listens on a free port of this machine until the ``with`` block ends."""
+    """A proxy that listens on a free local port until the ``with`` block ends."""
 
     def __init__(self, host: str, port: int) -> None:
         self._upstream = host, port
@@ -53,13 +53,13 @@ class FaultProxy:
         at: int = 100,
         seconds: float = 1,
     ) -> Rule:
-        """Add a rule; of several that match a request the first counts. ``method`` and ``path`` are regular expressions."""
+        """Add a rule; the first rule that matches a request applies. ``method`` and ``path`` are regular expressions."""
         rule = Rule(fault, method, re.compile(path), times, skip, at, seconds)
         self._rules.append(rule)
         return rule
 
     def heal(self) -> None:
-        """Forget all rules. What stalls already goes on stalling."""
+        """Delete all rules. Stalled requests stay stalled."""
         self._rules.clear()
 
     def __enter__(self) -> FaultProxy:
@@ -83,7 +83,7 @@ class FaultProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)  # asyncio holds no task that waits for nothing: the garbage collector would end what stalls
+        self._tasks.add(task)  # asyncio has only weak references to tasks, and a stalled one would be collected
         client = _Side(reader, writer)
         sides = [client]
         try:
@@ -97,7 +97,7 @@ class FaultProxy:
             for side in sides:
                 _reset(side.writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # one side has hung up, or the test is over
+            pass  # one side closed its connection, or the test ended
         finally:
             self._tasks.discard(task)
             for side in sides:
@@ -113,11 +113,11 @@ class _Side:
 
 
 async def _exchange(request: Head, rule: Rule | None, client: _Side, server: _Side) -> None:
-    """Pass one request on, and its answer back, with what the rule does to them."""
+    """Forward one request and its answer, with the fault of the rule."""
     fault, at = (rule.fault, rule.at) if rule else (None, 0)
     if fault is Fault.STALL_REQUEST:
         await asyncio.Event().wait()
-    if "expect" in request.fields:  # the client would wait a moment for this; not every server says it
+    if "expect" in request.fields:  # the client waits for this answer, and some servers do not send it
         client.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     if fault is Fault.SLOW_DOWN:
         await drop(body(client.reader, request))
@@ -126,7 +126,7 @@ async def _exchange(request: Head, rule: Rule | None, client: _Side, server: _Si
     server.writer.write(request.without("expect"))
     await send(spoilt(body(client.reader, request), fault and _TO_REQUEST.get(fault), at), server.writer)
     answer = await head(server.reader)
-    # These have no body, whatever their length says.
+    # These answers have no body, regardless of their length field.
     bare = request.first[0] == "HEAD" or answer.first[1] in ("204", "304")
     content = body(server.reader, Head(answer.raw, answer.first, {}) if bare else answer)
     if fault is Fault.LOSE_ANSWER:
@@ -146,7 +146,7 @@ async def _slow_down(request: Head, writer: asyncio.StreamWriter) -> None:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Let the other side see a reset instead of an end."""
+    """Close with a reset instead of a normal end."""
     with contextlib.suppress(OSError):
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

@@ -1,4 +1,4 @@
-"""What the tests of faults share: a state to save, the check that a version is that state, and how much there is time for."""
+"""Shared by the fault tests: a state to save, the check of a version, and short deadlines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import raystow
 from raystow.storage.stores.request_limits import RequestLimits
 
 MOTO = "RAYSTOW_TEST_S3" not in os.environ
-"""Whether the server is moto's, which keeps everything in memory and ignores checksums."""
+"""Whether the server is moto's, which stores everything in memory and ignores checksums."""
 _Case = TypeVar("_Case")
 
 
@@ -29,12 +29,12 @@ HURRY = RequestLimits(
 
 
 def cases(everything: Sequence[_Case], *on_moto: _Case) -> Sequence[_Case]:
-    """All of them on a real server, those named on moto's: each takes a second or more."""
+    """Return all cases on a real server, and only ``on_moto`` on moto's server, where each takes a second or more."""
     return on_moto if MOTO else everything
 
 
 def two_group_state(seed: int) -> dict[str, Any]:
-    """A small group, which is one PUT, and a large one, of three parts."""
+    """Return a state with a small group (one PUT) and a large group (three parts)."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "model": {"w": torch.randn(100_000, generator=generator)},
@@ -44,7 +44,7 @@ def two_group_state(seed: int) -> dict[str, Any]:
 
 
 def check(version: raystow.Version, seed: int) -> None:
-    """It is ``two_group_state(seed)``, bit for bit."""
+    """Assert that a version is ``two_group_state(seed)``, bit for bit."""
     wanted = two_group_state(seed)
     assert version.step == seed
     assert torch.equal(version.read("model.w"), wanted["model"]["w"])

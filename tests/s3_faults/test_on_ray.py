@@ -1,4 +1,4 @@
-"""The whole path, with a real ``Checkpointer`` on a real cluster: training neither hangs nor dies when the store does."""
+"""The whole path with a ``Checkpointer`` on a Ray cluster: training neither hangs nor dies when the store fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from s3_faults.on_ray import TIMEOUT
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 
-def test_training_outlives_its_store(s3_uri: str) -> None:
+def test_training_continues_while_the_store_fails(s3_uri: str) -> None:
     tests = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
     program = [sys.executable, str(tests / "s3_faults" / "on_ray.py"), s3_uri]
@@ -36,7 +36,7 @@ def test_training_outlives_its_store(s3_uri: str) -> None:
     assert found["closed after"] < TIMEOUT + 2
     assert found["raised"] == found["strict"]["error"]
     assert found["durable"] == [9, True]
-    assert found["newest"] == [11, True]  # it is in the node's memory
+    assert found["newest"] == [11, True]  # from the node's memory
     assert found["steps"] == [1, 2, 4, 9]
     for line in ("step 3 failed (1 in a row, 1 in total)", "step 7 failed (3 in a row, 4 in total)"):
         assert ended.stderr.count(line) == 1
