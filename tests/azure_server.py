@@ -1,4 +1,4 @@
-"""Azurite, Microsoft's emulator of Azure Blob Storage, in a process of its own. ``make azurite`` installs it from npm."""
+"""Azurite, Microsoft's emulator of Azure Blob Storage, in a separate process. ``make azurite`` installs it from npm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from s3_server import free_port, wait_for
 
 ACCOUNT = "devstoreaccount1"
-# Documented, and the same for everybody.
+# Documented by Microsoft; equal in every installation.
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 _FOLDER = Path(os.environ.get("AZURITE_HOME") or Path.home() / ".cache" / "raystow-azurite")
@@ -27,7 +27,7 @@ _SCRIPT = "node_modules/azurite/dist/src/blob/main.js"
 
 @contextlib.contextmanager
 def azure_server() -> Iterator[str]:
-    """Yield the endpoint of an account; within, the AZURE_* variables of this process lead there, with credentials."""
+    """Yield the endpoint of an account; the AZURE_* variables of this process refer to it meanwhile, with credentials."""
     script, node = _FOLDER / _SCRIPT, shutil.which("node")
     if node is None or not script.is_file():
         pytest.skip("Azurite is not installed: make azurite (needs Node)")
@@ -51,7 +51,7 @@ def azure_server() -> Iterator[str]:
 
 
 def make_container(endpoint: str, name: str) -> str:
-    """Create container ``name``; its name. obstore does not create containers."""
+    """Create container ``name``, because obstore creates none; return its name."""
     headers = f"x-ms-date:{email.utils.formatdate(usegmt=True)}\nx-ms-version:2021-08-06"
     signed = "PUT" + "\n" * 12 + f"{headers}\n/{ACCOUNT}/{ACCOUNT}/{name}\nrestype:container"
     signature = base64.b64encode(hmac.digest(base64.b64decode(KEY), signed.encode(), hashlib.sha256)).decode()

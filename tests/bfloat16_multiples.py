@@ -1,4 +1,4 @@
-"""float32 tensors that are bfloat16 values times one number, and tensors that are almost so."""
+"""float32 tensors that are bfloat16 values times one number, and tensors that differ from that in one element."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FACTOR = 0.7310586 * 2
 
 
 def products(size: int, factor: float = FACTOR) -> torch.Tensor:
-    """Products of random bfloat16 values of all magnitudes, infinities and both zeros with ``factor``."""
+    """Return products of ``factor`` with random bfloat16 values of all magnitudes, infinities and both zeros."""
     torch.manual_seed(size)
     words = torch.randint(-(1 << 15), 1 << 15, (size,), dtype=torch.int32).to(torch.int16)
     values = words.view(torch.bfloat16)
@@ -18,14 +18,14 @@ def products(size: int, factor: float = FACTOR) -> torch.Tensor:
 
 
 def with_one(tensor: torch.Tensor, place: int, bits: int) -> torch.Tensor:
-    """A copy in which one value has these bits."""
+    """Return a copy in which one element has these bits."""
     changed = tensor.clone()
     changed.view(torch.int32)[place] = bits
     return changed
 
 
 def cases(large: int) -> list[tuple[torch.Tensor, bool]]:
-    """Tensors, and whether all their values are such products. ``large``: elements of the largest."""
+    """Return tensors, and whether all their values are such products. ``large``: elements of the largest."""
     quiet_nan, next_of_one = 0x7FC00000, 0x3F800001
     return [
         (products(large), True),

@@ -1,4 +1,4 @@
-"""What many tests begin with: a repository in memory, rows and versions of a test's own choice, and a state of some layers."""
+"""Builders for tests: a repository in memory, rows and versions of given arrays, and a state of some layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Cut = tuple[np.ndarray, Sequence[Box]]
 
 
 def overwrite_root(repository: Repository, change: Callable[[Root], Root]) -> None:
-    """Change the root as only a person can: no invariant is checked."""
+    """Change the root without checking invariants, as only an operator can."""
     Register(repository.store, keys.ROOT, Root.load, repository.clock, max_bytes=1 << 26).update(change)
 
 
@@ -39,7 +39,8 @@ def whole(array: np.ndarray) -> Cut:
 def rows_and_pack(
     tensors: Mapping[str, Cut], base: tuple[int, Mapping[str, np.ndarray]] | None = None
 ) -> tuple[list[Chunk], bytes]:
-    """``base``: an earlier version's id and arrays, to which chunks are differences where that pays."""
+    """Return the rows and the pack of arrays. ``base``: id and arrays of an earlier version; chunks become deltas if that is
+    smaller."""
     rows: list[Chunk] = []
     pack = b""
     encoder = ChunkEncoder(1 << 20)
@@ -76,18 +77,18 @@ def rows_and_pack(
 
 
 def coded_row(number: int, dtype: str, size: int, coding: Coding) -> Chunk:
-    """The row of a whole tensor of ``size`` numbers, behind ``number`` others that are stored alike in its pack."""
+    """Return the row of a whole tensor of ``size`` elements, stored after ``number`` equal ones in its pack."""
     start = number * sum(coding.stored)
     return Chunk(f"t{number}", "[]", "tensor", dtype, (size,), (0,), (size,), 0, "weights", 0, start, coding, 0, b"")
 
 
 def memory_repository(clock: Clock = SYSTEM, *, signer: Signer | None = None) -> Repository:
-    """A new, empty repository in the memory of this process."""
+    """Return a new, empty repository in the memory of this process."""
     return create_repository(f"memory://test-{SYSTEM.token()}", clock=clock, signer=signer)
 
 
 def layers(seed: int, size: int) -> dict[str, Any]:
-    """Four random float32 tensors of ``size`` numbers; those of another seed share nothing with them."""
+    """Return four random float32 tensors of ``size`` elements, independent of those of other seeds."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -95,7 +96,7 @@ def layers(seed: int, size: int) -> dict[str, Any]:
 
 
 def flat(state: Any, path: str = "") -> dict[str, Any]:
-    """The tensors of nested dicts, by their dotted paths."""
+    """Return the tensors of nested dicts by their dotted paths."""
     if not isinstance(state, dict):
         return {path: state}
     return {name: leaf for key, part in state.items() for name, leaf in flat(part, f"{path}.{key}".lstrip(".")).items()}
@@ -106,7 +107,7 @@ def live_ids(repository: Repository) -> list[int]:
 
 
 def orphans(repository: Repository) -> list[str]:
-    """The keys of objects of no listed version."""
+    """Return the keys of objects that belong to no listed version."""
     listed = {(entry.id, entry.attempt) for entry in repository.root().listed}
     return [info.key for info in repository.store.list(keys.VERSIONS) if keys.attempt_of(info.key) not in listed]
 
@@ -122,7 +123,7 @@ def write(
     values: Sequence[Value] = (),
     base: tuple[int, Mapping[str, np.ndarray]] | None = None,
 ) -> Version:
-    """Commit a version that holds these arrays, each cut into these boxes, right or wrong. ``base``: see ``rows_and_pack``."""
+    """Commit a version of these arrays, each cut into these boxes, valid or not. ``base``: see ``rows_and_pack``."""
     return write_rows(committer, *rows_and_pack(tensors, base), values)
 
 
@@ -133,7 +134,7 @@ def write_rows(
     values: Sequence[Value] = (),
     rounded: Mapping[str, Rounded] | None = None,
 ) -> Version:
-    """Commit a version of these rows of one pack. ``rounded``: what its manifest says of tensors."""
+    """Commit a version of these rows of one pack. ``rounded``: the manifest's entries for rounded tensors."""
     record = empty_record(committer)
     fragment = Fragment(0, tuple(rows), tuple(values), rounded or {})
     data = fragment.dump()
@@ -145,10 +146,10 @@ def write_rows(
 
 
 def entry(id: int, step: int | None = None, created: float = 0.0, stored: int = 10) -> Entry:
-    """The entry of a version in the root; its step is 100 times its id by default."""
+    """Return the entry of a version in the root; its step is 100 times its id by default."""
     return Entry(id, f"{id:016x}", "00", 1, 100 * id if step is None else step, created, 20, stored)
 
 
 def difference(id: int, *bases: int, stored: int = 10) -> Entry:
-    """The entry of a version that is stored as a delta to others."""
+    """Return the entry of a version that is a delta to others."""
     return replace(entry(id, stored=stored), bases=bases)

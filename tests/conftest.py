@@ -1,7 +1,7 @@
-"""Fixtures for all tests, and how tests are distributed over processes (``pytest -n``).
+"""Fixtures for all tests, and the distribution of tests over processes (``pytest -n``).
 
-One process runs all tests that start Ray, so that they share a cluster and there is never a second one. They come first, as they
-take longest; the other processes take the other files one by one, and so does the first when it has finished.
+One process runs all tests that start Ray, so that they share a cluster and no second one exists. These tests come first, because
+they take longest; the other processes run the other files one by one, and so does the first process afterwards.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _STARTS_RAY = re.compile(
     "|tests/integration/test_(?!cli(?!_keygen|_top)|dcp|delta_saves|gc|torchtitan|prune|reading_alone|journal_layouts|journal_trainers)"
 )
 
-# How wide the terminal is, tests say themselves; pytest, which imports readline, would tell the processes that it starts.
+# Tests set the width of the terminal. pytest, which imports readline, would pass its width to the processes that it starts.
 os.environ.pop("COLUMNS", None)
 
-# A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
+# A shell that runs the tests in the background makes them and their children ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# torch's threads wait for each other in loops: with more threads than free cores, small operations take ten times as long.
+# torch's threads busy-wait: with more threads than free cores, small operations take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Nothing is asserted of time, also not by Hypothesis: a busy machine is no fault of the code.
+# No test asserts durations, and neither does Hypothesis, because the machine may be busy.
 settings.register_profile("raystow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("raystow")
 
@@ -58,51 +58,51 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def beside_no_other() -> None:
-    """For a cluster that all tests of the session share: only where no other process starts one."""
+    """Assert that the test may use the shared cluster: only one process of the session may start Ray."""
     first = os.environ["PYTEST_CURRENT_TEST"]
-    assert _STARTS_RAY.match(first), f"{first} starts Ray, maybe beside others that do: name its file in _STARTS_RAY"
+    assert _STARTS_RAY.match(first), f"{first} starts Ray, maybe while other processes do: add its file in _STARTS_RAY"
 
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """The endpoint of an S3 server; the AWS_* variables lead there until the session ends."""
+    """Yield the endpoint of an S3 server; the AWS_* variables refer to it until the session ends."""
     with s3_server() as endpoint:
         yield endpoint
 
 
 @pytest.fixture(scope="session")
 def s3_bucket(s3_endpoint: str) -> str:
-    """A bucket on that server."""
+    """Return a bucket on that server."""
     return make_bucket(_BUCKET)
 
 
 @pytest.fixture
 def s3_uri(s3_bucket: str) -> str:
-    """A fresh, empty ``s3://bucket/prefix`` for one test."""
+    """Return a fresh, empty ``s3://bucket/prefix`` for one test."""
     return f"s3://{s3_bucket}/t-{SYSTEM.token()}/run"
 
 
 @pytest.fixture(scope="session")
 def az_container() -> Iterator[str]:
-    """A container on an Azure Blob server; the AZURE_* variables lead there until the session ends."""
+    """Yield a container on an Azure Blob server; the AZURE_* variables refer to the server until the session ends."""
     with azure_server() as endpoint:
         yield make_container(endpoint, _BUCKET)
 
 
 @pytest.fixture
 def az_uri(az_container: str) -> str:
-    """A fresh, empty ``az://container/prefix`` for one test."""
+    """Return a fresh, empty ``az://container/prefix`` for one test."""
     return f"az://{az_container}/t-{SYSTEM.token()}/run"
 
 
 @pytest.fixture(scope="session")
 def gs_bucket() -> Iterator[str]:
-    """A bucket on a server of Google's API; STORAGE_EMULATOR_HOST leads there until the session ends."""
+    """Yield a bucket on a server of Google's API; STORAGE_EMULATOR_HOST refers to the server until the session ends."""
     with gcs_server(_BUCKET) as bucket:
         yield bucket
 
 
 @pytest.fixture
 def gs_uri(gs_bucket: str) -> str:
-    """A fresh, empty ``gs://bucket/prefix`` for one test."""
+    """Return a fresh, empty ``gs://bucket/prefix`` for one test."""
     return f"gs://{gs_bucket}/t-{SYSTEM.token()}/run"

@@ -1,4 +1,4 @@
-"""A coordinator of two ranks, stepped by hand."""
+"""A coordinator of two ranks that tests advance step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raystow.workers.protocol.messages import Begin, Ticket
 
 
 def part(node: int, bases: tuple[int, ...] = ()) -> FragmentInfo:
-    """What a node reports that has stored nothing."""
+    """Return the report of a node that has stored nothing."""
     return FragmentInfo(node, 0, "00" * 32, (node,), 0, 0, 0, bases=bases)
 
 

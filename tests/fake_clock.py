@@ -1,10 +1,10 @@
-"""A clock that goes only when it is told to, and never makes anyone wait."""
+"""A clock that advances only when a test advances it, and whose ``sleep`` returns immediately."""
 
 from __future__ import annotations
 
 
 class FakeClock:
-    """``time`` is both wall clock and monotonic; ``sleep`` advances it. Tokens count up."""
+    """``time`` is wall clock and monotonic clock; ``sleep`` advances it. Tokens are consecutive numbers."""
 
     def __init__(self) -> None:
         self.time, self.tokens = 0.0, 0

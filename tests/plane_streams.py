@@ -1,4 +1,4 @@
-"""Streams of bytes like those of planes, as input of a Deflate coder, and their encoding by zlib."""
+"""Byte streams like those of planes, as input of a Deflate coder, and their encoding by zlib."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ STREAM = 16 << 10
 
 
 def cases() -> dict[str, torch.Tensor]:
-    """Of up to ``STREAM`` bytes each."""
+    """Return streams of up to ``STREAM`` bytes by name."""
     torch.manual_seed(0)
-    bell = torch.randn(STREAM).abs().log2().floor().add(127).to(torch.uint8)  # as exponents lie
-    few = torch.cat([torch.full((2**k,), k, dtype=torch.uint8) for k in range(14)])  # codes as long as there are
+    bell = torch.randn(STREAM).abs().log2().floor().add(127).to(torch.uint8)  # distributed like exponents
+    few = torch.cat([torch.full((2**k,), k, dtype=torch.uint8) for k in range(14)])  # codes of maximum length
     return {
         "exponents": bell,
         "exponents, fewer": bell[:5003],
@@ -34,18 +34,18 @@ def cases() -> dict[str, torch.Tensor]:
 
 
 def _rare(share: float) -> torch.Tensor:
-    """Small numbers here and there, as in the upper planes of differences."""
+    """Return mostly zeros with a few small numbers, as in the upper planes of deltas."""
     some = torch.rand(STREAM).log2().neg().floor().clamp(1, 14)
     return torch.where(torch.rand(STREAM) < share, some, 0).to(torch.uint8)
 
 
 def _runs(length: int) -> torch.Tensor:
-    """As many zeros behind one, two or three other bytes, again and again."""
+    """Return ``length`` zeros after one, two or three other bytes, repeated."""
     return torch.cat([torch.full((1 + length % 3,), 5), torch.zeros(length)]).to(torch.uint8).repeat(6000 // length)
 
 
 def check_sizes(took: dict[str, int]) -> None:
-    """Whether a coder of Huffman codes and runs of zeros took about as many bytes as zlib does."""
+    """Assert that a coder of Huffman codes and runs of zeros produces about as many bytes as zlib."""
     given = cases()
     nearly, rows = given["hardly anything but zeros"], given["zeros in rows"]
     assert took["exponents"] < 1.03 * _by_zlib(given["exponents"], zlib.Z_HUFFMAN_ONLY)
@@ -55,6 +55,6 @@ def check_sizes(took: dict[str, int]) -> None:
 
 
 def _by_zlib(stream: torch.Tensor, strategy: int) -> int:
-    """Bytes that it takes."""
+    """Return the number of bytes that zlib produces."""
     best = zlib.compressobj(9, zlib.DEFLATED, -15, 9, strategy)
     return len(best.compress(stream.numpy().tobytes()) + best.flush())

@@ -1,4 +1,4 @@
-"""How tests wait for what another thread or process does: by its condition and a deadline, never for a fixed time."""
+"""Waiting for other threads or processes, by a condition and a deadline, never for a fixed time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raystow.storage.clock import SYSTEM
 def wait_until(
     condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 120.0, *, pause: float = 0.05
 ) -> None:
-    """Return as soon as ``condition()`` is true; ``AssertionError`` that names ``what`` if it takes more than ``seconds``."""
+    """Return when ``condition()`` is true; raise ``AssertionError`` with ``what`` after ``seconds``."""
     end = SYSTEM.monotonic() + seconds
     while not condition():
         if SYSTEM.monotonic() >= end:

@@ -1,4 +1,4 @@
-"""An S3 server for tests: moto in a process of its own, or the one that ``RAYSTOW_TEST_S3`` points at (see tools/ceph_s3.sh)."""
+"""An S3 server for tests: moto in a separate process, or the server in ``RAYSTOW_TEST_S3`` (see tools/ceph_s3.sh)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNWANTED = ("AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN", "AWS_REG
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
-    """Yield the endpoint of a server; within, the AWS_* variables of this process lead there, with credentials."""
+    """Yield the endpoint of a server; the AWS_* variables of this process refer to it meanwhile, with credentials."""
     given = os.environ.get("RAYSTOW_TEST_S3")
     with pytest.MonkeyPatch.context() as environment:
         for name in _UNWANTED if given is None else _UNWANTED[1:2]:
@@ -37,7 +37,7 @@ def s3_server() -> Iterator[str]:
 
 
 def make_bucket(name: str) -> str:
-    """Create bucket ``name``, or use the one that is there; its name."""
+    """Create bucket ``name`` if it does not exist; return its name."""
     client = boto3.client("s3")
     with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
         client.create_bucket(Bucket=name)
@@ -46,7 +46,7 @@ def make_bucket(name: str) -> str:
 
 @contextlib.contextmanager
 def moto() -> Iterator[str]:
-    """The endpoint of a server of its own."""
+    """Start a new moto server, and yield its endpoint."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -63,7 +63,7 @@ def moto() -> Iterator[str]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses."""
+    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Trainings whose journals go to a store in segments, without a cluster: one node for each rank, whose memory a test can lose."""
+"""Trainings whose journals are stored in segments, without a cluster: one node for each rank, whose memory tests can clear."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from raystow.workers.protocol.messages import (
 
 
 class SegmentRun:
-    """``every``: steps of a segment. ``store``: where nodes put their entries, by default the repository's."""
+    """A run with a step journal. ``every``: steps of a segment. ``store``: the store of the nodes' entries, by default the
+    repository's."""
 
     def __init__(self, where: Path | str, world_size: int = 1, every: int = 2) -> None:
         self.repository = create_repository(where if isinstance(where, str) else where.as_uri())
@@ -50,7 +51,7 @@ class SegmentRun:
         self.start()
 
     def start(self) -> None:
-        """All nodes and the coordinator begin, with nothing in memory."""
+        """Start all nodes and the coordinator with empty memory."""
         self.committer = Committer(self.repository, SYSTEM.token())
         self.segments, self.rounds = Segments(self.committer, SYSTEM), JournalRounds(SYSTEM)
         self.memories = [EntryStore(1 << 30) for _ in range(self.world_size)]
@@ -71,7 +72,7 @@ class SegmentRun:
 
     @property
     def durable(self) -> list[int]:
-        """The last steps of the segments."""
+        """Return the last steps of the segments."""
         return [one.step for one in self.root.segments]
 
     def open_segment(self, newest: EntryInfo) -> SegmentTicket:
@@ -84,13 +85,13 @@ class SegmentRun:
             self.segments.settled(opened)
 
     def write(self) -> None:
-        """Let all nodes store what is due, and hear what has become of it."""
+        """Let all nodes store their due segments, and process the outcomes."""
         for _ in range(2):
             for writer in self.writers:
                 writer.step()
 
     def save(self, step: int) -> None:
-        """Commit a version, which holds nothing."""
+        """Commit a version without tensors."""
         id, attempt = self.committer.reserve()
         record = VersionRecord(self.repository.id, id, attempt, self.committer.epoch, step, SYSTEM.now(), self.world_size)
         self.committer.commit(record)
@@ -100,14 +101,14 @@ class SegmentRun:
         return Journal(TrackedState(training.model, [training.optimizer]), SegmentPort(self, rank), who)
 
     def held(self) -> dict[str, Sequence[EntryInfo]]:
-        """The entries that nodes and the store have."""
+        """Return the entries of the nodes and of the store."""
         self.in_store = stored_entries(self.repository, self.root)
         nodes = {str(rank): memory.holdings(self.repository.id) for rank, memory in enumerate(self.memories)}
         return {**nodes, STORE: tuple(self.in_store)}
 
 
 class SegmentPort:
-    """A ``JournalPort``."""
+    """A ``JournalPort`` on a ``SegmentRun``."""
 
     def __init__(self, run: SegmentRun, rank: int) -> None:
         self._run, self._rank = run, rank
@@ -146,7 +147,7 @@ class SegmentPort:
 
 
 class Training:
-    """A small model whose steps depend on their numbers and the rank only."""
+    """A small model whose steps depend only on their numbers and the rank."""
 
     def __init__(self, rank: int = 0) -> None:
         torch.manual_seed(rank)
@@ -165,7 +166,7 @@ class Training:
 
 
 def states(steps: int, rank: int = 0) -> list[list[bytes]]:
-    """The states of an undisturbed training, from the first one on."""
+    """Return the states of an undisturbed training, including the initial one."""
     training = Training(rank)
     found = [training.bits()]
     for number in range(1, steps + 1):
@@ -184,7 +185,7 @@ def record(run: SegmentRun, journal: Journal, training: Training, steps: range) 
 
 
 def begin(run: SegmentRun, base: int | None = None) -> tuple[Training, Journal]:
-    """A new process of the only rank, which has replayed; ``base``: the step of the version that it has restored."""
+    """Start a new process of the only rank, and replay. ``base``: the step of the restored version."""
     training = Training()
     journal = run.journal(training)
     if base is not None:
@@ -194,7 +195,7 @@ def begin(run: SegmentRun, base: int | None = None) -> tuple[Training, Journal]:
 
 
 def replay(run: SegmentRun) -> tuple[Any, list[bytes]]:
-    """A new process of the only rank, from the initial state: the step that it reaches, and its state."""
+    """Start a new process of the only rank in the initial state, and replay; return the last step and the state."""
     training = Training()
     journal = run.journal(training)
     reached = journal.replay()

@@ -1,4 +1,4 @@
-"""What would not work in a cluster, or would not be safe, although every schema allows it. Each rule yields what is wrong."""
+"""Rules for manifests that are valid by their schemas but would fail or be unsafe in a cluster. Each rule yields problems."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _ROOT = Path(__file__).parents[2]
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD", re.IGNORECASE)
 _WITHIN = re.compile(r"raystow drain --within (\d+)s")
-_AROUND = 60  # seconds that a preStop hook takes besides what it waits for: starting Python, `ray stop`, and some to spare
+_AROUND = 60  # seconds of a preStop hook besides its wait: start of Python, `ray stop`, and a reserve
 
 
 def nbytes(quantity: str) -> int:
-    """Of a quantity in binary units: ``4Gi``."""
+    """Return the bytes of a quantity in binary units, such as ``4Gi``."""
     found = re.fullmatch(r"(\d+)(\w*)", quantity)
     assert found is not None, quantity
     return int(found[1]) * _UNITS[found[2]]
 
 
 def restricted(things: Sequence[Thing]) -> Iterator[str]:
-    """Pod Security's profile "restricted", which the namespace enforces, and a root file system that nobody writes to."""
+    """Pods meet Pod Security's profile "restricted", which the namespace enforces, and have a read-only root file system."""
     for pod in pods(things):
         common = pod.spec.get("securityContext", {})
         if not common.get("runAsNonRoot") or common.get("seccompProfile") != {"type": "RuntimeDefault"}:
@@ -51,7 +51,7 @@ def images(things: Sequence[Thing]) -> Iterator[str]:
 
 
 def secrets(things: Sequence[Thing]) -> Iterator[str]:
-    """Nothing secret in the objects; who needs a secret is given its name, and docs/kuberay.md says how it is made."""
+    """Objects contain no secrets; pods get the name of a secret, and docs/kuberay.md says how it is made."""
     page = (_ROOT / "docs" / "kuberay.md").read_text()
     for thing in things:
         if thing["kind"] == "Secret":
@@ -72,7 +72,7 @@ def secrets(things: Sequence[Thing]) -> Iterator[str]:
 
 
 def references(things: Sequence[Thing]) -> Iterator[str]:
-    """Every name that a pod uses is there: config maps, service accounts, volumes."""
+    """Every config map, service account and volume that a pod names exists."""
     there = {(thing["kind"], thing["metadata"]["name"]) for thing in things}
     for name in _references(things, "configMapRef", "configMapKeyRef"):
         if ("ConfigMap", name) not in there:
@@ -103,7 +103,7 @@ def _references(value: object, *fields: str) -> Iterator[str]:
 
 
 def memory(things: Sequence[Thing]) -> Iterator[str]:
-    """What lies in memory fits into the container's limit, and Ray's object store into /dev/shm."""
+    """Data in memory fits into the container's limit, and Ray's object store into /dev/shm."""
     for cluster in ray_clusters(things):
         for group in cluster.groups:
             volumes = {volume["name"]: volume.get("emptyDir", {}) for volume in group.spec["template"]["spec"]["volumes"]}
@@ -120,7 +120,7 @@ def memory(things: Sequence[Thing]) -> Iterator[str]:
 
 
 def grace(things: Sequence[Thing]) -> Iterator[str]:
-    """Workers with GPUs save before they go, and Kubernetes lets them."""
+    """Workers with GPUs save before they stop, and Kubernetes gives them the time."""
     for cluster in ray_clusters(things):
         for group in cluster.groups:
             if "nvidia.com/gpu" not in group.ray["resources"]["limits"]:
@@ -135,7 +135,10 @@ def grace(things: Sequence[Thing]) -> Iterator[str]:
 
 
 def disruption(things: Sequence[Thing]) -> Iterator[str]:
-    """Kubernetes counts KubeRay's pods only against a number; one that is not below theirs lets no machine be drained."""
+    """A disruption budget counts the pods of one group.
+
+    Kubernetes compares KubeRay's pods only with a number; a number that is not below that of the pods prevents any drain.
+    """
     groups = {group.name: group for cluster in ray_clusters(things) for group in cluster.groups}
     for thing in things:
         if thing["kind"] != "PodDisruptionBudget":
@@ -152,7 +155,7 @@ def disruption(things: Sequence[Thing]) -> Iterator[str]:
 
 
 def selectors(things: Sequence[Thing]) -> Iterator[str]:
-    """Policies, services and monitors find pods; every pod of Ray is under the network policy and seen by the monitor."""
+    """Policies, services and monitors select pods; the network policy and the monitor cover every pod of Ray."""
     for thing in things:
         if thing["kind"] not in ("NetworkPolicy", "PodMonitor", "Service"):
             continue

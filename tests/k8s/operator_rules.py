@@ -1,4 +1,4 @@
-"""What KubeRay's operator (1.7) and Kueue refuse although the schemas allow it. Each rule yields what is wrong."""
+"""Rules for manifests that KubeRay's operator (1.7) or Kueue refuses although they are valid. Each rule yields problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pods that rendered objects come to, wherever they stand in them, and the Ray clusters."""
+"""The pods and Ray clusters in rendered objects, at every place where an object can contain them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Thing = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod template. ``name``: for messages. ``labels``: also those that KubeRay adds, as selectors see them."""
+    """A pod template. ``name``: for messages. ``labels``: including those that KubeRay adds, for selectors."""
 
     name: str
     template: Thing
@@ -28,7 +28,7 @@ class Pod:
 
 @dataclass(frozen=True)
 class Group:
-    """The head, or a group of workers, of a Ray cluster. ``most``: pods."""
+    """The head or a worker group of a Ray cluster. ``most``: the maximum number of pods."""
 
     name: str
     spec: Thing
@@ -37,13 +37,13 @@ class Group:
 
     @property
     def ray(self) -> Thing:
-        """The container that Ray runs in: for KubeRay the first."""
+        """The container that runs Ray: for KubeRay the first."""
         return dict(self.spec["template"]["spec"]["containers"][0])
 
 
 @dataclass(frozen=True)
 class RayCluster:
-    """The specification of a cluster, of a RayCluster or in a RayJob."""
+    """The specification of a cluster in a RayCluster or a RayJob."""
 
     owner: Thing
     spec: Thing
@@ -60,14 +60,14 @@ class RayCluster:
 
 
 def ray_clusters(things: Sequence[Thing]) -> list[RayCluster]:
-    """Of all objects."""
+    """Return the Ray clusters of all objects."""
     direct = [RayCluster(thing, thing["spec"]) for thing in things if thing["kind"] == "RayCluster"]
     jobs = [thing for thing in things if thing["kind"] == "RayJob" and "rayClusterSpec" in thing["spec"]]
     return direct + [RayCluster(job, job["spec"]["rayClusterSpec"]) for job in jobs]
 
 
 def pods(things: Sequence[Thing]) -> Iterator[Pod]:
-    """Of all objects."""
+    """Yield the pods of all objects."""
     for cluster in ray_clusters(things):
         for group in cluster.groups:
             added = {"ray.io/is-ray-node": "yes", "ray.io/node-type": group.kind, "ray.io/group": group.name}
@@ -87,5 +87,5 @@ def _pod(name: str, template: Thing, added: dict[str, str] | None = None) -> Pod
 
 
 def variables(container: Thing) -> dict[str, Thing]:
-    """A container's environment, as far as it is given one by one: name -> entry."""
+    """Return the entries of a container's ``env`` by name."""
     return {entry["name"]: entry for entry in container.get("env", [])}

@@ -1,4 +1,4 @@
-"""Holds objects against the schemas of Kubernetes and of custom resources, as a server that refuses what it does not know."""
+"""Validates objects against the schemas of Kubernetes and of custom resources; unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CUSTOM = {"RayCluster", "RayJob", "PodMonitor"}
 
 
 def problems(thing: dict[str, Any]) -> list[str]:
-    """What is wrong with an object; nothing if it is right."""
+    """Return the problems of an object."""
     if thing["kind"] not in _CUSTOM:
         try:
             kubernetes_validate.validate(thing, KUBERNETES, strict=True)
@@ -35,12 +35,12 @@ def problems(thing: dict[str, Any]) -> list[str]:
 def _schema(kind: str) -> dict[str, Any]:
     schema: dict[str, Any] = json.loads((_SCHEMAS / f"{kind}.v1.json").read_text())
     _close(schema)
-    schema["properties"]["metadata"] = {"type": "object"}  # any object's: the custom definitions leave it open
+    schema["properties"]["metadata"] = {"type": "object"}  # as in any object: the custom definitions do not describe it
     return schema
 
 
 def _close(schema: Any) -> None:
-    """Refuse unknown fields, and say in JSON Schema's words what ``int-or-string`` means."""
+    """Reject unknown fields, and translate ``int-or-string`` to JSON Schema."""
     if isinstance(schema, list):
         for part in schema:
             _close(part)
@@ -56,7 +56,7 @@ def _close(schema: Any) -> None:
 
 
 def _fill(value: Any, schema: dict[str, Any]) -> None:
-    """Put defaults where nothing is said: they count as said, and may make fields required that would not be."""
+    """Insert defaults for missing fields, because they can make other fields required."""
     for name, part in schema.get("properties", {}).items():
         if isinstance(value, dict):
             if name not in value and "default" in part:

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm: the same objects as Kustomize's base, with the values set in them."""
+"""The Helm chart, rendered by Helm, has the same objects as Kustomize's base, with its values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def by_name(objects: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, An
     return {(thing["kind"], thing["metadata"]["name"]): thing for thing in objects}
 
 
-def test_by_default_it_is_the_base() -> None:
+def test_the_default_chart_equals_the_base() -> None:
     base = {name: thing for name, thing in by_name(render(K8S / "base")).items() if name[0] != "Namespace"}
     made = by_name(chart(*URI, "--set", "image.tag=1"))
     assert made.keys() == base.keys()
@@ -32,7 +32,7 @@ def test_by_default_it_is_the_base() -> None:
         assert json.loads(json.dumps(thing).replace('"raystow:1"', '"raystow"')) == base[name]
 
 
-def test_values_are_set() -> None:
+def test_values_change_the_objects() -> None:
     made = by_name(chart(*OTHERS))
     cluster, environment = made["RayCluster", "raystow"]["spec"], made["ConfigMap", "raystow"]["data"]
     (workers,) = cluster["workerGroupSpecs"]
@@ -50,7 +50,7 @@ def test_values_are_set() -> None:
 
 
 @pytest.mark.parametrize("values", [URI, OTHERS], ids=["defaults", "others"])
-def test_helm_and_the_schemas_accept_it(values: tuple[str, ...]) -> None:
+def test_helm_and_the_schemas_accept_the_chart(values: tuple[str, ...]) -> None:
     assert "0 chart(s) failed" in lint_chart(*values)
     objects = chart(*values)
     assert [problem for thing in objects for problem in problems(thing)] == []

@@ -1,4 +1,4 @@
-"""Every overlay, rendered as ``kubectl apply -k`` does it: each object as its schema says, and as those who run it want it."""
+"""Every overlay, rendered like ``kubectl apply -k``, is valid by the schemas and by the rules for clusters."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ROOT = Path(__file__).parents[2]
 each_overlay = pytest.mark.parametrize("name", OVERLAYS)
 
 
-def test_there_are_these_overlays() -> None:
+def test_the_overlays_are_these_three() -> None:
     assert OVERLAYS == ["gcs-ft", "minio-dev", "s3-irsa"]
 
 
 @each_overlay
-def test_every_object_is_as_its_schema_says(name: str) -> None:
+def test_every_object_matches_its_schema(name: str) -> None:
     assert [problem for thing in overlay(name) for problem in problems(thing)] == []
 
 
 @each_overlay
-def test_every_pod_is_one_that_kubernetes_takes(name: str) -> None:
+def test_every_pod_matches_the_schema_of_kubernetes(name: str) -> None:
     for pod in pods(overlay(name)):
         metadata = {"name": "pod", "labels": pod.labels}
         assert problems({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod.spec}) == [], pod.name
@@ -39,12 +39,12 @@ def test_every_pod_is_one_that_kubernetes_takes(name: str) -> None:
 
 @each_overlay
 @pytest.mark.parametrize("rule", [*operator_rules.RULES, *cluster_rules.RULES], ids=lambda rule: rule.__name__)
-def test_what_no_schema_says(name: str, rule: operator_rules.Rule) -> None:
+def test_every_rule_accepts_the_overlay(name: str, rule: operator_rules.Rule) -> None:
     assert list(rule(overlay(name))) == []
 
 
 @each_overlay
-def test_what_an_overlay_is_for(name: str) -> None:
+def test_the_overlay_has_its_objects_and_features(name: str) -> None:
     kinds = {thing["kind"] for thing in overlay(name)}
     assert {"RayJob", "PodDisruptionBudget", "CronJob", "PodMonitor", "NetworkPolicy", "ServiceAccount"} <= kinds
     (cluster,) = ray_clusters(overlay(name))
@@ -55,7 +55,7 @@ def test_what_an_overlay_is_for(name: str) -> None:
 
 
 @each_overlay
-def test_pods_run_the_ray_that_the_objects_name(name: str) -> None:
+def test_the_ray_versions_of_image_and_objects_are_equal(name: str) -> None:
     (version,) = set(re.findall(r"^FROM rayproject/ray:([\d.]+)-", (K8S / "Dockerfile").read_text(), re.MULTILINE))
     assert {cluster.spec["rayVersion"] for cluster in ray_clusters(overlay(name))} == {version}
     for constraints in (_ROOT / "constraints.txt", K8S / "constraints.txt"):
@@ -63,7 +63,7 @@ def test_pods_run_the_ray_that_the_objects_name(name: str) -> None:
 
 
 @each_overlay
-def test_the_job_runs_an_example_that_is_in_the_image(name: str) -> None:
+def test_the_job_runs_an_example_of_the_image(name: str) -> None:
     (job,) = (thing for thing in overlay(name) if thing["kind"] == "RayJob")
     python, script, *arguments = shlex.split(job["spec"]["entrypoint"])
     assert python == "python"
@@ -75,7 +75,7 @@ def test_the_job_runs_an_example_that_is_in_the_image(name: str) -> None:
 
 
 @each_overlay
-def test_there_are_as_many_gpus_as_workers(name: str) -> None:
+def test_the_numbers_of_gpus_and_workers_are_equal(name: str) -> None:
     (environment,) = (thing["data"] for thing in overlay(name) if thing["kind"] == "ConfigMap")
     (cluster,) = ray_clusters(overlay(name))
     gpus = [group.most * int(group.ray["resources"]["limits"].get("nvidia.com/gpu", 0)) for group in cluster.groups]
@@ -83,8 +83,8 @@ def test_there_are_as_many_gpus_as_workers(name: str) -> None:
 
 
 @each_overlay
-def test_commands_are_ones_that_raystow_has(name: str) -> None:
-    """Parsed by the command line itself, and not run."""
+def test_commands_of_the_pods_are_valid(name: str) -> None:
+    """The command line parses them, but does not run them."""
     lines = [shlex.join(container.get("args", [])) for pod in pods(overlay(name)) for container in pod.containers]
     hooks = [container.get("lifecycle", {}) for pod in pods(overlay(name)) for container in pod.containers]
     lines += [hook["preStop"]["exec"]["command"][-1] for hook in hooks if hook]

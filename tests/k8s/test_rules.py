@@ -1,4 +1,4 @@
-"""The checks of ``test_overlays`` can fail: each of these objects is wrong in one point, and it is found."""
+"""Each check of ``test_overlays`` detects an object that is wrong in one field."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def first(things: Things, kind: str) -> Any:
 
 
 def spec(things: Things) -> Any:
-    """The cluster's."""
+    """Return the specification of the cluster."""
     return first(things, "RayJob")["spec"].get("rayClusterSpec") or first(things, "RayCluster")["spec"]
 
 
 def pod(things: Things, group: int = 0) -> Any:
-    """The workers'."""
+    """Return the specification of a worker group's pod."""
     return spec(things)["workerGroupSpecs"][group]["template"]["spec"]
 
 
 def put(path: str, value: object) -> Callable[[Any], None]:
-    """``spec.x.0.y``: a change of one field."""
+    """Return a function that sets one field, given as ``spec.x.0.y``."""
     *way, last = path.split(".")
 
     def change(thing: Any) -> None:
@@ -108,25 +108,25 @@ WRONG_IN_A_CLUSTER = {
 }
 
 
-def spoilt(where: Callable[[Things], Any], change: Callable[[Any], None]) -> Things:
+def with_change(where: Callable[[Things], Any], change: Callable[[Any], None]) -> Things:
     things = copy.deepcopy(overlay("minio-dev"))
     change(where(things))
     return things
 
 
 @pytest.mark.parametrize(("where", "change", "found"), WRONG_FOR_A_SCHEMA.values(), ids=WRONG_FOR_A_SCHEMA)
-def test_a_schema_finds(where: Callable[[Things], Any], change: Callable[[Any], None], found: str) -> None:
-    changed = [thing for thing in spoilt(where, change) if thing not in overlay("minio-dev")]
+def test_a_schema_detects_the_error(where: Callable[[Things], Any], change: Callable[[Any], None], found: str) -> None:
+    changed = [thing for thing in with_change(where, change) if thing not in overlay("minio-dev")]
     (problem,) = [problem for thing in changed for problem in problems(thing)]
     assert found in problem
 
 
 @pytest.mark.parametrize("name", [*WRONG_FOR_KUBERAY, *WRONG_IN_A_CLUSTER])
-def test_a_rule_finds(name: str) -> None:
+def test_a_rule_detects_the_error(name: str) -> None:
     where, change, found = {**WRONG_FOR_KUBERAY, **WRONG_IN_A_CLUSTER}[name]
     rules = {rule.__name__: rule for rule in (*operator_rules.RULES, *cluster_rules.RULES)}
-    assert any(found in problem for problem in rules[name](spoilt(where, change)))
+    assert any(found in problem for problem in rules[name](with_change(where, change)))
 
 
-def test_every_rule_has_something_to_find() -> None:
+def test_every_rule_has_an_error_to_detect() -> None:
     assert {*WRONG_FOR_KUBERAY, *WRONG_IN_A_CLUSTER} == {rule.__name__ for rule in (*operator_rules.RULES, *cluster_rules.RULES)}

@@ -1,8 +1,8 @@
-"""A run on a Ray cluster of its own in which everything happens that is measured: what Ray exported and logged of it.
+"""A run on its own Ray cluster in which every measured event happens; it writes the metrics and logs that Ray exports.
 
-python run.py s3://bucket/prefix FOLDER     # AWS_ENDPOINT_URL and credentials in the environment; logs are JSON lines
+python measured_run.py s3://bucket/prefix FOLDER     # AWS_ENDPOINT_URL and credentials in the environment; logs are JSON lines
 
-``FOLDER/metrics.txt`` is what Prometheus would have scraped, ``FOLDER/*.err`` what each process has logged.
+``FOLDER/metrics.txt`` has the metrics that Prometheus would scrape, ``FOLDER/*.err`` the logs of each process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def train(uri: str, proxy: FaultProxy) -> raystow.Checkpointer:
     saver.fence()
     saver.close()
     with raystow.Checkpointer(uri, rank=0, world_size=2, timeout=1) as alone:
-        alone.save(model_and_moments(3), step=3)  # nobody is rank 1
+        alone.save(model_and_moments(3), step=3)  # rank 1 does not exist
     last = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=30, memory=raystow.Memory(cache=0, journal=5_000))
     last.save(model_and_moments(4), step=4).result(60)
     cut_a_pack(uri)
@@ -56,7 +56,7 @@ def train(uri: str, proxy: FaultProxy) -> raystow.Checkpointer:
 
 
 def record_steps(saver: raystow.Checkpointer) -> None:
-    """Until the memory for them is full."""
+    """Record steps until their memory is full."""
     model = torch.nn.Linear(32, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     journal = saver.journal(model, optimizer)
@@ -86,7 +86,7 @@ def scrape() -> str:
 
 
 def exported(page: str) -> set[str]:
-    """The metrics on it, without what Ray puts before a name, or Prometheus' client behind it."""
+    """Return the names of the metrics on a page, without Ray's prefix and without suffixes of Prometheus' client."""
     return {family.name.removeprefix("ray_") for family in text_string_to_metric_families(page)}
 
 

@@ -1,4 +1,4 @@
-"""What a PromQL expression asks for."""
+"""The series, labels and aggregations in a PromQL expression."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _PARTS = ("lhs", "rhs", "expr", "vector_selector")
 
 
 def selectors(expression: str) -> Iterator[tuple[str, set[str]]]:
-    """Each series that is selected: its name, and the labels that are matched."""
+    """Yield the name and the matched labels of each selected series."""
     for node in _nodes(promql_parser.parse(expression)):
         if isinstance(node, promql_parser.VectorSelector):
             yield str(node.name), {matcher.name for matcher in node.matchers.matchers}
 
 
 def grouped(expression: str) -> Iterator[tuple[set[str], set[str]]]:
-    """Each aggregation: the series in it, and the labels that it keeps."""
+    """Yield the series and the kept labels of each aggregation."""
     for node in _nodes(promql_parser.parse(expression)):
         if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
             names = {str(part.name) for part in _nodes(node) if isinstance(part, promql_parser.VectorSelector)}

@@ -1,4 +1,4 @@
-"""The metrics and log lines of a real run, and the dashboard and the alert rules against them."""
+"""The metrics and log lines of a real run, and the dashboard and the alert rules that use them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Labels = dict[str, set[str]]
 
 @pytest.fixture(scope="module")
 def measured(s3_bucket: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``measured_run.py`` has left, and what its driver has logged in ``driver.err``."""
+    """Run ``measured_run.py``, and return its folder; ``driver.err`` has the log of its driver."""
     folder = tmp_path_factory.mktemp("measured")
     tests = ROOT / "tests"
     environment = {
@@ -53,7 +53,7 @@ def measured(s3_bucket: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def labels(measured: Path) -> Labels:
-    """Each series that was exported, and the labels that it has."""
+    """Return the labels of each exported series."""
     found: Labels = defaultdict(set)
     for family in text_string_to_metric_families((measured / "metrics.txt").read_text()):
         for sample in family.samples:
@@ -62,7 +62,7 @@ def labels(measured: Path) -> Labels:
 
 
 def lines(measured: Path) -> list[dict[str, Any]]:
-    """raystow's log lines, of all processes."""
+    """Return raystow's log lines of all processes."""
     texts = [line for path in measured.glob("*.err") for line in path.read_text().splitlines() if line.startswith("{")]
     return [line for line in map(json.loads, texts) if "repository" in line or "version" in line]
 
@@ -74,7 +74,7 @@ def test_every_metric_is_exported_with_its_tags(measured: Path, labels: Labels) 
         assert {*metric.tags} <= labels[f"ray_{metric.name}{suffix[metric.kind]}"], metric.name
 
 
-def test_the_values_are_those_of_the_run(measured: Path) -> None:
+def test_the_values_match_the_run(measured: Path) -> None:
     values: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families((measured / "metrics.txt").read_text()):
         for sample in family.samples:
@@ -84,7 +84,7 @@ def test_the_values_are_those_of_the_run(measured: Path) -> None:
     assert (values["durable_seconds_count"], values["restore_seconds_count"]) == (3, 1)
     assert values["raw_bytes_total"] == 3 * 300_000 * 4
     assert 0 < values["stored_bytes_total"] < values["raw_bytes_total"]
-    assert values["uploaded_bytes_total"] > values["stored_bytes_total"]  # the manifest, too
+    assert values["uploaded_bytes_total"] > values["stored_bytes_total"]  # the manifest is included
     assert values["store_retries_total"] >= 1
     assert values["stall_seconds_total"] > 0
     assert values["connected_ranks"] == 1
@@ -97,7 +97,7 @@ def expressions() -> list[tuple[str, str]]:
     return panels + [(rule["alert"], rule["expr"]) for group in RULES["groups"] for rule in group["rules"]]
 
 
-def test_dashboard_and_alerts_ask_for_nothing_else(labels: Labels) -> None:
+def test_dashboard_and_alerts_use_only_exported_series(labels: Labels) -> None:
     wanted = re.fullmatch(r"label_values\((\w+), (\w+)\)", DASHBOARD["templating"]["list"][1]["query"]["query"])
     assert wanted is not None
     assert wanted[2] in labels[wanted[1]]
@@ -115,7 +115,7 @@ def test_each_metric_is_on_the_dashboard_or_in_an_alert() -> None:
     assert [metric.name for metric in METRICS if not re.search(rf"ray_{metric.name}(_total|_bucket)?\b", text)] == []
 
 
-def test_panels_do_not_lie_on_one_another() -> None:
+def test_panels_do_not_overlap() -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
@@ -126,7 +126,7 @@ def test_panels_do_not_lie_on_one_another() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
-def test_alerts_fire_when_they_should() -> None:
+def test_alerts_pass_their_promtool_tests() -> None:
     for words in (["check", "rules", "raystow.rules.yaml"], ["test", "rules", "raystow.test.yaml"]):
         ended = subprocess.run(["promtool", *words], cwd=ROOT / "monitoring" / "prometheus", capture_output=True, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -139,7 +139,7 @@ def test_the_document_has_every_metric() -> None:
         row = next((line for line in text.splitlines() if line.startswith(f"| `{name}`")), "")
         assert row, name
         named_as_histogram = name.endswith("_seconds") and "timestamp" not in name
-        assert (metric.kind is MetricKind.HISTOGRAM) == named_as_histogram, f"{name}: the document tells kinds by names"
+        assert (metric.kind is MetricKind.HISTOGRAM) == named_as_histogram, f"{name}: the document derives kinds from names"
         assert all(f"`{tag}`" in row for tag in metric.tags), name
     for rule in (rule for group in RULES["groups"] for rule in group["rules"]):
         assert f"`{rule['alert']}`" in text, rule["alert"]
@@ -158,7 +158,7 @@ def test_the_document_has_every_metric() -> None:
         (r"is not recorded, nor are later ones .* is full", {"rank": 0}),
     ],
 )
-def test_lines_of_saves_and_restores_say_which(measured: Path, text: str, fields: dict[str, Any]) -> None:
+def test_log_lines_have_step_rank_and_version_fields(measured: Path, text: str, fields: dict[str, Any]) -> None:
     found = [line for line in lines(measured) if re.search(text, line["message"])]
     assert found, f"no line says {text!r}"
     for line in found:

@@ -1,4 +1,4 @@
-"""A store that stays away: a save fails by name and in time, and the next one is not harmed."""
+"""A store that stays unavailable: a save fails in time and names the object, and the next save works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raystow.storage.stores.s3 import S3Store
 
 pytestmark = pytest.mark.s3
 FAULTS = [Fault.SLOW_DOWN, Fault.RESET_REQUEST, Fault.STALL_REQUEST, Fault.LOSE_ANSWER]
-AWAY = 10_000  # requests: for as long as the test lasts
+AWAY = 10_000  # requests: more than a test sends
 WRITES = "PUT|POST"
 PACK = r"versions/.*\.pack"
 _steps = itertools.count(1)
@@ -33,12 +33,12 @@ def save_next_step(cluster: LocalCluster, *, timeout: float = 60) -> raystow.Ver
 
 @pytest.mark.parametrize("fault", cases(FAULTS, Fault.SLOW_DOWN))
 @pytest.mark.parametrize("path", [PACK, r"/tensors-.*\.parquet", r"/version\.json"])
-def test_a_save_names_what_could_not_be_stored_and_why(proxy: FaultProxy, cluster: LocalCluster, path: str, fault: Fault) -> None:
+def test_a_failed_save_names_the_object_and_the_reason(proxy: FaultProxy, cluster: LocalCluster, path: str, fault: Fault) -> None:
     proxy.inject(fault, WRITES, path, times=AWAY)
     begun = SYSTEM.monotonic()
     with pytest.raises(raystow.SaveFailed, match=path) as caught:
         save_next_step(cluster)
-    assert SYSTEM.monotonic() - begun < 30  # of the store's own deadlines, not of the save's
+    assert SYSTEM.monotonic() - begun < 30  # the store's deadlines apply, not the save's
     text = str(caught.value)
     assert "rank" in text or "the commit failed" in text
     assert ("503" if fault is Fault.SLOW_DOWN else "failed") in text
@@ -47,7 +47,7 @@ def test_a_save_names_what_could_not_be_stored_and_why(proxy: FaultProxy, cluste
 
 
 def test_hanging_uploads_end_with_the_attempt(proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not later, with their own deadline."""
+    """They end before their own deadline."""
     patient = replace(HURRY, request_seconds=20, retry_seconds=15)
     monkeypatch.setitem(S3Store.__init__.__kwdefaults__, "limits", patient)
     with LocalCluster(f"s3://{s3_bucket}/t-{SYSTEM.token()}/run") as cluster:
@@ -57,11 +57,13 @@ def test_hanging_uploads_end_with_the_attempt(proxy: FaultProxy, s3_bucket: str,
             save_next_step(cluster, timeout=3)
         assert stalled.hits == 1
         assert SYSTEM.monotonic() - begun < 6
-        save_next_step(cluster)  # while the old upload still hangs
+        save_next_step(cluster)  # the old upload still hangs
 
 
-def test_the_error_names_a_store_that_accepts_nothing(proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget of coded bytes is full, so the ranks cannot deliver: that is not their fault."""
+def test_the_error_names_a_store_that_accepts_no_writes(
+    proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget of coded bytes is full, so ranks cannot deliver their parts; the error must name the store as the cause."""
     with LocalCluster(f"s3://{s3_bucket}/t-{SYSTEM.token()}/run", memory=16 << 20) as cluster:
         proxy.inject(Fault.STALL_REQUEST, WRITES, PACK, times=AWAY)
         with pytest.raises(raystow.SaveFailed, match=rf"could not be stored: .*{PACK}"):
@@ -80,8 +82,8 @@ def test_a_commit_whose_answers_are_lost_counts_once(proxy: FaultProxy, cluster:
     assert after == before + [version.id for version in versions]
 
 
-def test_commits_count_once_though_answers_are_lost(proxy: FaultProxy, cluster: LocalCluster) -> None:
-    """While others write the root."""
+def test_commits_with_lost_answers_count_once_among_pins(proxy: FaultProxy, cluster: LocalCluster) -> None:
+    """Other threads write the root at the same time."""
     before = len(cluster.repository.versions())
     lost = proxy.inject(Fault.LOSE_ANSWER, "PUT", r"/root\.json", times=4, skip=1)
     first = save_next_step(cluster)

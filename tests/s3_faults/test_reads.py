@@ -1,4 +1,5 @@
-"""A fault in each kind of request of a restore: it succeeds after a retry, or says what is wrong; never a wrong tensor."""
+"""A fault in each kind of request of a restore: the restore succeeds after a retry or raises an error, and never returns wrong
+bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def uri(cluster: LocalCluster) -> str:
-    """A run with one version."""
+    """Return a run with one version."""
     cluster.save(two_group_state(1), step=1)
     return cluster.uri
 
@@ -47,7 +48,7 @@ def restored(uri: str) -> raystow.Version:
 
 @pytest.mark.parametrize("fault", cases(FAULTS, Fault.RESET_ANSWER, Fault.CORRUPT_ANSWER))
 @pytest.mark.parametrize("object", OBJECTS)
-def test_a_restore_survives_it(proxy: FaultProxy, uri: str, object: str, fault: Fault) -> None:
+def test_a_restore_survives_a_single_fault(proxy: FaultProxy, uri: str, object: str, fault: Fault) -> None:
     rule = proxy.inject(fault, "GET", OBJECTS[object])
     restored(uri)
     assert rule.hits == 1
@@ -67,7 +68,7 @@ def test_a_store_that_is_down_is_an_error_with_the_object(proxy: FaultProxy, uri
 
 
 @pytest.mark.parametrize("object", OBJECTS)
-def test_bytes_that_always_arrive_changed_are_damaged(proxy: FaultProxy, uri: str, object: str) -> None:
+def test_bytes_that_always_arrive_changed_raise_an_error(proxy: FaultProxy, uri: str, object: str) -> None:
     proxy.inject(Fault.CORRUPT_ANSWER, "GET", OBJECTS[object], times=1000)
     with pytest.raises(raystow.RaystowError, match=OBJECTS[object].lstrip("/")) as caught:
         restored(uri)

@@ -1,4 +1,4 @@
-"""A fault in each kind of request of a save: it succeeds after a retry, and the version exists once and is what was saved."""
+"""A fault in each kind of request of a save: the save succeeds after a retry, and exactly one version with its bytes exists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _steps = itertools.count(1)
 
 @pytest.mark.parametrize("fault", cases(FAULTS, Fault.LOSE_ANSWER, Fault.STALL_REQUEST))
 @pytest.mark.parametrize("kind", cases(list(REQUESTS), "pack", "part of a large pack", "end of a large pack", "record"))
-def test_a_save_survives_it(proxy: FaultProxy, cluster: LocalCluster, kind: str, fault: Fault) -> None:
+def test_a_save_survives_a_single_fault(proxy: FaultProxy, cluster: LocalCluster, kind: str, fault: Fault) -> None:
     if fault in _WITH_BODY and kind == "begin of a large pack":
         pytest.skip("this request has no body")
     step = next(_steps)
@@ -48,6 +48,6 @@ def test_a_save_survives_it(proxy: FaultProxy, cluster: LocalCluster, kind: str,
     check(version, step)
     left = list(cluster.repository.store.unfinished())
     if kind == "begin of a large pack" and fault in (Fault.LOSE_ANSWER, Fault.DELAY):
-        cluster.repository.store.abort(left)  # nobody has heard the name of that upload: it is a collection's to find
+        cluster.repository.store.abort(left)  # no client knows the id of that upload, so only a collection removes it
         left = list(cluster.repository.store.unfinished())
     assert left == []

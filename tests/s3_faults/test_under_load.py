@@ -1,4 +1,4 @@
-"""Bodies that stall, break or arrive changed while several ranks on two nodes save and restore at once, and meet many faults."""
+"""Many faults stall, break or corrupt bodies while several ranks on two nodes save and restore at the same time."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def states(step: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
-def test_many_faults_on_two_nodes_at_once(proxy: FaultProxy, s3_bucket: str, seed: int) -> None:
-    """Every save becomes a version with the right bits, or fails; no restore gets a wrong bit."""
+def test_saves_and_restores_survive_many_faults(proxy: FaultProxy, s3_bucket: str, seed: int) -> None:
+    """Every save becomes a correct version or fails, and no restore returns a wrong bit."""
     rng, steps, saved = random.Random(seed), range(1, 4), []
     with LocalCluster(f"s3://{s3_bucket}/t-{SYSTEM.token()}/run", nodes=2) as cluster:
         for step in steps:
@@ -49,7 +49,7 @@ def test_many_faults_on_two_nodes_at_once(proxy: FaultProxy, s3_bucket: str, see
             into = {"w": torch.zeros(300_000), "step": 0}
             try:
                 version.restore(into)
-            except (raystow.StoreError, raystow.Damaged):  # damaged: it was changed on the way twice
+            except (raystow.StoreError, raystow.Damaged):  # damaged: two reads were corrupted
                 return True
             return torch.equal(into["w"], states(version.step)[0]["w"])
 

@@ -1,4 +1,4 @@
-"""Descriptors, threads, memory and shared memory over thousands of saves: a flat line."""
+"""Descriptors, threads, memory and shared memory do not grow over thousands of saves."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from raystow.storage.retention.policy import Policy
 
 
 def course_of(folder: Path, saves: int) -> growth.Course:
-    """Save with retention, all in this process."""
+    """Save with retention in this process, and return the samples of its resources."""
     course: growth.Course = {}
     rng = np.random.default_rng(0)
     state = {"w": rng.standard_normal(50_000), "b": rng.standard_normal(100)}
-    gc.freeze()  # what other tests have left would be looked through for each sample
+    gc.freeze()  # otherwise each sample would scan objects of other tests
     with LocalCluster(str(folder), memory=32 << 20) as cluster:
         housekeeping = Housekeeping(cluster.committer, grace=0.0)
         for step in range(saves):
@@ -37,16 +37,16 @@ def course_of(folder: Path, saves: int) -> growth.Course:
 
 
 @pytest.mark.slow
-def test_no_growth_over_thousands_of_saves(tmp_path: Path) -> None:
+def test_resources_do_not_grow_over_thousands_of_saves(tmp_path: Path) -> None:
     course = course_of(tmp_path / "run", growth.SAVES)
     growth.write("growth", course, growth.SAVES, tmp_path)
     growth.check_flat(course)
 
 
-def test_no_growth_over_some_saves(tmp_path: Path) -> None:
+def test_resources_do_not_grow_over_some_saves(tmp_path: Path) -> None:
     growth.check_flat(course_of(tmp_path / "run", 40))
 
 
-def test_a_leak_is_found() -> None:
+def test_a_leak_is_detected() -> None:
     with pytest.raises(AssertionError, match="descriptors grows from"):
         growth.check_flat({"descriptors": [float(i) for i in range(40)]})

@@ -1,4 +1,4 @@
-"""Versions in W&B, MLflow and TensorBoard, by the real libraries without a network. `make test-trackers` installs them."""
+"""Versions in W&B, MLflow and TensorBoard, with the real libraries and without a network. `make test-trackers` installs them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def version() -> Version:
 
 
 def tell(callback: trackers.VersionCallback, version: Version) -> None:
-    """As a ``Checkpointer`` does: on another thread."""
+    """Call the callback on another thread, as a ``Checkpointer`` does."""
     callbacks = VersionCallbacks([callback], logging.getLogger("raystow"))
     callbacks.tell(version)
     callbacks.close()
 
 
-def test_wandb_has_the_figures(version: Version, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_logs_the_figures(version: Version, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = wandb.init(project="raystow", dir=str(tmp_path))
@@ -57,7 +57,7 @@ def test_wandb_without_a_run_is_refused(version: Version) -> None:
         trackers.Wandb().on_version(version)
 
 
-def test_mlflow_has_the_figures(version: Version, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_logs_the_figures(version: Version, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
@@ -69,7 +69,7 @@ def test_mlflow_has_the_figures(version: Version, tmp_path: Path, monkeypatch: p
         assert (metric.value, metric.step) == (value, 40)
 
 
-def test_tensorboard_has_the_figures(version: Version, tmp_path: Path) -> None:
+def test_tensorboard_logs_the_figures(version: Version, tmp_path: Path) -> None:
     tensorboard = pytest.importorskip("tensorboardX")
     from tensorboardX.proto import event_pb2
 
