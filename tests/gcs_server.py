@@ -38,12 +38,12 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path, _, query = self.path.partition("?")
         self.path = (path := quote(unquote(path))) + (query and f"?{query}")  # obstore quotes more than moto expects
-        wanted = self.headers.get("x-goog-if-generation-match")
+        expected = self.headers.get("x-goog-if-generation-match")
         if "partNumber" in query:
             self._forward(server, body)
             return
         with server.lock:
-            if wanted is not None and int(wanted) != server.generations.get(path, 0):
+            if expected is not None and int(expected) != server.generations.get(path, 0):
                 self._send(412, {}, b"<Error><Code>PreconditionFailed</Code></Error>")
             elif self.command == "DELETE" and not query and server.generations.pop(path, None) is None:
                 self._send(404, {}, b"<Error><Code>NoSuchKey</Code></Error>")  # S3 reports success

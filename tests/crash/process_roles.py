@@ -136,8 +136,8 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
     version = ckpt.restore_latest(state)
     found: Message = {"version": 0, "whole": True}
     if version is not None:
-        wanted = state_at(version.step, version.metrics["salt"], rank=rank)
-        found = {"version": version.id, "whole": same_bits(state, wanted)}
+        expected = state_at(version.step, version.metrics["salt"], rank=rank)
+        found = {"version": version.id, "whole": same_bits(state, expected)}
     if request["journal"]:
         opening = OpenJournal(request["uri"], port.start().repository, rank, replicas=0, durable_every=trial_journal.EVERY)
         base = START if version is None else version.step

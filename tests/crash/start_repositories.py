@@ -37,8 +37,8 @@ def _save(zygote: Zygote, uri: str, logs: Path, steps: list[int]) -> None:
     try:
         cluster.start_cluster()
         for step in steps:
-            told = cluster.save(step, _SALT)
-            assert all("version" in outcome for outcome in told), told
+            outcomes = cluster.save(step, _SALT)
+            assert all("version" in outcome for outcome in outcomes), outcomes
     finally:
         cluster.end()
 

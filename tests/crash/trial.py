@@ -53,12 +53,12 @@ def _save(cluster: TrialCluster) -> list[Message]:
     cluster.phase = "start"
     cluster.start_cluster()
     cluster.phase = "save"
-    told = cluster.save(10, LOST)
+    outcomes = cluster.save(10, LOST)
     cluster.phase = "retain"
     if not cluster.hit:
         coordinator = cluster.processes["coordinator"]
         cluster.until(lambda: cluster.hit or "housed" in coordinator.said, "the retention after the commit")
-    return told
+    return outcomes
 
 
 def _record(cluster: TrialCluster) -> list[Message]:
@@ -155,10 +155,10 @@ class Stage:
         """Kill at one point, and assert that nothing is lost, incomplete or left behind."""
         with self.cluster(act, name, target=target) as cluster:
             before = _versions(cluster.uri)
-            told = act.play(cluster)
+            outcomes = act.play(cluster)
             if not cluster.hit:
                 raise Missed(target.name)
-            known = before | {outcome["version"] for outcome in told if "version" in outcome}
+            known = before | {outcome["version"] for outcome in outcomes if "version" in outcome}
             _check(cluster.uri, known, keep=act.keep)
             oldest = max(before, default=0)
             if act.rolled_back_to:
@@ -176,7 +176,7 @@ class Stage:
             known |= {outcome["version"] for outcome in again}
             repository = open_repository(cluster.uri)
             saved = {version.step: version.id for version in repository.versions()}
-            false = [outcome for outcome in told if outcome.get("failed") and 10 in saved]
+            false = [outcome for outcome in outcomes if outcome.get("failed") and 10 in saved]
             assert not false, f"version {saved.get(10)} exists, but a rank was told that its save failed: {false}"
             newest = repository.versions()[-1]
             assert (newest.id, newest.step, newest.metrics) == (again[0]["version"], 11, {"salt": AGAIN})
@@ -210,11 +210,11 @@ def _check(uri: str, known: set[int], *, keep: int) -> Repository:
         with suppress(NotFound), repository.lease(version):  # retention may drop the version before the lease exists
             repository.verify(version)
             for rank in range(len(TRAINERS)):
-                state, wanted = blank(rank=rank), state_at(version.step, version.metrics["salt"], rank=rank)
+                state, expected = blank(rank=rank), state_at(version.step, version.metrics["salt"], rank=rank)
                 if not version.resumable:
-                    del state["optimizer"], wanted["optimizer"]
+                    del state["optimizer"], expected["optimizer"]
                 plan_restore(version, state, RestoreOptions(rank)).execute(silent)
-                assert same_bits(state, wanted), f"other bits: {version}"
+                assert same_bits(state, expected), f"other bits: {version}"
     listed = {version.id for version in versions}
     lost = set(sorted(known | listed)[-keep:]) - listed
     assert not lost, f"versions {sorted(lost)} are lost, there are {sorted(listed)}"

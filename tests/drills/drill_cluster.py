@@ -105,11 +105,11 @@ class DrillCluster:
         entry = repository.root().versions[-1]
         parts = len(repository.at(entry).record.fragments)
 
-        def twice() -> bool:
+        def has_two_copies() -> bool:
             found = asyncio.run(holders(repository.id)).get(entry.attempt, {})
             return len(found) == parts and all(len(nodes) >= 2 for nodes in found.values())
 
-        wait_until(twice, f"two copies in memory of each part of version {entry.id}")
+        wait_until(has_two_copies, f"two copies in memory of each part of version {entry.id}")
 
     def holdings(self, name: str, repository: str) -> list[Holding]:
         """Return the objects of a repository in a node's memory, oldest first."""
@@ -135,18 +135,18 @@ class DrillCluster:
         wait_until(lambda: not self._strays(), "the processes of dead nodes are gone")
 
     def _check_memory(self, name: str, repository: str, ranks: int) -> None:
-        said = ""
+        difference = ""
 
         def matches() -> bool:
-            nonlocal said
+            nonlocal difference
             holdings = self.holdings(name, repository)
             kept = sum(pages(size) for held in holdings for part in held.parts.values() for size in part.objects.values())
             found = [memfds(process.pid) for process in (self.node_worker(name), *self.actors(name, "Rank"))]
             expected = [(ranks, kept + self._worker(name, "status").spare)] + [(1, 0)] * ranks
-            said = f"rings and packs of {name}'s worker and ranks: {found}, not {expected}; {holdings}"
+            difference = f"rings and packs of {name}'s worker and ranks: {found}, not {expected}; {holdings}"
             return found == expected
 
-        wait_until(matches, lambda: said, 30)
+        wait_until(matches, lambda: difference, 30)
 
     def _worker(self, name: str, method: str, *args: Any) -> Any:
         """Return the answer of a node worker."""

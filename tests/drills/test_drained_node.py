@@ -86,7 +86,7 @@ def test_drain_of_an_idle_node_returns_and_of_a_dead_one_fails(cluster: DrillClu
 
     cluster.kill("a")
     wait_until(lambda: not next(known for known in ray.nodes() if known["NodeID"] == node)["Alive"], "Ray calls it dead")
-    code, told = drain(cluster, node, "60s")
+    code, output = drain(cluster, node, "60s")
     assert code == 1
-    assert told["error"]["what"] == "no such node is alive"
-    assert told["error"]["subject"] == f"node {node}"
+    assert output["error"]["what"] == "no such node is alive"
+    assert output["error"]["subject"] == f"node {node}"

@@ -30,16 +30,16 @@ def quick_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
 
 
-def saving_for_ever(rank: Rank, folder: Path) -> None:
+def save_forever(rank: Rank, folder: Path) -> None:
     """Train and save at every step. Rank 1 also saves once more when it is woken, in any state of the other ranks."""
 
     def save_once_more() -> None:
         wait_until((folder / "woken").exists, "the test wakes this rank", 10 * DEADLINE)
         try:
-            said = f"version {rank.checkpointer.save({'stale': torch.ones(1000)}, step=10_000).result(60).id}"
+            outcome = f"version {rank.checkpointer.save({'stale': torch.ones(1000)}, step=10_000).result(60).id}"
         except raystow.RaystowError as error:
-            said = str(error)
-        (folder / "writing").write_text(said)
+            outcome = str(error)
+        (folder / "writing").write_text(outcome)
         (folder / "writing").rename(folder / "said")
 
     if rank.rank == 1:
@@ -57,7 +57,7 @@ def test_a_frozen_node_that_was_replaced_cannot_save(
     training.rehearse(*range(2, 30))
     training.save_at(2)
     cluster.copied(training.uri)
-    running = [rank.do.remote(saving_for_ever, tmp_path) for rank in training.ranks]
+    running = [rank.do.remote(save_forever, tmp_path) for rank in training.ranks]
     wait_until(lambda: max(training.steps()) >= 4, "it saves at every step")  # so that the node is frozen during saves
     ours = [*cluster.actors("b", "Rank"), cluster.node_worker("b")]
     watch = Stopwatch()

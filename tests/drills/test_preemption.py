@@ -72,8 +72,8 @@ def test_a_save_on_notice_is_durable_before_the_node_is_gone(
     assert restored == step
     assert not read["store"]
     training.each("train", step + 1)
-    told = f"version {newest.id}, saved on notice, memory of the others"
-    report(Drill("node, with notice", detected, told, watch.seconds(), 0, read))
+    restored_from = f"version {newest.id}, saved on notice, memory of the others"
+    report(Drill("node, with notice", detected, restored_from, watch.seconds(), 0, read))
 
     training.each("start_over")
     training.rehearse(step, step + 4)
@@ -130,7 +130,7 @@ def test_ray_train_reports_a_notice_to_its_workers(cluster: DrillCluster, tmp_pa
         _, version = raystow.open(uri).versions()
         cluster.kill(next(name for name, running_on in cluster.nodes.items() if running_on.node_id == node))
         running.result(2 * DEADLINE)
-    (_, first), (again, second) = sorted(started(), key=lambda told: int(told[0]))
+    (_, first), (again, second) = sorted(started(), key=lambda start: int(start[0]))
     assert int(again) == version.step > 0
     assert first != second
     newest = raystow.open(uri).latest()

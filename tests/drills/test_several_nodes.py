@@ -61,8 +61,8 @@ def test_two_of_three_nodes_die_under_faults_of_the_store(
     assert step in (4, 6), "the save in progress is restored, or the one before"
     training.each("check", 3)
     training.each("train", step + 1)
-    told = source(version, read) if step == 4 else "that save, memory of the others"
+    restored_from = source(version, read) if step == 4 else "that save, memory of the others"
     died = f"node and its peer in a save, store {storing.name}"
-    report(Drill(died, 0.0, told, watch.seconds(), 6 - step, read))
+    report(Drill(died, 0.0, restored_from, watch.seconds(), 6 - step, read))
     line.heal()
     training.goes_on(8)

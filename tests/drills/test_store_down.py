@@ -24,7 +24,7 @@ OUTAGES = [8.0, 60.0]
 """Seconds. Both are longer than the first pauses between retries, which are below one second."""
 
 
-def far(cluster: DrillCluster, folder: Path, uri: str, **options: raystow.Memory) -> Training:
+def start_on_s3(cluster: DrillCluster, folder: Path, uri: str, **options: raystow.Memory) -> Training:
     """Start a training that saves to an S3 server, with a rank on each of two nodes."""
     training = Training(cluster, folder, **options)
     training.uri = uri
@@ -37,7 +37,7 @@ def far(cluster: DrillCluster, folder: Path, uri: str, **options: raystow.Memory
 def test_a_save_waits_for_the_store(
     line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None], seconds: float
 ) -> None:
-    training = far(cluster, tmp_path, s3_uri, timeout=180.0)
+    training = start_on_s3(cluster, tmp_path, s3_uri, timeout=180.0)
     training.rehearse(4, 6, 8)
     training.save_at(2)
     training.each("train", 4)
@@ -57,7 +57,7 @@ def test_a_save_waits_for_the_store(
 def test_memory_restores_a_save_that_failed_in_a_long_outage(
     line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None]
 ) -> None:
-    training = far(cluster, tmp_path, s3_uri, timeout=10.0)
+    training = start_on_s3(cluster, tmp_path, s3_uri, timeout=10.0)
     training.rehearse(4, 8)
     training.save_at(2)
     training.each("train", 4)
@@ -76,8 +76,8 @@ def test_memory_restores_a_save_that_failed_in_a_long_outage(
     assert set(read) == {"memory"}
     training.each("check", 2)
     training.each("train", 5)
-    told = "the save that had failed, memory"
-    report(Drill("store, and then a training process", detected, told, watch.seconds(), 0, read))
+    restored_from = "the save that had failed, memory"
+    report(Drill("store, and then a training process", detected, restored_from, watch.seconds(), 0, read))
     line.heal()
     training.goes_on(8)
 
@@ -85,7 +85,7 @@ def test_memory_restores_a_save_that_failed_in_a_long_outage(
 def test_memory_restores_a_version_while_the_store_is_down(
     line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None]
 ) -> None:
-    training = far(cluster, tmp_path, s3_uri)
+    training = start_on_s3(cluster, tmp_path, s3_uri)
     training.rehearse(4, 8)
     training.save_at(4)
     cluster.copied(s3_uri)
@@ -109,7 +109,7 @@ def test_memory_restores_a_version_while_the_store_is_down(
 def test_a_restore_waits_for_the_store(
     line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None], seconds: float
 ) -> None:
-    training = far(cluster, tmp_path, s3_uri, memory=raystow.Memory(64 << 20, cache=0))
+    training = start_on_s3(cluster, tmp_path, s3_uri, memory=raystow.Memory(64 << 20, cache=0))
     training.rehearse(4, 8)
     training.save_at(4)
     training.each("train", 6)
@@ -133,13 +133,13 @@ def test_a_restore_waits_for_the_store(
 def test_a_restore_fails_in_a_long_outage_and_then_works(
     line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path
 ) -> None:
-    training = far(cluster, tmp_path, s3_uri, memory=raystow.Memory(64 << 20, cache=0))
+    training = start_on_s3(cluster, tmp_path, s3_uri, memory=raystow.Memory(64 << 20, cache=0))
     training.rehearse(4, 8)
     training.save_at(4)
     line.inject(Fault.SLOW_DOWN, times=FOR_EVER)
     begun = Stopwatch()
-    for told in training.each("do", restoring_fails, timeout=400):
-        assert "503" in told or "could not restore" in told
+    for message in training.each("do", restoring_fails, timeout=400):
+        assert "503" in message or "could not restore" in message
     assert begun.seconds() < 300
     line.heal()
     step, _, _ = training.restore()

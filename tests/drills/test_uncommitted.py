@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 FOR_EVER = 1_000_000
 
 
-def without_uncommitted(rank: Rank) -> int:
+def restore_committed(rank: Rank) -> int:
     """Restore the newest committed version, and return its step."""
     state: dict[str, Any] = rank.state()
     version = rank.checkpointer.restore_latest(into=state, allow_uncommitted=False)
@@ -33,7 +33,7 @@ def without_uncommitted(rank: Rank) -> int:
     return version.step
 
 
-def kept(cluster: DrillCluster, uri: str) -> list[Holding]:
+def uncommitted_holdings(cluster: DrillCluster, uri: str) -> list[Holding]:
     """Return the holding of each node for the newest attempt if it is uncommitted."""
     repository = raystow.open(uri)
     newest = [cluster.holdings(name, repository.id)[-1:] for name in cluster.nodes]
@@ -53,13 +53,16 @@ def test_a_save_in_memory_survives_a_process_and_a_node(
     training.each("train", 4)
     training.each("save")
     training.each("fence")
-    wait_until(lambda: [held.whole for held in kept(cluster, s3_uri)] == [{0, 1}] * 2, "a save in the memory of both nodes")
+    wait_until(
+        lambda: [held.whole for held in uncommitted_holdings(cluster, s3_uri)] == [{0, 1}] * 2,
+        "a save in the memory of both nodes",
+    )
 
     watch = Stopwatch()
     cluster.actors("b", "Rank")[0].kill()
     training.end()
     training.start("a", "b")
-    assert training.each("do", without_uncommitted) == [2, 2]
+    assert training.each("do", restore_committed) == [2, 2]
     training.each("check", 2)
     step, read, _ = training.restore()
     assert (step, set(read)) == (4, {"memory"})
@@ -74,7 +77,7 @@ def test_a_save_in_memory_survives_a_process_and_a_node(
     training.end()
     cluster.add("c")
     training.start("a", "c")
-    assert training.each("do", without_uncommitted) == [2, 2]
+    assert training.each("do", restore_committed) == [2, 2]
     step, read, _ = training.restore()
     assert step == 4
     assert not read["store"]
@@ -85,4 +88,4 @@ def test_a_save_in_memory_survives_a_process_and_a_node(
     line.heal()
     training.goes_on(6)
     assert [version.step for version in raystow.open(s3_uri).versions()] == [2, 6]  # the save of step 4 was given up
-    wait_until(lambda: not kept(cluster, s3_uri), "the new version has replaced it in memory")
+    wait_until(lambda: not uncommitted_holdings(cluster, s3_uri), "the new version has replaced it in memory")

@@ -87,13 +87,13 @@ class Training:
 
     def restore(self, timeout: float = DEADLINE) -> tuple[int, Counter[str], float]:
         """Restore on all ranks; return the step, the bytes read by source, and the duration of the slowest rank in seconds."""
-        told = self.each("restore", timeout=timeout)
-        (step,) = {step for step, _, _ in told}
+        results = self.each("restore", timeout=timeout)
+        (step,) = {step for step, _, _ in results}
         read = Counter[str]()
-        for _, part, _ in told:
+        for _, part, _ in results:
             read.update({"store" if source == "instead" else source: nbytes for source, nbytes in part.items()})
         assert read.total(), "no bytes were logged as read"
-        return step, read, max(seconds for _, _, seconds in told)
+        return step, read, max(seconds for _, _, seconds in results)
 
     def goes_on(self, step: int) -> None:
         """Train up to a step and save; assert that the state and the stored version are the expected ones, and that dead

@@ -20,10 +20,10 @@ def cluster(beside_no_other: None) -> Iterator[Cluster]:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     )
-    unwatched = {"include_log_monitor": False}  # tests read no driver logs, and each node's log monitor starts slowly
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **unwatched})
+    no_log_monitor = {"include_log_monitor": False}  # tests read no driver logs, and each node's log monitor starts slowly
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **no_log_monitor})
     for node in ("node_a", "node_b"):
-        cluster.add_node(num_cpus=2, resources={node: 100}, **unwatched)
+        cluster.add_node(num_cpus=2, resources={node: 100}, **no_log_monitor)
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     yield cluster
     ray.shutdown()

@@ -153,11 +153,11 @@ class Member:
             train(model, optimizer, STEPS)
             state = state_of(model, optimizer, flat=flat)
             pending = checkpointer.save(state, step=STEPS)
-            told = whole(state)
+            saved_state = whole(state)
             checkpointer.fence()
             after = train(model, optimizer, STEPS)
             pending.result(60)
-            return {"whole": told, "after": after}
+            return {"whole": saved_state, "after": after}
 
     def restore(self, where: str, rank: int, n: int, uri: str, layout: str, flat: bool, steps: int) -> dict[str, Any]:
         """Restore the newest version into a new model, and check the reads; return digests, decoded bytes and losses."""
@@ -169,13 +169,13 @@ class Member:
             self.reads.ranges.clear()
             decoded: list[int] = []
             version = checkpointer.restore_latest(into=state, progress=decoded.append)
-            ranges, wanted = list(self.reads.ranges), overlapping(version, state)
+            ranges, expected = list(self.reads.ranges), overlapping(version, state)
             options = StateDictOptions(flatten_optimizer_state_dict=flat)
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options)
-            told = whole(state_of(model, optimizer, flat=flat))
-            check_reads(ranges, wanted)
-            assert sum(decoded) == sum(chunk.nbytes for chunk in wanted)
-            return {"whole": told, "read": sum(decoded), "after": train(model, optimizer, steps)}
+            restored_state = whole(state_of(model, optimizer, flat=flat))
+            check_reads(ranges, expected)
+            assert sum(decoded) == sum(chunk.nbytes for chunk in expected)
+            return {"whole": restored_state, "read": sum(decoded), "after": train(model, optimizer, steps)}
 
     def do(self, where: str, rank: int, n: int, what: Any, *args: Any) -> Any:
         """Call ``what(rank, n, *args)`` in a process group."""
@@ -202,10 +202,10 @@ def overlapping(version: Any, state: dict[str, Any]) -> list[Any]:
     return found
 
 
-def check_reads(ranges: list[tuple[str, int, int]], wanted: list[Any]) -> None:
-    """Assert that the chunks in ``wanted`` were read once from the packs, with only small gaps between them."""
+def check_reads(ranges: list[tuple[str, int, int]], expected: list[Any]) -> None:
+    """Assert that the chunks in ``expected`` were read once from the packs, with only small gaps between them."""
     packs: dict[str, list[tuple[int, int]]] = {}
-    for chunk in wanted:
+    for chunk in expected:
         if chunk.coding.size:
             key = f"{chunk.group}-{chunk.node:05d}-{chunk.pack:05d}.pack"
             packs.setdefault(key, []).append((chunk.start, chunk.start + chunk.coding.size))

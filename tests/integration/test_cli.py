@@ -273,8 +273,8 @@ def test_dtypes_that_safetensors_lacks_are_mapped(dtype: str, shape: tuple[int, 
     (file,) = safetensors_file.files({"a": info}, limit=1 << 30)
     placed = file.tensors[0]
     assert (placed.form, placed.shape) == (form, stored)
-    told = json.loads(file.header({})[8:])["__metadata__"].get("raystow.dtypes")
-    assert told == (json.dumps({"a": dtype}) if placed.mapped else None)
+    dtypes = json.loads(file.header({})[8:])["__metadata__"].get("raystow.dtypes")
+    assert dtypes == (json.dumps({"a": dtype}) if placed.mapped else None)
     assert placed.mapped == (dtype not in ("float8_e8m0fnu", "float4_e2m1fn_x2"))
 
 

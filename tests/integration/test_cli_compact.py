@@ -70,9 +70,9 @@ def test_prune_compacts_a_kept_delta_to_drop_its_base(folder: Path) -> None:
     assert (dry["compacted"], dry["dropped"]) == ([], [])
     without = run_json("prune", folder, "--keep-last", 1, "--dry-run")
     assert without["versions"][0]["keep"], "it is needed"
-    said = " ".join(ran(*rules, "--dry-run").stdout.split())
-    assert "compact pinned as good; written whole, so that version 1 can go: about" in said
-    assert "store 1 of these whole, about" in said
+    text = " ".join(ran(*rules, "--dry-run").stdout.split())
+    assert "compact pinned as good; written whole, so that version 1 can go: about" in text
+    assert "store 1 of these whole, about" in text
     done = run_json(*rules)
     assert (done["compacted"], done["dropped"]) == ([3], [1, 2, 4, 5])
     assert bases(repository) == {3: (), 6: (), 7: (6,)}
@@ -81,16 +81,16 @@ def test_prune_compacts_a_kept_delta_to_drop_its_base(folder: Path) -> None:
 
 
 def test_prune_text_reports_the_compacted_versions(folder: Path) -> None:
-    said = " ".join(ran("prune", folder, "--keep-last", 1, "--compact", "--yes").stdout.split())
-    assert "dropped 4 versions and stored 1 version whole, " in said
-    assert "unchanged" not in said
+    text = " ".join(ran("prune", folder, "--keep-last", 1, "--compact", "--yes").stdout.split())
+    assert "dropped 4 versions and stored 1 version whole, " in text
+    assert "unchanged" not in text
 
 
 def test_compact_rewrites_named_versions_and_drops_none(folder: Path) -> None:
     repository = open_repository(str(folder))
-    said = " ".join(ran("compact", folder, 3, 7, "--dry-run").stdout.split())
-    assert "whole" in said
-    assert "keep is the newest" in said
+    text = " ".join(ran("compact", folder, 3, 7, "--dry-run").stdout.split())
+    assert "whole" in text
+    assert "keep is the newest" in text
     done = run_json("compact", folder, 3, 7)
     assert [(row["id"], row["bases"], row["compact"], row["why"]) for row in done["versions"]] == [
         (3, [1], True, ""),
@@ -107,9 +107,9 @@ def test_compact_rewrites_named_versions_and_drops_none(folder: Path) -> None:
 
 def test_compact_reports_a_version_that_is_not_a_delta(folder: Path) -> None:
     assert ran("compact", folder, 1).stdout.splitlines() == ["version 1 is not a delta to another version"]
-    said = ran("compact", folder, 3, 6, "--dry-run").stdout
-    assert "whole" in said
-    assert said.splitlines()[-1] == "version 6 is not a delta to another version"
+    text = ran("compact", folder, 3, 6, "--dry-run").stdout
+    assert "whole" in text
+    assert text.splitlines()[-1] == "version 6 is not a delta to another version"
 
 
 def test_a_thinned_delta_history_keeps_weights_that_dcp_loads(folder: Path) -> None:

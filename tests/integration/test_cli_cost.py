@@ -39,10 +39,10 @@ def test_the_70b_example_of_nvidias_article():
 def test_the_text_output_for_the_articles_example():
     result = run("cost", *ARTICLE, "--gpus", 8)
     assert result.exit_code == 0, result.output
-    told = {line[:17].strip(): line[17:].split() for line in result.stdout.splitlines()}
-    assert told["stall of a save"] == ["156", "s", "123", "s", "33.3", "s"]
-    assert told["written a month"] == ["1.13", "PB", "887", "TB", "239", "TB"]
-    assert told["GPUs, a month"] == ["$2,202", "$1,734", "$468.17"]
+    cells = {line[:17].strip(): line[17:].split() for line in result.stdout.splitlines()}
+    assert cells["stall of a save"] == ["156", "s", "123", "s", "33.3", "s"]
+    assert cells["written a month"] == ["1.13", "PB", "887", "TB", "239", "TB"]
+    assert cells["GPUs, a month"] == ["$2,202", "$1,734", "$468.17"]
     assert "compression saves $468.17 a month, 21.3 %" in result.stdout
     assumed = " ".join(result.stdout.split())
     for words in ("30 days", "1,440 saves", "782 GB", "at 5.00 GB per second", "8 GPUs at $4.40 an hour", "costs $0.00 a month"):
@@ -67,8 +67,8 @@ def test_store_and_gpu_costs_are_added():
 def test_compression_that_costs_more_than_it_saves_is_reported():
     slower = ("--stall", 1, "--stall-compressed", 3)
     result = run("cost", *HABIT, *slower)
-    told = " ".join(result.stdout.split())
-    assert "compression does not pay: it saves $2.50 of storage and costs $12.80 of GPU time a month" in told
+    text = " ".join(result.stdout.split())
+    assert "compression does not pay: it saves $2.50 of storage and costs $12.80 of GPU time a month" in text
     assert max(map(len, result.stdout.splitlines())) <= 80
     facts = run_json("cost", *HABIT, *slower)
     assert (facts["pays"], facts["saved"]["dollars"]) == (False, pytest.approx(-10.3))
@@ -145,8 +145,8 @@ def test_the_savings_of_each_technique_are_reported(tmp_path: Path) -> None:
     assert "restoring one reads 1." in delta["told"]
     assert thinning["stored"] == sum(entry.stored for entry in entries[:3])
     assert thinning["instead"] == pytest.approx(sum(entry.stored for entry in entries[3:]), abs=3)
-    said = " ".join(run("cost", tmp_path, *PRICES).stdout.split())
-    assert "- delta: 4 deltas between versions: " in said
+    text = " ".join(run("cost", tmp_path, *PRICES).stdout.split())
+    assert "- delta: 4 deltas between versions: " in text
     assert max(map(len, run("cost", tmp_path, *PRICES).stdout.splitlines())) <= 80
     assert "savings" in run_json("cost", tmp_path, *PRICES, "--keep", 2)
 

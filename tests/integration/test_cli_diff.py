@@ -98,8 +98,8 @@ def test_a_changed_layout_is_reported_and_deep_compares_it(tmp_path, monkeypatch
     quick = run_json("diff", tmp_path, 1, 2)
     row = by_name(quick)["w"]
     assert (row["what"], row["changed_bytes"], row["share"], quick["different"]) == ("layout", None, None, True)
-    told = run("diff", tmp_path, 1, 2).stdout
-    assert "layout differs: the tensor is in other chunks; --deep compares the bytes" in told
+    text = run("diff", tmp_path, 1, 2).stdout
+    assert "layout differs: the tensor is in other chunks; --deep compares the bytes" in text
     assert run("diff", tmp_path, 1, 2, "--exit-code").exit_code == 7
     deep = run_json("diff", tmp_path, 1, 2, "--deep", "--exit-code")
     assert (deep["different"], deep["summary"]["same"]) == (False, 1)

@@ -28,10 +28,10 @@ def test_keygen_writes_a_key_pair_and_prints_its_settings(tmp_path: Path) -> Non
     secret = key.read_text().splitlines()[1]
     assert secret not in result.output
     shell = "\n".join(line for line in result.stdout.splitlines() if line.startswith("  export"))
-    told = subprocess.run(
+    settings = subprocess.run(
         ["sh", "-c", f'{shell}\nprintf "%s\n" "${SIGNING_KEY}" "${TRUSTED_KEYS}"'], capture_output=True, text=True
     )
-    assert told.stdout.splitlines() == [str(key), f"{key}.pub"]
+    assert settings.stdout.splitlines() == [str(key), f"{key}.pub"]
 
 
 def test_help_has_an_example_and_fits_80_columns() -> None:
@@ -59,11 +59,11 @@ def test_an_unwritable_path_is_reported_with_a_remedy(tmp_path: Path) -> None:
 
 
 def test_openssl_reads_the_key_files(tmp_path: Path) -> None:
-    told = run_json("keygen", tmp_path / "key")
-    public = subprocess.run(["openssl", "pkey", "-in", told["private"], "-pubout"], capture_output=True, text=True)
+    paths = run_json("keygen", tmp_path / "key")
+    public = subprocess.run(["openssl", "pkey", "-in", paths["private"], "-pubout"], capture_output=True, text=True)
     if public.returncode:
         pytest.skip(f"this openssl cannot: {public.stderr}")
-    assert public.stdout == Path(told["public"]).read_text()
+    assert public.stdout == Path(paths["public"]).read_text()
 
 
 def save_one_array(uri: str) -> int:

@@ -49,11 +49,11 @@ def test_chunks_of_two_nodes_are_read_once_and_passed_on(folder):
 
 
 def test_the_text_output_is_a_table_with_the_assumption(folder):
-    told = run("plan", folder, "--world", 3, "--per-node", 2).stdout
-    assert "version 2 (step 200) onto 3 ranks, 2 per node" in told
-    assert "saved by 2 ranks; assumption: a tensor saved in several boxes" in told
-    assert "each rank  bytes" in told
-    assert "1.000 times what is needed" in told
+    text = run("plan", folder, "--world", 3, "--per-node", 2).stdout
+    assert "version 2 (step 200) onto 3 ranks, 2 per node" in text
+    assert "saved by 2 ranks; assumption: a tensor saved in several boxes" in text
+    assert "each rank  bytes" in text
+    assert "1.000 times what is needed" in text
 
 
 def test_the_default_world_size_is_that_of_the_save(folder):

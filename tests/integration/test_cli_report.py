@@ -190,14 +190,14 @@ def browser() -> Iterator[Any]:
 def test_the_page_is_legible_and_complete_in_a_browser(browser: Any, whole: Path, width: int, scheme: str) -> None:
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
     try:
-        page, told, asked = context.new_page(), list[str](), list[str]()
-        page.on("console", lambda message: told.append(message.text))
-        page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page, problems, requested = context.new_page(), list[str](), list[str]()
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: requested.append(request.url))
         page.goto(whole.as_uri())
         page.wait_for_selector(f"#plot-{PLOTS[-1]} .xtick")
-        assert told == []
-        assert [url for url in asked if not url.startswith("data:")] == [whole.as_uri()]
+        assert problems == []
+        assert [url for url in requested if not url.startswith("data:")] == [whole.as_uri()]
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         for name in PLOTS:
             box = page.locator(f"#plot-{name}").bounding_box()

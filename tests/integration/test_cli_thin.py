@@ -117,26 +117,26 @@ def test_prune_thins_versions_that_all_commands_can_read(folder: Path) -> None:
 def test_prune_rounds_the_thinned_weights(folder: Path) -> None:
     repository = open_repository(str(folder))
     exact = repository.version(1).read("model.layer1")
-    said = " ".join(ran("prune", folder, "--resumable", 1, "--delta", 6, "--mantissa-bits", 4, "--dry-run").stdout.split())
-    assert "older than the last 1 resumable, as a delta to version 1, 4 bits of mantissa: about" in said
+    text = " ".join(ran("prune", folder, "--resumable", 1, "--delta", 6, "--mantissa-bits", 4, "--dry-run").stdout.split())
+    assert "older than the last 1 resumable, as a delta to version 1, 4 bits of mantissa: about" in text
     done = run_json("prune", folder, "--resumable", 1, "--delta", 6, "--mantissa-bits", 4)
     assert done["thinned"] == [1, 2, 3]
     for id in (1, 2, 3):
         into, version = blank(), repository.version(id)
         version.restore(into)
-        for name, wanted in mixed_precision_state(id)["model"].items():
+        for name, expected in mixed_precision_state(id)["model"].items():
             found = into["model"][name]
-            assert same(found, wanted) if wanted.dim() == 1 else 0 < ((found - wanted) / wanted).abs().max() <= 2**-5
+            assert same(found, expected) if expected.dim() == 1 else 0 < ((found - expected) / expected).abs().max() <= 2**-5
         repository.verify(version)
     ran("gc", folder, "--grace", "0s", "--yes")
     shown = run_json("show", folder, 1)["rounded"]
     assert {name: one["rule"] for name, one in shown.items()} == dict.fromkeys(
         ["model.head", "model.layer0", "model.layer1", "model.layer2"], "NearestBits(4)"
     )
-    said = ran("show", folder, 1).stdout
-    assert "weights only, with 4 bits of mantissa" in said
-    assert "NearestBits(4)" in said
-    assert "compared to lossless" in said
+    text = ran("show", folder, 1).stdout
+    assert "weights only, with 4 bits of mantissa" in text
+    assert "NearestBits(4)" in text
+    assert "compared to lossless" in text
     found = np.frombuffer(reader.read(folder, 1)["model.layer1"].astype("<u4") << 16, np.float32)
     assert abs(found.reshape(exact.shape) / exact.float().numpy() - 1).max() <= 2**-5
     ran("verify", folder, "--all", "--deep")
@@ -144,14 +144,14 @@ def test_prune_rounds_the_thinned_weights(folder: Path) -> None:
 
 
 def test_prune_text_reports_dropped_and_thinned_versions(folder: Path) -> None:
-    said = " ".join(ran("prune", folder, "--keep-last", 3, "--resumable", 1, "--dry-run").stdout.split())
-    assert "drop no rule keeps it" in said
-    assert "thin last 3; older than the last 1 resumable: about" in said
-    assert "keep 3 versions" in said
-    assert "thin 2 of these, by about" in said
-    assert "nothing was dropped or thinned" in said
-    said = " ".join(ran("prune", folder, "--keep-last", 3, "--resumable", 1, "--yes").stdout.split())
-    assert "dropped 1 version and thinned 2 versions, " in said
+    text = " ".join(ran("prune", folder, "--keep-last", 3, "--resumable", 1, "--dry-run").stdout.split())
+    assert "drop no rule keeps it" in text
+    assert "thin last 3; older than the last 1 resumable: about" in text
+    assert "keep 3 versions" in text
+    assert "thin 2 of these, by about" in text
+    assert "nothing was dropped or thinned" in text
+    text = " ".join(ran("prune", folder, "--keep-last", 3, "--resumable", 1, "--yes").stdout.split())
+    assert "dropped 1 version and thinned 2 versions, " in text
     assert [version.resumable for version in open_repository(str(folder)).versions()] == [False, False, True]
 
 

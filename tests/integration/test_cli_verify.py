@@ -53,8 +53,8 @@ def test_versions_that_depend_on_a_damaged_one_are_listed(tmp_path: Path) -> Non
     assert outcomes(report) == ["damaged"] * 4
     assert [row.get("dependents") for row in report["versions"]] == [[2, 3, 4], None, [4], None]
     assert all(damaged.name in str(row["error"]) for row in report["versions"])
-    told = run("verify", tmp_path / "run", "1", "--deep")
-    assert "cannot be read without it: versions 2, 3, 4" in told.stdout
+    result = run("verify", tmp_path / "run", "1", "--deep")
+    assert "cannot be read without it: versions 2, 3, 4" in result.stdout
     assert "needs    version 3" in run("show", tmp_path / "run", "4").stdout
 
 
@@ -149,8 +149,8 @@ def test_deep_continues_with_older_versions_until_one_is_whole(folder: Path) -> 
     flip_byte(pack(folder, 3))
     result = run("verify", folder, "--deep")
     assert result.exit_code == 3
-    told = [line for line in result.stdout.splitlines() if line.startswith("version")]
-    assert [line.split(":")[1].split(",")[0] for line in told] == [" DAMAGED", " whole"]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("version")]
+    assert [line.split(":")[1].split(",")[0] for line in lines] == [" DAMAGED", " whole"]
     assert "1 whole, 1 damaged; " in result.stdout
     assert verified(folder) == 2
 
@@ -272,9 +272,9 @@ def test_a_stopped_verification_resumes(folder: Path, tmp_path: Path) -> None:
 
     result = run("verify", folder, "--deep", "--resume", notes)
     assert result.exit_code == 0
-    told = " ".join(result.stdout.split())
-    assert "1 whole; 0 B read, " in told
-    assert f" skipped as listed in {notes}" in told
+    text = " ".join(result.stdout.split())
+    assert "1 whole; 0 B read, " in text
+    assert f" skipped as listed in {notes}" in text
 
 
 def test_progress_of_another_repository_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -60,15 +60,15 @@ def save_by_dcp(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
     return comparable(state)
 
 
-def save_soon(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
+def save_async(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
     """Save with ``async_save``, and change the tensors immediately."""
     state = trained(layout, n, 1)
-    told = comparable(state)
+    saved = comparable(state)
     future = dcp.async_save(state, storage_writer=Writer(uri, step=7))
     for tensor in state["model"].values():
         tensor.detach().zero_()
     future.result()
-    return told
+    return saved
 
 
 def load(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def comparable(state: dict[str, Any]) -> dict[str, Any]:
     return {name: repr(value) for name, value in whole(state).items()}
 
 
-def alike(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def same_on_all_ranks(answers: list[dict[str, Any]]) -> dict[str, Any]:
     assert all(answer == answers[0] for answer in answers)
     assert sum("exp_avg" in name for name in answers[0]) == 18
     return answers[0]
@@ -119,7 +119,7 @@ def alike(answers: list[dict[str, Any]]) -> dict[str, Any]:
 def test_dcp_saves_and_both_interfaces_load(
     ranks: Ranks, uri: str, saved: tuple[str, int], loaded: list[tuple[str, int]]
 ) -> None:
-    expected = alike(ranks.call(saved[1], save_by_dcp, uri, saved[0]))
+    expected = same_on_all_ranks(ranks.call(saved[1], save_by_dcp, uri, saved[0]))
     repository = raystow.open(uri)
     (version,) = repository.versions()
     assert (version.step, version.world_size, version.metrics) == (7, saved[1], {"loss": 2.5})
@@ -127,13 +127,13 @@ def test_dcp_saves_and_both_interfaces_load(
     assert orphans(repository) == []
     repository.verify(version)
     for layout, n in loaded:
-        assert alike(ranks.call(n, load, uri, layout)) == expected, (layout, n)
-    assert alike(ranks.call(loaded[0][1], restore, uri, loaded[0][0])) == expected
+        assert same_on_all_ranks(ranks.call(n, load, uri, layout)) == expected, (layout, n)
+    assert same_on_all_ranks(ranks.call(loaded[0][1], restore, uri, loaded[0][0])) == expected
 
 
 def test_async_save_stores_the_state_at_the_time_of_the_call(ranks: Ranks, uri: str) -> None:
-    expected = alike(ranks.call(2, save_soon, uri, "fsdp"))
-    assert alike(ranks.call(2, load, uri, "fsdp")) == expected
+    expected = same_on_all_ranks(ranks.call(2, save_async, uri, "fsdp"))
+    assert same_on_all_ranks(ranks.call(2, load, uri, "fsdp")) == expected
 
 
 @pytest.mark.parametrize("saved", [("fsdp", 2), ("ddp", 2)], ids=lambda case: "-".join(map(str, case)))
@@ -141,12 +141,12 @@ def test_the_checkpointer_saves_and_dcp_loads(ranks: Ranks, uri: str, saved: tup
     layout, n = saved
     with LocalCluster(uri) as cluster:
         openings = [cluster.opening(rank, n) for rank in range(n)]
-        expected = alike(ranks.call(n, stage, cluster.address(0), openings, layout))
-    assert alike(ranks.call(3, load, uri, "fsdp")) == expected
-    assert alike(ranks.call(1, load, uri, "plain")) == expected
+        expected = same_on_all_ranks(ranks.call(n, stage, cluster.address(0), openings, layout))
+    assert same_on_all_ranks(ranks.call(3, load, uri, "fsdp")) == expected
+    assert same_on_all_ranks(ranks.call(1, load, uri, "plain")) == expected
 
 
-class Dying(DefaultSavePlanner):
+class KilledPlanner(DefaultSavePlanner):
     """Kills its process after some tensors were stored."""
 
     stored = 0
@@ -160,19 +160,21 @@ class Dying(DefaultSavePlanner):
 
 def save_and_die(rank: int, n: int, uri: str) -> None:
     state = {f"t{i}": torch.full((1000,), float(i)) for i in range(40)}
-    dcp.save(state, storage_writer=Writer(uri, step=8), planner=Dying() if rank == 1 else None)
+    dcp.save(state, storage_writer=Writer(uri, step=8), planner=KilledPlanner() if rank == 1 else None)
 
 
 def test_a_killed_writer_leaves_the_last_version(uri: str, tmp_path: Path, ranks: Ranks) -> None:
-    expected = alike(ranks.call(2, save_by_dcp, uri, "fsdp"))
+    expected = same_on_all_ranks(ranks.call(2, save_by_dcp, uri, "fsdp"))
     others = Ranks(tmp_path)
     try:
         with pytest.raises(RankFailed, match="rank 1 died"):
             others.call(2, save_and_die, uri)
         repository = raystow.open(uri)
         assert [version.step for version in repository.versions()] == [7]
-        assert alike(ranks.call(2, load, uri, "fsdp")) == expected
-        assert alike(others.call(2, save_by_dcp, uri, "fsdp")) == expected  # the failed save does not affect the next one
+        assert same_on_all_ranks(ranks.call(2, load, uri, "fsdp")) == expected
+        assert (
+            same_on_all_ranks(others.call(2, save_by_dcp, uri, "fsdp")) == expected
+        )  # the failed save does not affect the next one
     finally:
         others.close()
     assert [version.step for version in repository.versions()] == [7, 7]
@@ -184,25 +186,25 @@ def test_a_killed_writer_leaves_the_last_version(uri: str, tmp_path: Path, ranks
 
 
 def refuse(rank: int, n: int, uri: str) -> list[str]:
-    told = []
+    errors = []
     for odd in (object(), {1, 2}, torch.ones(2).to_sparse(), np.array(["a"]), lambda: 0):
         state = {"w": torch.ones(3), "of": {"rank": torch.ones(2), "kind": odd}}
         with pytest.raises(dcp.api.CheckpointException) as error:
             dcp.save(state, storage_writer=Writer(uri, step=1))
-        told += [str(next(iter(error.value.failures.values()))[0])]
+        errors += [str(next(iter(error.value.failures.values()))[0])]
         assert all(isinstance(failure[0], raystow.StateError) for failure in error.value.failures.values())
-    return told
+    return errors
 
 
 def test_unsupported_values_are_refused_with_their_key(ranks: Ranks, uri: str) -> None:
-    for told in ranks.call(2, refuse, uri):
-        assert len(told) == 5
-        assert all(text.startswith('state_dict["of.kind"]: ') for text in told), told
-        assert "object is not a tensor" in told[0]
+    for errors in ranks.call(2, refuse, uri):
+        assert len(errors) == 5
+        assert all(text.startswith('state_dict["of.kind"]: ') for text in errors), errors
+        assert "object is not a tensor" in errors[0]
     assert raystow.open(uri).versions() == []
 
 
-def each_its_own(rank: int, n: int, uri: str) -> tuple[Any, ...]:
+def save_and_load_own_keys(rank: int, n: int, uri: str) -> tuple[Any, ...]:
     """Save and load a state whose other keys differ between ranks."""
     state = {"common": "c", "loader": {f"rank{rank}": {"seen": rank + 1, "order": [[rank], []]}}}
     dcp.save(state, storage_writer=Writer(uri))
@@ -214,7 +216,7 @@ def each_its_own(rank: int, n: int, uri: str) -> tuple[Any, ...]:
 
 
 def test_values_of_single_ranks_are_saved_and_loaded(ranks: Ranks, uri: str) -> None:
-    for saved, loaded, restored in ranks.call(3, each_its_own, uri):
+    for saved, loaded, restored in ranks.call(3, save_and_load_own_keys, uri):
         assert loaded == saved
         assert restored == saved
 
@@ -400,9 +402,9 @@ def test_errors_of_metadata_keep_their_type(uri: str, tmp_path: Path) -> None:
     assert type(failure({"n": 0}, Reader(uri))) is raystow.Damaged
     files = str(tmp_path / "files")
     dcp.save({"w": torch.ones(3)}, checkpoint_id=files, no_dist=True)
-    told = failure({"w": torch.ones(3)}, Reader(files))
-    assert type(told) is raystow.NotARepository
-    assert "FileSystemReader" in str(told)
+    error = failure({"w": torch.ones(3)}, Reader(files))
+    assert type(error) is raystow.NotARepository
+    assert "FileSystemReader" in str(error)
     with pytest.raises(dcp.api.CheckpointException, match="files of torch's FileSystemWriter"):
         dcp.save({"w": torch.ones(3)}, storage_writer=Writer(files), no_dist=True)
     assert not Path(files, "raystow.json").exists()
@@ -442,13 +444,13 @@ def refuse_placements(rank: int, n: int, uri: str) -> list[str]:
 
 
 def test_placements_that_dcp_misreads_are_refused(ranks: Ranks, uri: str) -> None:
-    for told in ranks.call(2, refuse_placements, uri):
-        assert len(told) == 2
-        assert all("ranks hold more than one box" in text and text.startswith('state_dict["a"]: ') for text in told), told
+    for errors in ranks.call(2, refuse_placements, uri):
+        assert len(errors) == 2
+        assert all("ranks hold more than one box" in text and text.startswith('state_dict["a"]: ') for text in errors), errors
     assert len(raystow.open(uri).versions()) == 1
 
 
-def load_each_another(rank: int, n: int, uri: str) -> str:
+def load_different_versions(rank: int, n: int, uri: str) -> str:
     dcp.save({"a": torch.ones(4)}, storage_writer=Writer(uri))
     dcp.save({"a": torch.ones(4)}, storage_writer=Writer(uri))
     with pytest.raises(dcp.api.CheckpointException) as error:
@@ -457,10 +459,10 @@ def load_each_another(rank: int, n: int, uri: str) -> str:
 
 
 def test_ranks_that_load_different_versions_are_refused(ranks: Ranks, uri: str) -> None:
-    assert all("different newest versions: 1, 2" in told for told in ranks.call(2, load_each_another, uri))
+    assert all("different newest versions: 1, 2" in error for error in ranks.call(2, load_different_versions, uri))
 
 
-def save_a_part(rank: int, n: int, uri: str) -> str:
+def save_one_shard(rank: int, n: int, uri: str) -> str:
     """Save on rank 0 alone a tensor that is sharded over two ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -475,15 +477,15 @@ def save_a_part(rank: int, n: int, uri: str) -> str:
 
 
 def test_incomplete_tensors_are_refused(ranks: Ranks, uri: str) -> None:
-    assert "does not add up to whole tensors" in ranks.call(2, save_a_part, uri)[0]
+    assert "does not add up to whole tensors" in ranks.call(2, save_one_shard, uri)[0]
     assert raystow.open(uri).versions() == []
 
 
 def test_a_newer_writer_fences_the_older_process(ranks: Ranks, uri: str) -> None:
-    ranks.call(2, each_its_own, uri)
+    ranks.call(2, save_and_load_own_keys, uri)
     dcp.save({"w": torch.ones(3)}, storage_writer=Writer(uri), no_dist=True)
     with pytest.raises(RankFailed, match="Fenced"):
-        ranks.call(2, each_its_own, uri)
+        ranks.call(2, save_and_load_own_keys, uri)
     assert len(raystow.open(uri).versions()) == 2
 
 

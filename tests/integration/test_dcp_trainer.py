@@ -86,7 +86,7 @@ class Loader(Stateful):
         self.generator.set_state(torch.frombuffer(bytearray(state[self.key]), dtype=torch.uint8))
 
 
-def loop(rank: int, n: int, uri: str, steps: int, soon: bool) -> list[str]:
+def run_trainer(rank: int, n: int, uri: str, steps: int, soon: bool) -> list[str]:
     """Train up to ``steps`` from the newest version in the repository; return the losses as hexadecimal floats."""
     begun = Path(uri, "raystow.json").exists()
     model, optimizer = build("fsdp", n, 5 if begun else 1, f"trainer{n}x{next(_TAGS)}")
@@ -134,9 +134,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("soon", [pytest.param(False, marks=pytest.mark.slow, id="save"), pytest.param(True, id="async_save")])
 def test_a_restarted_trainer_continues_bit_for_bit(ranks: Ranks, tmp_path: Path, soon: bool) -> None:
-    whole = ranks.call(2, loop, str(tmp_path / "whole"), 6, soon)
-    first = ranks.call(2, loop, str(tmp_path / "halves"), 4, soon)
-    second = ranks.call(2, loop, str(tmp_path / "halves"), 6, soon)
+    whole = ranks.call(2, run_trainer, str(tmp_path / "whole"), 6, soon)
+    first = ranks.call(2, run_trainer, str(tmp_path / "halves"), 4, soon)
+    second = ranks.call(2, run_trainer, str(tmp_path / "halves"), 6, soon)
     assert [a + b for a, b in zip(first, second, strict=True)] == whole
     assert whole[0] != whole[1]  # each rank has its own data
     repository = raystow.open(tmp_path / "halves")

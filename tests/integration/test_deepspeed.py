@@ -61,22 +61,22 @@ def test_another_stage_restores_every_bit(
     cluster: Cluster, tmp_path: Path, saved: tuple[int, int], restored: tuple[int, int], dtype: str, options: dict[str, Any]
 ) -> None:
     uri = str(tmp_path / "run")
-    [wanted, *_] = run(tmp_path / "a", saved[0], cluster.address, uri, config(saved[1], dtype, options), save, 6)
+    [expected, *_] = run(tmp_path / "a", saved[0], cluster.address, uri, config(saved[1], dtype, options), save, 6)
     for found in run(tmp_path / "b", restored[0], cluster.address, uri, config(restored[1], dtype, options), load):
-        assert found == [wanted]
+        assert found == [expected]
 
 
 @pytest.mark.slow
 def test_every_stage_and_world_restores_every_other(cluster: Cluster, tmp_path: Path) -> None:
     uri, worlds = str(tmp_path / "run"), list(itertools.product((1, 2, 3, 4), (1, 2, 3)))
     tags = [f"{n}-ranks-stage-{stage}" for n, stage in worlds]
-    wanted = [
+    expected = [
         run(tmp_path / tag, n, cluster.address, uri, config(stage, "bf16"), save, 2, tag)[0]
         for tag, (n, stage) in zip(tags, worlds, strict=True)
     ]
     for n, stage in worlds:
         for found in run(tmp_path / f"{n}{stage}", n, cluster.address, uri, config(stage, "bf16"), load, *tags):
-            assert found == wanted
+            assert found == expected
 
 
 def offload(engine: Any, *kinds: str) -> None:
@@ -101,7 +101,7 @@ def save_while_offloaded(engine: Any) -> dict[str, str]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_state_saved_while_offloaded_is_restored(cluster: Cluster, tmp_path: Path, stage: int) -> None:
     uri = str(tmp_path / "run")
-    [wanted, _] = run(tmp_path / "a", 2, cluster.address, uri, config(stage, "bf16"), save_while_offloaded)
+    [expected, _] = run(tmp_path / "a", 2, cluster.address, uri, config(stage, "bf16"), save_while_offloaded)
     version = raystow.latest(uri)
     assert version is not None
     assert {name.rpartition(".")[2] for name in version.tensors() if name.startswith("optim.")} <= {
@@ -109,7 +109,7 @@ def test_a_state_saved_while_offloaded_is_restored(cluster: Cluster, tmp_path: P
         "exp_avg_sq",
         "step",
     }
-    assert run(tmp_path / "b", 1, cluster.address, uri, config(5 - stage, "bf16"), load) == [[wanted]]
+    assert run(tmp_path / "b", 1, cluster.address, uri, config(5 - stage, "bf16"), load) == [[expected]]
 
 
 def resume(engine: Any, end: int) -> list[str]:

@@ -84,9 +84,9 @@ def test_automatic_deltas_stop_when_they_do_not_pay(uri: str) -> None:
         for step in range(3, 6):  # random states: no delta is smaller than the whole version
             cluster.save({"w": torch.randn(300, 500)}, step=step)
         assert bases(cluster) == [(), (1,), (1,), (), (), ()]
-        told = [version.record.coding for version in cluster.repository.versions()]
-        assert [list(coding) for coding in told] == [[], *[["delta"]] * 5]
-        assert told[1]["delta"] == "to version 1 where that is smaller, number 1; none is stored yet"
+        codings = [version.record.coding for version in cluster.repository.versions()]
+        assert [list(coding) for coding in codings] == [[], *[["delta"]] * 5]
+        assert codings[1]["delta"] == "to version 1 where that is smaller, number 1; none is stored yet"
         cluster.save({"w": torch.randn(300, 500)}, step=6)
         assert cluster.repository.latest().record.coding == {
             "whole": "deltas did not pay: tried again after 1 more whole version"

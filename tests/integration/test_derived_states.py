@@ -35,8 +35,8 @@ def zeros(state: Any) -> Any:
     return {name: zeros(part) if isinstance(part, dict) else torch.zeros_like(part) for name, part in state.items()}
 
 
-def check_equal(got: Any, wanted: Any) -> None:
-    for name, tensor in flat(wanted).items():
+def check_equal(got: Any, expected: Any) -> None:
+    for name, tensor in flat(expected).items():
         assert torch.equal(flat(got)[name], tensor), name
 
 

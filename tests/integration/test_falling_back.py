@@ -96,8 +96,8 @@ def test_thinned_versions_are_skipped_and_not_called_damaged(
         (into,) = rank_states(ranks)
     assert found is not None
     assert found.id == 1
-    for got, wanted in zip(into.values(), mixed(1).values(), strict=True):
-        assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
+    for got, expected in zip(into.values(), mixed(1).values(), strict=True):
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     repository.unpin("stays")
     repository.plan_retention(raystow.Policy(resumable=1)).execute()
     with pytest.raises(raystow.Damaged, match="no version is whole and holds all that is asked for") as caught:

@@ -47,11 +47,11 @@ def test_a_profile_meets_its_bounds_and_keeps_weights_exact(tmp_path: Path) -> N
         version = cluster.save(state, step=1)
     raystow.open(tmp_path).verify(version, deep=True)
     infos, found = version.tensors(), version.rounded()
-    wanted = flat({key: part for key, part in state.items() if key != "numpy"})
-    floats = [name for name in wanted if not name.endswith(("ids", "scale"))]
-    assert sum(infos[name].stored for name in floats) <= 0.35 * sum(wanted[name].nbytes for name in floats)
+    expected = flat({key: part for key, part in state.items() if key != "numpy"})
+    floats = [name for name in expected if not name.endswith(("ids", "scale"))]
+    assert sum(infos[name].stored for name in floats) <= 0.35 * sum(expected[name].nbytes for name in floats)
     assert {*found} == {name for name in floats if name.startswith("optim.")} | {"numpy.exp_avg"}
-    for name, tensor in wanted.items():
+    for name, tensor in expected.items():
         got = version.read(name)
         if name.startswith("model."):
             assert torch.equal(got, tensor), name
@@ -95,13 +95,13 @@ def test_chosen_rules_are_reported_and_meet_the_bound(tmp_path: Path) -> None:
     lossy = {"exp_avg": Sqnr(36), "exp_avg_sq": Sqnr(36), "master": Sqnr(61)}
     with LocalCluster(str(tmp_path), codec="cpu", nodes=2, lossy=lossy) as cluster:
         version = cluster.save_all([state, state], step=1)
-    found, wanted = version.rounded(), flat(state)
+    found, expected = version.rounded(), flat(state)
     for name, one in found.items():
         assert (one.sqnr or 0) >= (61 if "master" in name else 36), name
         assert (version.read(name) == 0).any() <= ("exp_avg." in name)
     assert {one.rule for name, one in found.items() if "exp_avg." not in name} == {"MantissaBits(9)", "MantissaBits(5)"}
     assert found["optim.exp_avg.a"].rule != found["optim.exp_avg.b"].rule
-    assert torch.equal(version.read("model.a"), wanted["model.a"])
+    assert torch.equal(version.read("model.a"), expected["model.a"])
     assert not version.tensors()["model.a"].stored
     facts = run_json("show", tmp_path)
     assert facts["lossy"]["exp_avg"] == "Sqnr(36)"
@@ -156,12 +156,12 @@ def test_the_checkpointer_of_each_rank_rounds_its_part(tmp_path: Path) -> None:
 
 
 def test_an_error_beyond_its_bound_fails_and_names_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(rule: MantissaBits, values: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        made, bound = honest(rule, values, first)
+    def wrong_round(rule: MantissaBits, values: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made, bound = original(rule, values, first)
         return made + values.abs().max() * (torch.arange(values.numel()) == 77).view_as(values), bound
 
-    honest = MantissaBits.round
-    monkeypatch.setattr(MantissaBits, "round", careless)
+    original = MantissaBits.round
+    monkeypatch.setattr(MantissaBits, "round", wrong_round)
     with LocalCluster(str(tmp_path), codec="cpu", lossy={"master": MantissaBits(16)}) as cluster:
         with pytest.raises(SaveFailed, match=r"optim\.master\.a: MantissaBits\(16\) has changed \d numbers"):
             cluster.save(mixed(), step=1)
@@ -176,8 +176,8 @@ def test_invalid_rules_raise_at_once_or_at_the_first_save(tmp_path: Path, caplog
     rules = {"exp_average": MantissaBits(3), "master": MantissaBits(16)}
     with caplog.at_level(logging.WARNING), LocalCluster(str(tmp_path), codec="cpu", lossy=rules) as cluster:
         cluster.save(mixed(), step=1)
-    told = [record.getMessage() for record in caplog.records if record.name.endswith("save.shard_rules")]
-    assert [text.rpartition(" ")[2] for text in told] == ["exp_average"]
+    messages = [record.getMessage() for record in caplog.records if record.name.endswith("save.shard_rules")]
+    assert [text.rpartition(" ")[2] for text in messages] == ["exp_average"]
 
 
 def test_commands_report_rounding_and_other_readers_read_it(tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_commands_report_rounding_and_other_readers_read_it(tmp_path: Path) -> N
         version = cluster.save(state, step=1)
     facts = run_json("show", tmp_path)
     assert facts["lossy"]["master"] == "MantissaBits(16)"
-    told, found = facts["rounded"]["optim.exp_avg.a"], version.rounded()["optim.exp_avg.a"]
-    assert (told["max_error"], told["sqnr"], told["spared"]) == (found.error, found.sqnr, found.spared)
-    assert told["stored"] < told["raw"] - told["spared"] < told["raw"]
+    shown, found = facts["rounded"]["optim.exp_avg.a"], version.rounded()["optim.exp_avg.a"]
+    assert (shown["max_error"], shown["sqnr"], shown["spared"]) == (found.error, found.sqnr, found.spared)
+    assert shown["stored"] < shown["raw"] - shown["spared"] < shown["raw"]
     printed = run("show", tmp_path).stdout
     assert "lossy    MantissaBits(16): weights, master" in printed
     assert f"about {size(sum(one.spared for one in version.rounded().values()))} compared to lossless" in printed

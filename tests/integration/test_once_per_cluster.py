@@ -53,7 +53,7 @@ def restore(self: Rank, kills: bool = False) -> tuple[int, dict[str, int]]:
     restore."""
     read = Counter[str]()
 
-    class Told(logging.Handler):
+    class ReadHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             read.update(getattr(record, "bytes_read", {}))
 
@@ -64,11 +64,11 @@ def restore(self: Rank, kills: bool = False) -> tuple[int, dict[str, int]]:
         while doomed:
             os.kill(doomed.pop(), signal.SIGKILL)
 
-    logger, told = logging.getLogger("raystow.orchestrator.restore.agreement"), Told()
+    logger, handler = logging.getLogger("raystow.orchestrator.restore.agreement"), ReadHandler()
     logger.setLevel(logging.INFO)
-    logger.addHandler(told)
+    logger.addHandler(handler)
     version = self.checkpointer.restore_latest(into=self.state, progress=begun)
-    logger.removeHandler(told)
+    logger.removeHandler(handler)
     assert version is not None
     assert not doomed
     return version.step, dict(read)
@@ -76,10 +76,12 @@ def restore(self: Rank, kills: bool = False) -> tuple[int, dict[str, int]]:
 
 def is_whole(self: Rank, seed: int) -> bool:
     """Assert that every tensor equals the saved one or this rank's part of it, and return True."""
-    wanted = whole(seed)
+    expected = whole(seed)
     for name, got in self.state.items():
         rows = (
-            wanted[name].chunk(self.checkpointer.world_size)[self.checkpointer.rank] if hasattr(got, "to_local") else wanted[name]
+            expected[name].chunk(self.checkpointer.world_size)[self.checkpointer.rank]
+            if hasattr(got, "to_local")
+            else expected[name]
         )
         assert torch.equal(got.to_local() if hasattr(got, "to_local") else got, rows)
     return True
@@ -102,10 +104,10 @@ def test_a_replicated_state_is_read_once_for_three_nodes(tmp_path: Path, workers
     every(ranks, "set", whole, 1)
     version = save_step(tmp_path, ranks, 1)
     every(ranks, "set", whole, 2)
-    told = ray.get([rank.do.remote(restore, workers_die and i == 2) for i, rank in enumerate(ranks)], timeout=120)
-    assert [step for step, _ in told] == [1, 1, 1]
+    results = ray.get([rank.do.remote(restore, workers_die and i == 2) for i, rank in enumerate(ranks)], timeout=120)
+    assert [step for step, _ in results] == [1, 1, 1]
     assert every(ranks, "do", is_whole, 1) == [True] * 3
-    read = sum((Counter(of) for _, of in told), Counter[str]())
+    read = sum((Counter(of) for _, of in results), Counter[str]())
     if not workers_die:
         assert read["store"] <= 1.05 * stored(version)
         assert read["instead"] == 0
@@ -122,8 +124,8 @@ def test_a_state_of_four_ranks_is_read_once_for_three_nodes(tmp_path: Path) -> N
         ray.kill(rank)
     ranks = start(uri, 3, nodes=NODES, memory=raystow.Memory(cache=0), replication=raystow.Replication(0))
     every(ranks, "do", split, str(tmp_path / "three"), 2)
-    told = every(ranks, "do", restore)
+    results = every(ranks, "do", restore)
     assert every(ranks, "do", is_whole, 1) == [True] * 3
-    read = sum((Counter(of) for _, of in told), Counter[str]())
+    read = sum((Counter(of) for _, of in results), Counter[str]())
     assert read["store"] + read["instead"] <= 1.05 * stored(version)
     assert read["peer"] > 0.2 * version.bytes  # the chunks that two nodes need

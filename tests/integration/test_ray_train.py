@@ -18,8 +18,8 @@ def test_a_worker_group_continues_after_a_worker_dies(tmp_path: Path, monkeypatc
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # seconds between Train's health checks, instead of 2
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # it starts an actor per group; this run has no notice
     # Train's cleaner queries the dashboard, which this cluster lacks, and ``fit`` would wait 12 s for the cleaner.
-    impatient = partialmethod(PlacementGroupCleanerCallback.__init__, stop_timeout=0.5)
-    monkeypatch.setattr(PlacementGroupCleanerCallback, "__init__", impatient)
+    short_timeout = partialmethod(PlacementGroupCleanerCallback.__init__, stop_timeout=0.5)
+    monkeypatch.setattr(PlacementGroupCleanerCallback, "__init__", short_timeout)
     result = trainer(tmp_path, {"steps": 4, "die": 2}, num_to_keep=2).fit()
     assert [step for step, _, _ in Run(tmp_path).starts()] == [0, 2]
     repository = raystow.open(tmp_path / "ray" / "run" / "raystow")

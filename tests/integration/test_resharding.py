@@ -37,25 +37,25 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("run"))
 
 
-def alike(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def same_on_all_ranks(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Assert that all ranks report the same whole state, and return it."""
     assert all(answer["whole"] == answers[0]["whole"] for answer in answers)
     return answers[0]["whole"]
 
 
 def check(world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]], flat: bool = True) -> None:
-    told = world.call("save", saved[1], uri, saved[0], flat)
-    expected = alike(told)
+    answers = world.call("save", saved[1], uri, saved[0], flat)
+    expected = same_on_all_ranks(answers)
     assert sum("exp_avg" in name for name in expected) == 18
     latest = raystow.open(uri).latest()
     assert latest is not None
     assert latest.raw == sum(info.nbytes for info in latest.tensors().values())  # each element is stored once
     for layout, n in restored:
         got = world.call("restore", n, uri, layout, flat, STEPS if (layout, n) == saved else 0)
-        assert alike(got) == expected, (layout, n)
+        assert same_on_all_ranks(got) == expected, (layout, n)
         assert all(answer["read"] <= latest.raw for answer in got)
         if (layout, n) == saved:
-            assert [answer["after"] for answer in got] == [answer["after"] for answer in told]
+            assert [answer["after"] for answer in got] == [answer["after"] for answer in answers]
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,10 @@ def restore_rows(rank: int, n: int, uri: str, tag: str) -> int:
         mine = zeros(1000, 250, device_mesh=mesh, placements=[Shard(0)])
         version = checkpointer.restore_latest(into={"rows": mine}, strict=False)
         assert torch.equal(mine.full_tensor(), rows())
-        wanted = overlapping(version, {"rows": mine})
-        check_reads(reads.ranges, wanted)
+        expected_chunks = overlapping(version, {"rows": mine})
+        check_reads(reads.ranges, expected_chunks)
         read = sum(length for _, _, length in reads.ranges)
-        assert read == sum(chunk.coding.size for chunk in wanted)  # chunks are larger than a gap that is read
+        assert read == sum(chunk.coding.size for chunk in expected_chunks)  # chunks are larger than a gap that is read
 
         into = {
             "rows": zeros(1000, 250, device_mesh=mesh, placements=[Shard(1)], dtype=torch.bfloat16),
@@ -189,18 +189,18 @@ def refuse(rank: int, n: int, tag: str) -> list[str]:
     combed = DTensor.from_local(torch.ones(2, 3), line, [_StridedShard(0, split_factor=2)], **whole)
     uneven = DTensor.from_local(torch.ones(rank % 2 * 2 + 1, 3), line, [Shard(0)], **whole)
     partial = DTensor.from_local(torch.ones(8, 3), line, [Partial()])
-    told = []
+    errors = []
     for tensor in (strided, combed, uneven, partial):
         with pytest.raises(raystow.StateError) as error:
             plan_save({"a": {"b": tensor}}, rank=rank, world_size=n)
-        told.append(str(error.value))
-    return told
+        errors.append(str(error.value))
+    return errors
 
 
 def test_placements_that_are_not_one_box_are_refused(world: ProcessGroup) -> None:
     for strided, combed, uneven, partial in world.call("do", 4, refuse, "c"):
-        for told in (strided, combed, partial):
-            assert told.startswith('state["a"]["b"]: DTensors placed as ')
+        for message in (strided, combed, partial):
+            assert message.startswith('state["a"]["b"]: DTensors placed as ')
         assert "_StridedShard(dim=0, sf=2)" in strided
         assert "ranks hold more than one box" in combed
         assert uneven.startswith('state["a"]["b"]: this rank holds ')

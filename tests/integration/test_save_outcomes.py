@@ -27,15 +27,15 @@ def small(seed: int = 1) -> dict[str, Any]:
     return {"w": torch.full((1000,), float(seed))}
 
 
-def _mute(_: Any) -> None:
+def _suppress_versions(_: Any) -> None:
     """Stop this node worker from reporting versions to its ranks."""
     tell = Session._tell
 
-    def told(self: Session, save: int, outcome: Any, *warnings: Any) -> None:
+    def report_errors(self: Session, save: int, outcome: Any, *warnings: Any) -> None:
         if isinstance(outcome, raystow.RaystowError):
             tell(self, save, outcome, *warnings)
 
-    Session._tell = told  # type: ignore[method-assign]
+    Session._tell = report_errors  # type: ignore[method-assign]
 
 
 def test_a_committed_save_succeeds_though_its_worker_died(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_committed_save_succeeds_though_its_worker_died(tmp_path: Path) -> Non
     every([rank], "result")
     node = ray.get(rank.do.remote(lambda self: ray.get_runtime_context().get_node_id()))
     (pid,) = ray.get(rank.node_worker_pids.remote())
-    ray.get(ray.get_actor(f"node-{node}", NAMESPACE).__ray_call__.remote(_mute))
+    ray.get(ray.get_actor(f"node-{node}", NAMESPACE).__ray_call__.remote(_suppress_versions))
     every([rank], "save", 2)
     wait_until(lambda: raystow.open(tmp_path).latest().step == 2, "the commit")  # type: ignore[union-attr]
     assert not ray.get(rank.do.remote(lambda self: self.pending[0].done()))
@@ -92,15 +92,15 @@ def _called(call: Any) -> Any:
 
 def _train_fenced(self: Rank) -> list[str]:
     """Save until this rank is fenced; return the errors of ``result``, ``save`` and ``fence``."""
-    told = []
+    messages = []
     pending = self.checkpointer.save(self.state, step=2)
     for call in (pending.result, lambda: self.checkpointer.save(self.state, step=3), self.checkpointer.fence):
         try:
             call()
-            told.append("")
+            messages.append("")
         except raystow.Fenced as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def test_a_fenced_run_stops_and_names_the_other_run(tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ def test_a_fenced_run_stops_and_names_the_other_run(tmp_path: Path) -> None:
     every([rank], "save", 1)
     every([rank], "result")
     Committer(raystow.open(tmp_path), "coordinator 7 on other-host, job 03000000, since 2026-11-24 21:00:00 UTC (0a)")
-    for said in ray.get(rank.do.remote(_train_fenced), timeout=60):
-        assert "coordinator 7 on other-host, job 03000000, since 2026-11-24 21:00:00 UTC" in said
-        assert "stop it or give it a URI of its own" in said
-        assert str(tmp_path) in said
+    for message in ray.get(rank.do.remote(_train_fenced), timeout=60):
+        assert "coordinator 7 on other-host, job 03000000, since 2026-11-24 21:00:00 UTC" in message
+        assert "stop it or give it a URI of its own" in message
+        assert str(tmp_path) in message
     with pytest.raises(raystow.Fenced):  # the same job again, as after a restart of its workers
         every([rank], "begin", str(tmp_path), 0, 1, {})
     every([rank], "begin", str(tmp_path), 0, 1, {"on_fenced": "takeover"})
@@ -148,9 +148,9 @@ def test_two_runs_on_one_cluster_are_distinguished(tmp_path: Path, on_fenced: st
         assert every([older], "result")[0].step == 1
     else:
         pid = ray.get(newer.pid.remote())
-        for said in ray.get(older.do.remote(_train_fenced), timeout=60):
-            assert f"process {pid} on {os.uname().nodename}, job " in said
-            assert "UTC has taken up this rank after process" in said
-            assert "on_fenced" in said
+        for message in ray.get(older.do.remote(_train_fenced), timeout=60):
+            assert f"process {pid} on {os.uname().nodename}, job " in message
+            assert "UTC has taken up this rank after process" in message
+            assert "on_fenced" in message
         every([newer], "save", 1)
         assert every([newer], "result")[0].step == 1

@@ -32,9 +32,9 @@ def replicated(seed: int, megabytes: int = 8) -> dict[str, Any]:
     return {"model": {**big, **small}, "optim": {"lr": 0.1, "betas": (0.9, 0.95)}, "seed": seed}
 
 
-def check_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert got["optim"] == wanted["optim"]
-    for name, tensor in wanted["model"].items():
+def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got["optim"] == expected["optim"]
+    for name, tensor in expected["model"].items():
         assert torch.equal(got["model"][name], tensor), name
 
 
@@ -194,8 +194,10 @@ def test_ranks_with_different_plain_tensors_are_reported(tmp_path: Path) -> None
     ranks = start(str(tmp_path), 2)
     ray.get([rank.set.remote(lambda n: {f"only{n}": torch.ones(3)}, n) for n, rank in enumerate(ranks)])
     every(ranks, "save", 1)
-    told = r"ranks \[1\] hold other plain tensors than rank 0 \(rank 1 has only1 float32 \[3\]; rank 0 has only0 float32 \[3\]\)"
-    with pytest.raises(raystow.SaveFailed, match=told):
+    message = (
+        r"ranks \[1\] hold other plain tensors than rank 0 \(rank 1 has only1 float32 \[3\]; rank 0 has only0 float32 \[3\]\)"
+    )
+    with pytest.raises(raystow.SaveFailed, match=message):
         every(ranks, "result")
     assert raystow.open(tmp_path).latest() is None
 
@@ -247,13 +249,13 @@ def test_a_closed_checkpointer_refuses_calls(tmp_path: Path) -> None:
 
     def save_after_close(self: Rank) -> list[str]:
         self.checkpointer.close()
-        told = []
+        errors = []
         for call in (lambda: self.checkpointer.save({"x": 1}, step=1), lambda: self.checkpointer.restore_latest({"x": 1})):
             try:
                 call()
             except raystow.StateError as error:
-                told.append(error.what)
-        return told
+                errors.append(error.what)
+        return errors
 
     assert ray.get(rank.do.remote(save_after_close), timeout=60) == ["this Checkpointer is closed"] * 2
 

@@ -71,10 +71,10 @@ def test_a_history_thinned_to_deltas_has_all_weight_bits(tmp_path: Path) -> None
     assert orphans(repository) == []
     versions = repository.versions()
     assert [v.entry.bases for v in versions] == [(), (1,), (2,), (3,), (), (5,), (6,), (), ()]
-    for version, wanted in zip(versions, saved, strict=True):
+    for version, expected in zip(versions, saved, strict=True):
         into = {name: torch.zeros_like(tensor) for name, tensor in training.state()["model"].items()}
         version.restore({"model": into}, strict=not version.resumable)
-        assert bits(into) == wanted
+        assert bits(into) == expected
     assert sum(version.bytes for version in versions) < full / 3
     sizes = [version.bytes for version in versions]
     assert max(sizes[1:4] + sizes[5:7]) < 0.75 * min(sizes[0], sizes[4])
@@ -86,5 +86,5 @@ def test_a_history_thinned_to_deltas_has_all_weight_bits(tmp_path: Path) -> None
 
 
 def test_delta_without_resumable_is_a_usage_error(tmp_path: Path) -> None:
-    said = " ".join(ran("prune", tmp_path, "--keep-last", 3, "--delta", 3, code=2).stderr.split())
-    assert "resumable" in said
+    text = " ".join(ran("prune", tmp_path, "--keep-last", 3, "--delta", 3, code=2).stderr.split())
+    assert "resumable" in text

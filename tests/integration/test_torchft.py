@@ -114,8 +114,8 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, DTensor):
         return a._spec == b._spec and same(a._local_tensor, b._local_tensor)
     if isinstance(a, torch.Tensor):
-        alike = (a.dtype, a.shape) == (b.dtype, b.shape)
-        return alike and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        same_form = (a.dtype, a.shape) == (b.dtype, b.shape)
+        return same_form and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
     if isinstance(a, np.ndarray | np.generic):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and type(a) is type(b) and a.tobytes() == b.tobytes()
     return type(a) is type(b) and repr(a) == repr(b)

@@ -33,13 +33,13 @@ def resources(things: Sequence[Thing]) -> Iterator[str]:
 
 def autoscaler(things: Sequence[Thing]) -> Iterator[str]:
     for cluster in ray_clusters(things):
-        told = "RAY_enable_autoscaler_v2" in variables(cluster.groups[0].ray)
+        by_variable = "RAY_enable_autoscaler_v2" in variables(cluster.groups[0].ray)
         version = cluster.spec.get("autoscalerOptions", {}).get("version")
-        if told and (version is not None or not cluster.autoscaled):
+        if by_variable and (version is not None or not cluster.autoscaled):
             yield "RAY_enable_autoscaler_v2: autoscalerOptions.version says it, and only where there is an autoscaler"
         for group in cluster.groups:
             policy = group.spec["template"]["spec"].get("restartPolicy", "Never")
-            if cluster.autoscaled and (version == "v2" or told) and policy != "Never":
+            if cluster.autoscaled and (version == "v2" or by_variable) and policy != "Never":
                 yield f"{group.name}: restartPolicy {policy} with autoscaler v2, which takes Never"
             if cluster.autoscaled and group.spec.get("suspend"):
                 yield f"{group.name}: a suspended group with an autoscaler"
@@ -51,10 +51,12 @@ def autoscaler(things: Sequence[Thing]) -> Iterator[str]:
 def redis(things: Sequence[Thing]) -> Iterator[str]:
     for cluster in ray_clusters(things):
         head = cluster.groups[0]
-        said = {"redis-password", "redis-username"} & {*head.spec["rayStartParams"]}
-        said |= {"REDIS_PASSWORD", "REDIS_USERNAME", "RAY_REDIS_ADDRESS"} & {*variables(head.ray)}
-        said |= {"ray.io/ft-enabled", "ray.io/external-storage-namespace"} & {*cluster.owner["metadata"].get("annotations", {})}
-        for name in sorted(said):
+        settings = {"redis-password", "redis-username"} & {*head.spec["rayStartParams"]}
+        settings |= {"REDIS_PASSWORD", "REDIS_USERNAME", "RAY_REDIS_ADDRESS"} & {*variables(head.ray)}
+        settings |= {"ray.io/ft-enabled", "ray.io/external-storage-namespace"} & {
+            *cluster.owner["metadata"].get("annotations", {})
+        }
+        for name in sorted(settings):
             yield f"{name}: only gcsFaultToleranceOptions says how Redis is reached"
 
 

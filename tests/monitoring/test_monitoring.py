@@ -98,9 +98,9 @@ def expressions() -> list[tuple[str, str]]:
 
 
 def test_dashboard_and_alerts_use_only_exported_series(labels: Labels) -> None:
-    wanted = re.fullmatch(r"label_values\((\w+), (\w+)\)", DASHBOARD["templating"]["list"][1]["query"]["query"])
-    assert wanted is not None
-    assert wanted[2] in labels[wanted[1]]
+    expected = re.fullmatch(r"label_values\((\w+), (\w+)\)", DASHBOARD["templating"]["list"][1]["query"]["query"])
+    assert expected is not None
+    assert expected[2] in labels[expected[1]]
     for title, expression in expressions():
         text = expression.replace("$__rate_interval", "5m").replace("$repository", ".*")
         for name, matched in promql.selectors(text):

@@ -45,7 +45,7 @@ def two_group_state(seed: int) -> dict[str, Any]:
 
 def check(version: raystow.Version, seed: int) -> None:
     """Assert that a version is ``two_group_state(seed)``, bit for bit."""
-    wanted = two_group_state(seed)
+    expected = two_group_state(seed)
     assert version.step == seed
-    assert torch.equal(version.read("model.w"), wanted["model"]["w"])
-    assert torch.equal(version.read("optim.state.0.exp_avg"), wanted["optim"]["state"][0]["exp_avg"])
+    assert torch.equal(version.read("model.w"), expected["model"]["w"])
+    assert torch.equal(version.read("optim.state.0.exp_avg"), expected["optim"]["state"][0]["exp_avg"])

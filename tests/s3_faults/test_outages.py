@@ -48,8 +48,8 @@ def test_a_failed_save_names_the_object_and_the_reason(proxy: FaultProxy, cluste
 
 def test_hanging_uploads_end_with_the_attempt(proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They end before their own deadline."""
-    patient = replace(HURRY, request_seconds=20, retry_seconds=15)
-    monkeypatch.setitem(S3Store.__init__.__kwdefaults__, "limits", patient)
+    long_limits = replace(HURRY, request_seconds=20, retry_seconds=15)
+    monkeypatch.setitem(S3Store.__init__.__kwdefaults__, "limits", long_limits)
     with LocalCluster(f"s3://{s3_bucket}/t-{SYSTEM.token()}/run") as cluster:
         stalled = proxy.inject(Fault.STALL_REQUEST, WRITES, PACK, times=1)
         begun = SYSTEM.monotonic()

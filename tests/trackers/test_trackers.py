@@ -101,6 +101,6 @@ def test_a_callback_that_raises_is_logged(version: Version, caplog: pytest.LogCa
         callbacks.tell(version)
         callbacks.close()
     assert caplog.messages == ["Failing failed for version 1: ConnectionError: no network"]
-    ((told, thread),) = noted
-    assert told == version
+    ((noted_version, thread),) = noted
+    assert noted_version == version
     assert thread is not threading.current_thread()
