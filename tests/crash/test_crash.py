@@ -28,28 +28,28 @@ REAL = "RAYSTOW_TEST_S3" in os.environ  # more trials: a real server is many tim
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_killing_the_process_at_a_point(on_disk: Stage, act: str) -> None:
+def test_a_killed_process_loses_no_version(on_disk: Stage, act: str) -> None:
     run(on_disk, act, itself, most=SPREAD[act])
 
 
-def test_killing_all_processes_at_once(on_disk: Stage) -> None:
+def test_kills_of_all_processes_lose_no_version(on_disk: Stage) -> None:
     run(on_disk, "save", everyone, most=4)
 
 
-def test_killing_another_process(on_disk: Stage) -> None:
+def test_a_kill_of_another_process_loses_no_version(on_disk: Stage) -> None:
     run(on_disk, "save", another, most=4)
 
 
 @pytest.mark.slow
 @pytest.mark.s3
 @pytest.mark.parametrize("act", ACTS)
-def test_killing_the_process_at_a_point_on_s3(on_s3: Stage, act: str) -> None:
+def test_a_killed_process_loses_no_version_on_s3(on_s3: Stage, act: str) -> None:
     run(on_s3, act, itself, most=SPREAD_S3[act] * (4 if REAL else 1))
 
 
 @pytest.mark.slow
 @pytest.mark.s3
-def test_killing_all_processes_at_once_on_s3(on_s3: Stage) -> None:
+def test_kills_of_all_processes_lose_no_version_on_s3(on_s3: Stage) -> None:
     run(on_s3, "save", everyone, most=5 if REAL else 1)
 
 
@@ -84,16 +84,16 @@ def test_an_interrupted_upload_is_collected(on_s3: Stage) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ACTS)
-def test_killing_the_process_at_every_point(on_disk: Stage, act: str) -> None:
+def test_a_kill_at_every_point_loses_no_version(on_disk: Stage, act: str) -> None:
     run(on_disk, act, itself)
 
 
 @pytest.mark.slow
-def test_killing_all_processes_at_every_point(on_disk: Stage) -> None:
+def test_kills_of_all_at_every_point_lose_no_version(on_disk: Stage) -> None:
     run(on_disk, "save", everyone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ["save", "journal"])
-def test_killing_another_process_at_every_point(on_disk: Stage, act: str) -> None:
+def test_a_kill_of_another_at_every_point_loses_no_version(on_disk: Stage, act: str) -> None:
     run(on_disk, act, another, most=len(points(on_disk, act)))

@@ -79,7 +79,7 @@ def test_ls_lists_versions_and_pins(run_folder: Path) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_ls_json(run_folder: Path) -> None:
+def test_ls_json_describes_every_version(run_folder: Path) -> None:
     listing = run_json("ls", run_folder)
     repository = open_repository(str(run_folder))
     assert (listing["uri"], listing["repository"]) == (run_folder.as_uri(), repository.id)
@@ -329,7 +329,7 @@ def test_doctor_probes_a_folder_and_removes_its_files(tmp_path: Path, run_folder
 
 
 @pytest.mark.usefixtures("no_cluster")
-def test_doctor_on_memory() -> None:
+def test_doctor_accepts_a_memory_store() -> None:
     repository = memory_repository()
     result = run("doctor", repository.uri)
     assert result.exit_code == 0, result.output
@@ -340,7 +340,7 @@ def test_doctor_on_memory() -> None:
 
 @pytest.mark.s3
 @pytest.mark.usefixtures("no_cluster")
-def test_doctor_on_s3(s3_uri: str) -> None:
+def test_doctor_accepts_an_s3_store(s3_uri: str) -> None:
     repository = create_repository(s3_uri)
     checks = found(run_json("doctor", s3_uri))
     assert checks["conditional writes"]["status"] == "ok"

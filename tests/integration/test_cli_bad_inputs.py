@@ -70,14 +70,14 @@ def test_random_commands_succeed_or_report_an_error(base: Path, tmp_path: Path, 
     "words", [["restore", "--output", "x", "--max-file-size"], ["gc", "--grace"]], ids=lambda words: words[0]
 )
 def test_an_infinite_quantity_is_refused(base: Path, tmp_path: Path, words: list[str]) -> None:
-    """Hypothesis found these inputs with ``test_two_thousand_commands``."""
+    """Hypothesis found these inputs with ``test_many_commands_succeed_or_report_an_error``."""
     check_command(base, tmp_path / "copy", [words[0], "@good", *words[1:], "9" * 400])
 
 
 @pytest.mark.slow
 @settings(ended, max_examples=MANY)
 @given(words=command_lines())
-def test_two_thousand_commands(base: Path, tmp_path: Path, words: list[str]) -> None:
+def test_many_commands_succeed_or_report_an_error(base: Path, tmp_path: Path, words: list[str]) -> None:
     check_command(base, tmp_path / "copy", words)
 
 
@@ -97,7 +97,7 @@ EVERYWHERE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", EVERYWHERE)
-def test_a_command_on_every_damaged_repository(base: Path, tmp_path: Path, command: str) -> None:
+def test_commands_report_every_damaged_repository(base: Path, tmp_path: Path, command: str) -> None:
     """The output path contains a character that terminals cannot print."""
     for number, place in enumerate([f"@{name}" for name in PLACES] + ADDRESSES):
         (tmp_path / str(number)).mkdir()
@@ -189,7 +189,7 @@ def test_random_api_calls_succeed_or_raise_an_error(base: Path, data: st.DataObj
 @pytest.mark.slow
 @settings(ended, max_examples=MANY)
 @given(data=st.data())
-def test_two_thousand_calls(base: Path, data: st.DataObject) -> None:
+def test_many_api_calls_succeed_or_raise_an_error(base: Path, data: st.DataObject) -> None:
     check_call(data, base)
 
 

@@ -24,7 +24,7 @@ SAVES = ("--state", "782GB", "--ratio", "1.27x", "--every", "30m", "--write-rate
 ARTICLE = (*SAVES, "--gpu-price", 4.40, "--store-price", 0)
 
 
-def test_the_70b_example_of_nvidias_article():
+def test_costs_equal_the_example_of_nvidias_article():
     without = run_json("cost", *ARTICLE, "--gpus", 8)["without"]
     assert without["stall"] == pytest.approx(156.4)  # "782 GB / 5 GB/s = 156.4 seconds"
     assert without["written"] / without["stored"] == pytest.approx(1440)  # "48 checkpoints per day", for 30 days
@@ -36,7 +36,7 @@ def test_the_70b_example_of_nvidias_article():
     assert 200_000 < large["without"]["gpu_dollars"] < 205_000
 
 
-def test_the_text_output_for_the_articles_example():
+def test_the_text_output_has_the_figures_of_the_article():
     result = run("cost", *ARTICLE, "--gpus", 8)
     assert result.exit_code == 0, result.output
     cells = {line[:17].strip(): line[17:].split() for line in result.stdout.splitlines()}

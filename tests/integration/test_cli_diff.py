@@ -138,7 +138,7 @@ def test_long_lists_are_cut_and_names_are_escaped(tmp_path):
     assert max(map(len, [lines[0], *lines[2:]])) <= 80
 
 
-def test_exit_codes(folder):
+def test_exit_codes_report_differences_and_errors(folder):
     assert run("diff", folder, 1, 2).exit_code == 0
     assert run("diff", folder, 1, 2, "--exit-code").exit_code == 7
     assert run("diff", folder, 1, "first", "--exit-code").exit_code == 0

@@ -195,7 +195,7 @@ def test_a_policy_that_thins_is_refused_by_a_run() -> None:
 
 
 @pytest.mark.s3
-def test_thinning_on_s3(template: Path, s3_uri: str) -> None:
+def test_thinned_versions_on_s3_are_readable(template: Path, s3_uri: str) -> None:
     local = open_repository(str(template)).store
     store = open_store(s3_uri)
     for info in local.list(""):

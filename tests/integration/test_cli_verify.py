@@ -294,7 +294,7 @@ def test_invalid_option_combinations_are_usage_errors(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.s3
-def test_verify_on_s3(s3_uri: str, tmp_path: Path) -> None:
+def test_verify_checks_versions_on_s3(s3_uri: str, tmp_path: Path) -> None:
     with LocalCluster(s3_uri) as local:
         version = local.save({"w": torch.randn(100, 100), "optim": {"m": torch.randn(50)}}, step=1)
     assert outcomes(run_json("verify", s3_uri)) == ["whole"]

@@ -101,7 +101,7 @@ def comparable(state: dict[str, Any]) -> dict[str, Any]:
     return {name: repr(value) for name, value in whole(state).items()}
 
 
-def same_on_all_ranks(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def agreed(answers: list[dict[str, Any]]) -> dict[str, Any]:
     assert all(answer == answers[0] for answer in answers)
     assert sum("exp_avg" in name for name in answers[0]) == 18
     return answers[0]
@@ -116,10 +116,8 @@ def same_on_all_ranks(answers: list[dict[str, Any]]) -> dict[str, Any]:
     ],
     ids=lambda case: "-".join(map(str, case)) if isinstance(case, tuple) else "",
 )
-def test_dcp_saves_and_both_interfaces_load(
-    ranks: Ranks, uri: str, saved: tuple[str, int], loaded: list[tuple[str, int]]
-) -> None:
-    expected = same_on_all_ranks(ranks.call(saved[1], save_by_dcp, uri, saved[0]))
+def test_dcp_saves_are_loaded(ranks: Ranks, uri: str, saved: tuple[str, int], loaded: list[tuple[str, int]]) -> None:
+    expected = agreed(ranks.call(saved[1], save_by_dcp, uri, saved[0]))
     repository = raystow.open(uri)
     (version,) = repository.versions()
     assert (version.step, version.world_size, version.metrics) == (7, saved[1], {"loss": 2.5})
@@ -127,13 +125,13 @@ def test_dcp_saves_and_both_interfaces_load(
     assert orphans(repository) == []
     repository.verify(version)
     for layout, n in loaded:
-        assert same_on_all_ranks(ranks.call(n, load, uri, layout)) == expected, (layout, n)
-    assert same_on_all_ranks(ranks.call(loaded[0][1], restore, uri, loaded[0][0])) == expected
+        assert agreed(ranks.call(n, load, uri, layout)) == expected, (layout, n)
+    assert agreed(ranks.call(loaded[0][1], restore, uri, loaded[0][0])) == expected
 
 
 def test_async_save_stores_the_state_at_the_time_of_the_call(ranks: Ranks, uri: str) -> None:
-    expected = same_on_all_ranks(ranks.call(2, save_async, uri, "fsdp"))
-    assert same_on_all_ranks(ranks.call(2, load, uri, "fsdp")) == expected
+    expected = agreed(ranks.call(2, save_async, uri, "fsdp"))
+    assert agreed(ranks.call(2, load, uri, "fsdp")) == expected
 
 
 @pytest.mark.parametrize("saved", [("fsdp", 2), ("ddp", 2)], ids=lambda case: "-".join(map(str, case)))
@@ -141,9 +139,9 @@ def test_the_checkpointer_saves_and_dcp_loads(ranks: Ranks, uri: str, saved: tup
     layout, n = saved
     with LocalCluster(uri) as cluster:
         openings = [cluster.opening(rank, n) for rank in range(n)]
-        expected = same_on_all_ranks(ranks.call(n, stage, cluster.address(0), openings, layout))
-    assert same_on_all_ranks(ranks.call(3, load, uri, "fsdp")) == expected
-    assert same_on_all_ranks(ranks.call(1, load, uri, "plain")) == expected
+        expected = agreed(ranks.call(n, stage, cluster.address(0), openings, layout))
+    assert agreed(ranks.call(3, load, uri, "fsdp")) == expected
+    assert agreed(ranks.call(1, load, uri, "plain")) == expected
 
 
 class KilledPlanner(DefaultSavePlanner):
@@ -164,17 +162,15 @@ def save_and_die(rank: int, n: int, uri: str) -> None:
 
 
 def test_a_killed_writer_leaves_the_last_version(uri: str, tmp_path: Path, ranks: Ranks) -> None:
-    expected = same_on_all_ranks(ranks.call(2, save_by_dcp, uri, "fsdp"))
+    expected = agreed(ranks.call(2, save_by_dcp, uri, "fsdp"))
     others = Ranks(tmp_path)
     try:
         with pytest.raises(RankFailed, match="rank 1 died"):
             others.call(2, save_and_die, uri)
         repository = raystow.open(uri)
         assert [version.step for version in repository.versions()] == [7]
-        assert same_on_all_ranks(ranks.call(2, load, uri, "fsdp")) == expected
-        assert (
-            same_on_all_ranks(others.call(2, save_by_dcp, uri, "fsdp")) == expected
-        )  # the failed save does not affect the next one
+        assert agreed(ranks.call(2, load, uri, "fsdp")) == expected
+        assert agreed(others.call(2, save_by_dcp, uri, "fsdp")) == expected  # the failed save does not affect the next one
     finally:
         others.close()
     assert [version.step for version in repository.versions()] == [7, 7]
@@ -306,7 +302,7 @@ def test_every_kind_of_value_is_saved_without_pickle(uri: str, by: str, monkeypa
 
 
 @pytest.mark.s3
-def test_dcp_on_s3(s3_uri: str) -> None:
+def test_dcp_saves_and_loads_on_s3(s3_uri: str) -> None:
     dcp.save(ODD, storage_writer=Writer(s3_uri, memory=1 << 20, threads=2), no_dist=True)
     loaded = blank(ODD)
     dcp.load(loaded, storage_reader=raystow.dcp.Reader(s3_uri, threads=2), no_dist=True)

@@ -63,7 +63,7 @@ def gathered(self: Rank) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor() for name, tensor in self.state.items()}
 
 
-def test_hybrid_sharding_on_four_ranks(tmp_path: Path) -> None:
+def test_hybrid_shards_are_saved_and_restored(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 4)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

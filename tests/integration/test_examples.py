@@ -90,7 +90,7 @@ def test_ray_train_continues_a_finished_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.s3
-def test_ray_train_on_s3(s3_uri: str, tmp_path: Path) -> None:
+def test_ray_train_keeps_two_versions_on_s3(s3_uri: str, tmp_path: Path) -> None:
     printed = _run("ray_train_fsdp2.py", s3_uri, 6, cwd=tmp_path)
     assert [line.split(",")[0] for line in printed.splitlines()] == ["version 2: step 4", "version 3: step 6"]
     entries = raystow.open(f"{s3_uri}/fsdp2/raystow").root().versions

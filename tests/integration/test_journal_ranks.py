@@ -175,7 +175,7 @@ def test_an_error_within_a_shard_of_another_layout_ends_replay(spoil: str, reach
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw-fused"])
-def test_optimizers_on_other_ranks(optimizer: str, ranks: Ranks) -> None:
+def test_every_optimizer_replays_on_other_ranks(optimizer: str, ranks: Ranks) -> None:
     check(ranks, optimizer, (2, "fsdp"), (3, "fsdp"))
 
 

@@ -70,7 +70,7 @@ def check(world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[
     ],
     ids=named,
 )
-def test_layouts_on_up_to_four_ranks(
+def test_layouts_are_restored_on_up_to_four_ranks(
     world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]]
 ) -> None:
     check(world, uri, saved, restored)
