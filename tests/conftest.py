@@ -36,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # torch's threads busy-wait: with more threads than free cores, small operations take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# No test asserts durations, and neither does Hypothesis, because the machine may be busy.
+# Hypothesis has no deadline: on a busy machine, a slow test is not an error.
 settings.register_profile("raystow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("raystow")
 

@@ -73,11 +73,11 @@ def _record(cluster: TrialCluster) -> list[Message]:
     if cluster.hit:
         cluster.restart(TRAINERS)
         durable, (step, _) = _durable(cluster.uri), cluster.steps()
-        assert _FIRST <= durable <= step <= 6, f"steps up to {durable} were durable, and the training goes on after {step}"
+        assert _FIRST <= durable <= step <= 6, f"steps up to {durable} were durable, and the training continues after {step}"
         cluster.record(step := EVERY * (step // EVERY + 1))
         assert _durable(cluster.uri) == step, f"the segment after the kill is not durable: {cluster.stuck('')}"
         cluster.restart(CLUSTER)
-        assert set(cluster.steps()) == {step}, f"steps up to {step} are durable, and ranks go on after {cluster.steps()}"
+        assert set(cluster.steps()) == {step}, f"steps up to {step} are durable, and ranks continue after {cluster.steps()}"
     return []
 
 

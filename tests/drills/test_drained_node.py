@@ -64,7 +64,7 @@ def test_drain_returns_after_the_save_and_the_job_moves(cluster: DrillCluster, t
     cluster.add("a", "b", "c")
     with example(cluster, uri):
         wait_until(
-            lambda: newest() > 0 and sum(map(trains, cluster.nodes)) == 2, "it trains on two nodes, and saves", 3 * DEADLINE
+            lambda: newest() > 0 and sum(map(trains, cluster.nodes)) == 2, "the job trains on two nodes and saves", 3 * DEADLINE
         )
         leaving, spare = next(filter(trains, cluster.nodes)), next(name for name in cluster.nodes if not trains(name))
         node = cluster.nodes[leaving].node_id
@@ -74,9 +74,9 @@ def test_drain_returns_after_the_save_and_the_job_moves(cluster: DrillCluster, t
         assert saved > 0
 
         cluster.kill(leaving)
-        wait_until(lambda: trains(spare) and newest() > saved, "it goes on, and saves", 3 * DEADLINE)
+        wait_until(lambda: trains(spare) and newest() > saved, "the job continues and saves", 3 * DEADLINE)
     steps = [version.step for version in raystow.open(uri).versions()]
-    assert steps == sorted(set(steps)), "steps were trained again that were saved before"
+    assert steps == sorted(set(steps)), "saved steps were trained again"
 
 
 def test_drain_of_an_idle_node_returns_and_of_a_dead_one_fails(cluster: DrillCluster) -> None:
@@ -85,7 +85,7 @@ def test_drain_of_an_idle_node_returns_and_of_a_dead_one_fails(cluster: DrillClu
     assert drain(cluster, node, "60s") == (0, {"node": node, "durable": [], "left": []})
 
     cluster.kill("a")
-    wait_until(lambda: not next(known for known in ray.nodes() if known["NodeID"] == node)["Alive"], "Ray calls it dead")
+    wait_until(lambda: not next(known for known in ray.nodes() if known["NodeID"] == node)["Alive"], "Ray declares the node dead")
     code, output = drain(cluster, node, "60s")
     assert code == 1
     assert output["error"]["what"] == "no such node is alive"

@@ -58,7 +58,7 @@ def test_a_frozen_node_that_was_replaced_cannot_save(
     training.save_at(2)
     cluster.copied(training.uri)
     running = [rank.do.remote(save_forever, tmp_path) for rank in training.ranks]
-    wait_until(lambda: max(training.steps()) >= 4, "it saves at every step")  # so that the node is frozen during saves
+    wait_until(lambda: max(training.steps()) >= 4, "the ranks save at every step")  # so that the node is frozen during saves
     ours = [*cluster.actors("b", "Rank"), cluster.node_worker("b")]
     watch = Stopwatch()
     stopped = cluster.freeze("b")
@@ -87,7 +87,7 @@ def test_a_frozen_node_that_was_replaced_cannot_save(
         node.live_processes()  # reaps the raylet: Ray's workers consider a zombie alive
         return not any(map(alive, ours))
 
-    wait_until(ours_have_ended, "the woken node has seen that it is dead for the others")
+    wait_until(ours_have_ended, "the processes of the woken node end")
     cluster.cluster.remove_node(node, allow_graceful=False)
     after = raystow.open(training.uri)
     assert after.versions() == before

@@ -54,7 +54,7 @@ def test_a_save_on_notice_is_durable_before_the_node_is_gone(
     training.rehearse(2)
     training.save_at(2)
     running: list[Any] = [rank.do.remote(train_until_notice) for rank in training.ranks]
-    wait_until(lambda: min(training.steps()) >= 4, "it trains")
+    wait_until(lambda: min(training.steps()) >= 4, "the training runs")
     watch = Stopwatch()
     drain(cluster.cluster.address, cluster.nodes["b"].node_id)
     (step,) = set(ray.get(running, timeout=NOTICE))
@@ -123,10 +123,10 @@ def test_ray_train_reports_a_notice_to_its_workers(cluster: DrillCluster, tmp_pa
     )
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(trainer.fit)
-        wait_until(lambda: bool(started()), "it trains")
+        wait_until(lambda: bool(started()), "the training runs")
         ((_, node),) = started()
         drain(cluster.cluster.address, node)
-        wait_until(lambda: len(raystow.open(uri).versions()) == 2, "it has saved on notice")
+        wait_until(lambda: len(raystow.open(uri).versions()) == 2, "a save on notice")
         _, version = raystow.open(uri).versions()
         cluster.kill(next(name for name, running_on in cluster.nodes.items() if running_on.node_id == node))
         running.result(2 * DEADLINE)

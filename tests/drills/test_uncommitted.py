@@ -72,7 +72,7 @@ def test_a_save_in_memory_survives_a_process_and_a_node(
 
     watch = Stopwatch()
     cluster.kill("b")
-    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "Ray calls the node dead, so the save is given up")
+    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "Ray declares the node dead, so the save is given up")
     detected = watch.seconds()
     training.end()
     cluster.add("c")
@@ -88,4 +88,4 @@ def test_a_save_in_memory_survives_a_process_and_a_node(
     line.heal()
     training.goes_on(6)
     assert [version.step for version in raystow.open(s3_uri).versions()] == [2, 6]  # the save of step 4 was given up
-    wait_until(lambda: not uncommitted_holdings(cluster, s3_uri), "the new version has replaced it in memory")
+    wait_until(lambda: not uncommitted_holdings(cluster, s3_uri), "the new version replaces the save in memory")

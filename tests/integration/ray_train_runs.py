@@ -102,7 +102,7 @@ def train(config: dict[str, Any]) -> None:
                     run.note("died")
                     os._exit(1)
             if state["step"] == config.get("hold"):
-                wait_until(lambda: run.has("go"), "the test says go")
+                wait_until(lambda: run.has("go"), "the note go of the test")
         if config.get("notice"):
             checkpointer.save(state, step=state["step"])
 

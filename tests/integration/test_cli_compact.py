@@ -69,7 +69,7 @@ def test_prune_compacts_a_kept_delta_to_drop_its_base(folder: Path) -> None:
     assert dry["versions"][0]["rules"] == ["no rule keeps it once version 3 is written whole"]
     assert (dry["compacted"], dry["dropped"]) == ([], [])
     without = run_json("prune", folder, "--keep-last", 1, "--dry-run")
-    assert without["versions"][0]["keep"], "it is needed"
+    assert without["versions"][0]["keep"], "version 3 needs version 1"
     text = " ".join(ran(*rules, "--dry-run").stdout.split())
     assert "compact pinned as good; written whole, so that version 1 can go: about" in text
     assert "store 1 of these whole, about" in text
@@ -100,7 +100,7 @@ def test_compact_rewrites_named_versions_and_drops_none(folder: Path) -> None:
     assert bases(repository) == {1: (), 2: (1,), 3: (), 4: (1,), 5: (1,), 6: (), 7: (6,)}
     assert repository.root().pins == {"good": 3}
     assert "stored 3 versions whole, " in " ".join(ran("compact", folder, "--yes").stdout.split())
-    assert "keep is the newest" in " ".join(ran("compact", folder).stdout.split()), "and nothing else is asked about"
+    assert "keep is the newest" in " ".join(ran("compact", folder).stdout.split()), "no version is compacted"
     assert whole(repository)
     assert run_json("compact", folder, 99, code=4)["error"]["kind"] == "NotFound"
 

@@ -100,9 +100,9 @@ def test_an_elastic_group_shrinks_and_grows(spares: Spares, tmp_path: Path) -> N
         fit = pool.submit(trainer(tmp_path, config, workers=(1, 2), on=SPARE, num_to_keep=3).fit)
         wait_until(lambda: run.has("step-3"), "three steps")
         kill(spares.cluster, spares.of(run.starts()[-1][2]))
-        wait_until(lambda: len(run.starts()) == 2 and run.reached() > run.starts()[-1][0] + 2, "one goes on alone")
+        wait_until(lambda: len(run.starts()) == 2 and run.reached() > run.starts()[-1][0] + 2, "one rank continues alone")
         spares.add()
-        wait_until(lambda: len(run.starts()) == 3, "they are two again")
+        wait_until(lambda: len(run.starts()) == 3, "two ranks train again")
         result = fit.result(2 * DEADLINE)
     assert [world for _, world, _ in run.starts()] == [2, 1, 2]
     assert run.starts()[0][0] < run.starts()[1][0] < run.starts()[2][0]
@@ -114,10 +114,10 @@ def test_ranks_save_on_a_preemption_notice(spares: Spares, tmp_path: Path) -> No
     run = Run(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         fit = pool.submit(trainer(tmp_path, {"steps": 120, "notice": True, "pace": 0.2}, on=SPARE).fit)
-        wait_until(lambda: bool(run.starts()) and run.reached() > 2, "it trains")
+        wait_until(lambda: bool(run.starts()) and run.reached() > 2, "the training runs")
         doomed = spares.of(run.starts()[-1][2])
         drain(spares.cluster, doomed, 60.0)
-        wait_until(lambda: run.has("saved-on-notice"), "it has saved", 60.0)
+        wait_until(lambda: run.has("saved-on-notice"), "a save on notice", 60.0)
         version = raystow.latest(home(tmp_path))
         assert version is not None
         spares.add()
@@ -138,7 +138,7 @@ def test_a_failing_store_does_not_stop_training(cluster: Cluster, tmp_path: Path
         (uri / "versions").rename(uri / "away")
         (uri / "versions").write_text("no folder any more")
         run.note("go")
-        wait_until(lambda: run.has("step-4"), "two saves that fail")
+        wait_until(lambda: run.has("step-4"), "two failed saves")
         (uri / "versions").unlink()
         (uri / "away").rename(uri / "versions")
         result = fit.result(DEADLINE)
