@@ -1,4 +1,4 @@
-"""A training process whose chunks a GPU has coded, without a GPU: what it announces is in its ring already."""
+"""A simulated training process whose chunks a GPU has coded: the ring contains the coded bytes before they are announced."""
 
 from __future__ import annotations
 
@@ -107,6 +107,6 @@ class CodedRank:
         return count
 
     def close(self) -> None:
-        """Disconnect, as a process does that ends."""
+        """Disconnect, like a process that ends."""
         self._connection.close()
         self.ring.close()

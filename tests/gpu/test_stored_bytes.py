@@ -1,4 +1,4 @@
-"""Nothing reaches a decoder of the GPU but what was written: the digests of stored bytes are taken when they have gone up."""
+"""The GPU checks the digests of stored bytes after their upload and before they are decoded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SIZES = (1, 3, 63, 64, 65, 1023, 1024, 1025, 2048, 3 * 1024, 5000, 128 * 1024, 129 * 1024 + 7, 1 << 20, (7 << 20) + 13)
 
 
-def test_the_gpu_takes_the_digests_that_the_cpu_takes() -> None:
+def test_the_gpu_computes_the_digests_of_the_cpu() -> None:
     from raystow.workers.gpu.kernels import blake3_kernels
 
     memory = torch.randint(0, 256, (sum(SIZES) + 3 * len(SIZES) + blake3_kernels.PAST,), device="cuda").to(torch.uint8)
@@ -36,7 +36,7 @@ def test_the_gpu_takes_the_digests_that_the_cpu_takes() -> None:
 
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, torch.Tensor], Callable[[int], None]]]:
-    """A version, what it holds, and a way to let a bit flip in so many of the next readings."""
+    """Return a version, its state, and a function that flips a bit in a number of the next reads."""
     state = {"w": (torch.randn(6 << 20, device="cuda") * 0.02).to(torch.bfloat16), "v": torch.randn(3 << 20, device="cuda")}
     folder, flips, bring = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm")), [0], PackReader.bring
 
@@ -54,7 +54,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, torc
     shutil.rmtree(folder)
 
 
-def test_what_was_changed_on_its_way_is_read_again(saved: tuple[str, dict[str, torch.Tensor], Callable[[int], None]]) -> None:
+def test_bytes_changed_in_transit_are_read_again(saved: tuple[str, dict[str, torch.Tensor], Callable[[int], None]]) -> None:
     uri, state, flip = saved
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     flip(1)
@@ -62,7 +62,7 @@ def test_what_was_changed_on_its_way_is_read_again(saved: tuple[str, dict[str, t
     assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
 
 
-def test_what_stays_wrong_is_named(saved: tuple[str, dict[str, torch.Tensor], Callable[[int], None]]) -> None:
+def test_permanent_damage_names_the_tensor(saved: tuple[str, dict[str, torch.Tensor], Callable[[int], None]]) -> None:
     uri, state, flip = saved
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     flip(1000)

@@ -1,4 +1,4 @@
-"""Versions stay in the ring into which a GPU has put them: restores read them there, and nothing is copied."""
+"""Versions stay in the pinned ring that a GPU has filled. Restores read them there without a copy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random_bytes(seed: int) -> np.ndarray:
 
 
 def read_of(cluster: LocalCluster, version: Version) -> dict[str, int]:
-    """Read all packs through the node, compare them with the store's, and return how many bytes came from where."""
+    """Read all packs through the node, compare them with those of the store, and return the bytes read from each source."""
     cache = NodeCacheStore(version.store, cluster.address(0), cluster.repository.id)
     cache.location = lambda key: ObjectLocation(sizes[key])
     sizes = {
@@ -57,7 +57,7 @@ def read_of(cluster: LocalCluster, version: Version) -> dict[str, int]:
 
 
 def lent_pack(cluster: LocalCluster) -> tuple[LentMemory, list[int]]:
-    """The memory of the newest version's only pack, and where its chunks begin, in their order in the tensor."""
+    """Return the memory of the only pack of the newest version, and the starts of its chunks in the order of the tensor."""
     version = cluster.repository.latest()
     (pack,) = version.record.packs
     lent = cluster.tier(0).lend(cluster.repository.id, keys.pack(version.id, version.attempt, pack.node, pack.group, pack.number))
@@ -66,13 +66,13 @@ def lent_pack(cluster: LocalCluster) -> tuple[LentMemory, list[int]]:
 
 
 def content(lent: LentMemory, place: list[int]) -> bytes:
-    """The bytes of chunks in memory that was lent, which is closed."""
+    """Return the bytes of chunks in lent memory, and close the memory."""
     found = [os.pread(lent.descriptor, size, at) for start in place for at, size in lent.spans(start, CHUNK)]
     lent.close()
     return b"".join(found)
 
 
-def test_a_version_stays_where_the_gpu_has_put_it(cluster: LocalCluster) -> None:
+def test_a_version_stays_in_the_ring_without_a_copy(cluster: LocalCluster) -> None:
     rank = connected(cluster)
     rank.save(1, random_bytes(1))
     assert len(rank.free) == rank.ring.slots - SLOTS  # the others keep the version
@@ -89,7 +89,7 @@ def test_a_version_stays_where_the_gpu_has_put_it(cluster: LocalCluster) -> None
     assert read_of(cluster, version) == {"memory": 2 * SIZE - 1000}
 
 
-def test_a_reader_gets_a_copy_while_the_ring_is_filled(cluster: LocalCluster) -> None:
+def test_a_reader_gets_a_copy_while_the_ring_is_in_use(cluster: LocalCluster) -> None:
     rank = connected(cluster)
     rank.save(1, first := random_bytes(1))
     lent, place = lent_pack(cluster)
@@ -99,8 +99,8 @@ def test_a_reader_gets_a_copy_while_the_ring_is_filled(cluster: LocalCluster) ->
     rank.close()
 
 
-def test_what_was_lent_stays_when_its_version_is_replaced(cluster: LocalCluster) -> None:
-    """Also in the ring of a process that has ended, where it was lent without a copy."""
+def test_lent_memory_is_unchanged_after_its_version_is_replaced(cluster: LocalCluster) -> None:
+    """The ring belongs to a process that has ended, so its memory is lent without a copy."""
     rank = connected(cluster)
     rank.save(1, first := random_bytes(1))
     inode = os.fstat(rank.ring.fd).st_ino
@@ -117,8 +117,8 @@ def test_what_was_lent_stays_when_its_version_is_replaced(cluster: LocalCluster)
     again.close()
 
 
-def test_a_ring_keeps_no_more_than_it_may(cluster: LocalCluster) -> None:
-    """Half of a version stays, the rest is copied."""
+def test_a_ring_keeps_at_most_its_limit(cluster: LocalCluster) -> None:
+    """Half of a version stays in the ring, and the node worker copies the rest."""
     rank = connected(cluster, keep=SIZE // 2)
     for step in range(1, 4):
         rank.save(step, random_bytes(step))
@@ -128,7 +128,7 @@ def test_a_ring_keeps_no_more_than_it_may(cluster: LocalCluster) -> None:
 
 
 def test_memory_of_a_process_that_died_is_freed(cluster: LocalCluster) -> None:
-    """Slots without a version at once, the others once a newer version has replaced it."""
+    """Slots without a version are freed immediately, the others after a newer version has replaced theirs."""
     rank = connected(cluster)
     rank.ring.memory[:] = 1
     rank.save(1, random_bytes(1))
@@ -142,7 +142,7 @@ def test_memory_of_a_process_that_died_is_freed(cluster: LocalCluster) -> None:
     os.close(descriptor)
 
 
-def test_without_room_in_the_node_saves_are_copied(cluster: LocalCluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_are_copied_if_the_node_cannot_pin_enough(cluster: LocalCluster, caplog: pytest.LogCaptureFixture) -> None:
     rank = connected(cluster, cache=SIZE)
     assert rank.ring.kept == 0
     assert "saves are copied into this node's memory" in caplog.text

@@ -76,7 +76,7 @@ class Watch:
     leases: dict[str, Lease] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     left: dict[Attempt, int] = field(default_factory=dict)
-    """Former version -> number of the change that removed it from the root."""
+    """Removed version -> number of the change that removed it from the root."""
     histories: Histories = field(default_factory=Histories)
     lost: bool = False
     """Whether the simulation has removed or corrupted the root."""
@@ -192,7 +192,7 @@ class Watch:
         self.histories.check(change, new)
 
     def _repaired(self, change: Change) -> None:
-        """Check a repaired root: it lists the former versions and has a new owner."""
+        """Check a repaired root: it lists the versions of the lost root and has a new owner."""
         assert change.new is not None
         assert self.root is not None
         old, new = self.root, json.loads(change.new.data)

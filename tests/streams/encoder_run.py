@@ -1,4 +1,4 @@
-"""What an encoder is given, and where what it makes goes to, over streams on the CPU."""
+"""Sources for an encoder, and a receiver of its results, on simulated streams."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Follower:
 
 @dataclass(frozen=True)
 class Zlib:
-    """In the place of our own coder, which is slow where it is interpreted, and has tests of its own."""
+    """A replacement of raystow's Deflate coder, which is slow in Triton's interpreter and has tests of its own."""
 
     gpu: Device
     name: str = DEFLATE
@@ -114,14 +114,14 @@ class Zlib:
 
 @contextlib.contextmanager
 def streams(seed: int) -> Iterator[Device]:
-    """A device."""
+    """Return a simulated device whose kernels of codecs are replaced."""
     with device(seed) as made, pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "coder", lambda name: Zlib(made))
         yield made
 
 
 class Receiver:
-    """A ring that chunks arrive in, and what they are then. Slots are free again as soon as their chunks were announced."""
+    """A ring that receives chunks, and the decoded chunks. A slot is free again as soon as its chunks are announced."""
 
     def __init__(self, slots: int) -> None:
         self._ring = Ring.create(slots * 64 * KIB, 64 * KIB)
@@ -165,7 +165,7 @@ def all_sources() -> Iterator[Source]:
 
 
 def small_encoder(codec: str | None, receiver: Receiver, *, of: type[Encoder] = Encoder) -> Encoder:
-    """One whose memory holds a part of what goes through it."""
+    """Return an encoder whose memory is smaller than its input."""
     made = of(HERE, codec, receiver.box, size=24 * MIB)
     memory = made._resources.memory
     memory.low_planes = memory.low_planes[: 160 * KIB]
@@ -176,13 +176,13 @@ def small_encoder(codec: str | None, receiver: Receiver, *, of: type[Encoder] = 
 
 
 def garbage(sources: list[Source]) -> None:
-    """Overwrite the tensors, as training does once it may."""
+    """Overwrite the tensors, like a training that may change them."""
     for source in sources:
         source.tensor.view(torch.uint8 if source.tensor.is_contiguous() else source.tensor.dtype).fill_(91)
 
 
 def encode(gpu: Device, encoder: Encoder, receiver: Receiver, sources: list[Source], **more: Any) -> None:
-    """Save them, and let them be overwritten as soon as they have been read."""
+    """Encode the sources, and overwrite them as soon as they have been read."""
     emit = functools.partial(receiver.emit, encoder, sources)
     request = EncodeRequest(sources, gpu.default.record_event(), **{"on_read": lambda: garbage(sources), **more})
     encoder.encode(request, emit)

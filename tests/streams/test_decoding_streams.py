@@ -1,4 +1,4 @@
-"""The decoder over streams that go on as late as they may: what is restored is what was saved, in whatever order."""
+"""The decoder on simulated streams that run as late as possible: restored tensors are correct for every order of the work."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def numbers(address: int, n: int) -> list[int]:
-    """int64 in memory."""
+    """Return int64 numbers in memory."""
     return list((ctypes.c_int64 * n).from_address(address))
 
 
 @dataclass(frozen=True)
 class Inflating:
-    """In the place of nvCOMP's decoders."""
+    """A replacement of nvCOMP's decoders."""
 
     gpu: Device
     name: str
@@ -66,7 +66,7 @@ class Inflating:
 
 @contextlib.contextmanager
 def decoding(seed: int, module: types.ModuleType = decoder) -> Iterator[Device]:
-    """A device for the decoder of a module, whose lanes are small."""
+    """Return a simulated device for the decoder of a module, whose lanes are small."""
     with streams(seed) as gpu, pytest.MonkeyPatch.context() as patch:
 
         def digests(table: Any, sizes: Sequence[int], found: Any, scratch: Any) -> None:
@@ -88,7 +88,7 @@ def decoding(seed: int, module: types.ModuleType = decoder) -> Iterator[Device]:
 
 @pytest.fixture(scope="module")
 def saved() -> Iterator[tuple[Version, State]]:
-    """A version of chunks of all kinds: derived, packed, differences, of all widths, noise."""
+    """A version with chunks of all kinds: derived, packed, deltas, all widths, noise."""
     torch.manual_seed(0)
     state = {f"m{i}": weights(16_000 + 8 * i) for i in range(3)}
     state |= {f"w{i}": state[f"m{i}"].bfloat16() for i in range(3)}
@@ -103,7 +103,7 @@ def saved() -> Iterator[tuple[Version, State]]:
 
 
 def restored(version: Version, state: State, made: Any) -> State:
-    """What comes back; of one tensor a part."""
+    """Return the restored tensors; of one tensor, a part is restored."""
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     requests = []
     for name, tensor in into.items():
@@ -124,7 +124,7 @@ def same(got: State, wanted: State) -> bool:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_comes_back_is_what_was_saved(saved: tuple[Version, State], seed: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_restored_tensors_are_the_saved_ones(saved: tuple[Version, State], seed: int, caplog: pytest.LogCaptureFixture) -> None:
     version, state = saved
     codings = [chunk.coding for chunks in version.chunks.values() for chunk in chunks]
     assert any(coding.base for coding in codings)
@@ -143,7 +143,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_what_is_not_waited_for_is_found(saved: tuple[Version, State], bug: str) -> None:
+def test_each_missing_wait_is_detected(saved: tuple[Version, State], bug: str) -> None:
     module = rewritten(decoder, *PLANTED[bug])
 
     def comes_back(seed: int) -> bool:

@@ -1,4 +1,4 @@
-"""The encoder over streams that go on as late as they may: what arrives is what was there before, in whatever order."""
+"""The encoder on simulated streams that run as late as possible: the results are correct for every order of the work."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ seeds = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 
 @seeds
 @pytest.mark.parametrize(("codec", "urgent"), [(DEFLATE, False), (DEFLATE, True), (None, False)])
-def test_what_arrives_is_what_was_there_before_it_was_read(gpu: Device, codec: str | None, urgent: bool) -> None:
-    """Twice: the second time all is worked out. Memory and ring hold a part of it."""
+def test_encoded_chunks_contain_the_values_before_the_read(gpu: Device, codec: str | None, urgent: bool) -> None:
+    """The second save reuses the plan. Memory and ring are smaller than the state."""
     receiver = Receiver(slots=16)
     encoder, sources = small_encoder(codec, receiver), list(all_sources())
     for _ in range(2):
@@ -57,11 +57,11 @@ PLANTED = {
     "samples that were not taken yet": (chunk_reader, "streams.urgent.wait_event(sampled)", "pass"),
     "streams that are being coded": (group_coder, "coded.done.synchronize()", "pass"),
 }
-"""What is taken to be done and is not: a module, what its text says, and could say."""
+"""Missing waits: the module, its text, and the text with the bug."""
 
 
 def with_bug(module: types.ModuleType, right: str, wrong: str) -> types.ModuleType:
-    """The encoder's module over that of a save's schedule and its stages, of which one has the bug."""
+    """Return the encoder's module with a bug in itself or in a module of its stages."""
     stages = {one: rewritten(one, right, wrong) if one is module else one for one in (chunk_reader, group_coder, host_copier)}
     run = rewritten(encode_run, *((right, wrong) if module is encode_run else ("class EncodeRun:", "class EncodeRun:")))
     run.ChunkReader = stages[chunk_reader].ChunkReader  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def with_bug(module: types.ModuleType, right: str, wrong: str) -> types.ModuleTy
 
 
 def comes_back(module: types.ModuleType, seed: int) -> bool:
-    """Whether its encoder saves what there is, and says so."""
+    """Return whether the encoder of a module encodes the right bytes."""
     with streams(seed) as gpu:
         module.coder = encoder.coder  # type: ignore[attr-defined]
         receiver, sources = Receiver(slots=16), list(all_sources())
@@ -87,18 +87,18 @@ def comes_back(module: types.ModuleType, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_what_is_not_waited_for_is_found(bug: str) -> None:
+def test_each_missing_wait_is_detected(bug: str) -> None:
     module = with_bug(*PLANTED[bug])
     assert not all(comes_back(module, seed) for seed in range(12))
 
 
-def test_what_is_waited_for_is_not() -> None:
+def test_the_correct_code_passes() -> None:
     same = "coded.done.synchronize()"
     assert comes_back(with_bug(group_coder, same, same), 0)
 
 
 @seeds
-def test_what_follows_is_told_while_it_is_read(gpu: Device) -> None:
+def test_derived_chunks_are_reported_during_the_read(gpu: Device) -> None:
     receiver = Receiver(slots=16)
     encoder = small_encoder(DEFLATE, receiver)
     masters = [Source(f"{name}.master", weights(15_000), followed="bfloat16") for name in ("a", "b", "nan")]

@@ -64,18 +64,18 @@ class Places:
 
 
 class HostEncoder:
-    """Encodes chunks on the host. ``room``: bytes for the packed planes of a batch, or None to pack no planes. ``packed``:
+    """Encodes chunks on the host. ``pack_limit``: bytes for the packed planes of a batch, or None to pack no planes. ``packed``:
     names of the packed chunks.
     """
 
-    def __init__(self, sources: list[HostSource], limits: Limits, ring: PinnedRing, *, room: int | None) -> None:
+    def __init__(self, sources: list[HostSource], limits: Limits, ring: PinnedRing, *, pack_limit: int | None) -> None:
         most = max([limits.batch, *(source.nbytes for source in sources)])
         sizes = most + 8 * 16 * len(sources) + 512, 3 * limits.streams * limits.stream
         self._memory = [np.zeros(size, np.uint8) for size in sizes]
         low, high = map(torch.from_numpy, self._memory)
         self.plan = EncodePlan(sources, limits, low_planes=low, high_planes=high)
         self.packed: set[str] = set()
-        self._sources, self._ring, self._room = sources, ring, room
+        self._sources, self._ring, self._pack_limit = sources, ring, pack_limit
 
     def messages(self) -> Iterator[CodedBatches]:
         """Yield the messages for all chunks, batch by batch and group by group."""
@@ -102,20 +102,20 @@ class HostEncoder:
                 kernels.split(raw.view(kernels.WORDS[job.width]), batch.rotate, planes)
             else:
                 planes[0][:] = raw
-        if batch.rotate and batch.low and self._room is not None:
-            self._write_packed(batch, jobs, places, self._room)
+        if batch.rotate and batch.low and self._pack_limit is not None:
+            self._write_packed(batch, jobs, places, self._pack_limit)
         elif batch.low + batch.middle:
             places.runs.append(self._write(self._at(batch.base, batch.low + batch.middle)))
         runs = tuple(tuple(run.spans) for run in places.runs)
         return BatchBytes(number, np.array(sums, "<u8").tobytes(), runs, tuple(places.lows))
 
-    def _write_packed(self, batch: Batch, jobs: list[Job], places: Places, room: int) -> None:
+    def _write_packed(self, batch: Batch, jobs: list[Job], places: Places, pack_limit: int) -> None:
         """Write the middle planes, then the packed planes, then each run of lowest planes that are not packed."""
-        pack_buffers, used, packed_at = np.zeros(room, np.uint8), 0, list[int | None]()
+        pack_buffers, used, packed_at = np.zeros(pack_limit, np.uint8), 0, list[int | None]()
         starts = self.plan.starts[batch.first : batch.last].tolist()
         for job, start in zip(jobs, starts, strict=True):
             plane, size = self._at(batch.base + start, job.plane), job.plane // 8 * 7
-            if np.bitwise_or.reduce(plane) & 1 or job.plane % 8 or used + size > room:
+            if np.bitwise_or.reduce(plane) & 1 or job.plane % 8 or used + size > pack_limit:
                 packed_at.append(None)
                 continue
             kernels.pack7(plane, pack_buffers[used : used + size])

@@ -1,4 +1,4 @@
-"""What is said of chunks that a GPU has coded leads back to their bytes."""
+"""The messages about chunks that a GPU has coded locate exactly their bytes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def random_source(
 
 
 def expected(source: HostSource, stream: int, *, packed: bool) -> Codecs:
-    """What does not get smaller is stored as it is."""
+    """Return the expected codecs: a plane that coding does not make smaller is stored raw."""
     if source.nbytes < SMALL or not stream:
         return (RAW,)
     width = source.dtype.width
@@ -61,14 +61,14 @@ def expected(source: HostSource, stream: int, *, packed: bool) -> Codecs:
     return tuple(codecs)
 
 
-def round_trip(sources: Sequence[HostSource], *, room: int | None, stream: int = STREAM) -> set[Codecs]:
-    """Every chunk comes back from the slots as it was, once; what they were coded with."""
+def round_trip(sources: Sequence[HostSource], *, pack_limit: int | None, stream: int = STREAM) -> set[Codecs]:
+    """Check that each chunk is decoded once and unchanged from the slots; return the codecs of the chunks."""
     most = max((source.nbytes for source in sources), default=0)
     limits = Limits(16 << 10, 8 << 10, 24 << 10, max(32, -(-most // stream) + 8) if stream else 0, stream)
     slots = 2 + sum(source.nbytes + 8 * 16 for source in sources) // SLOT
     ring, free = Ring.create(slots * SLOT, SLOT), list(range(slots))
     pinned = PinnedRing(ring, take=free.pop, release=free.append)
-    encoder = HostEncoder(list(sources), limits, pinned, room=room)
+    encoder = HostEncoder(list(sources), limits, pinned, pack_limit=pack_limit)
     layout = messages.decode(messages.encode(encoder.plan.layout(0, sources)), CodedLayout)
     staged = messages.decode(messages.encode(StageCoded(0, tuple(encoder.messages()))), StageCoded)
     rows = [row for message in reversed(staged.arrived) for row in Layout(layout).chunks(message)]
@@ -105,26 +105,26 @@ def several(draw: st.DrawFn) -> list[HostSource]:
 
 @settings(max_examples=100, deadline=None)
 @given(several())
-def test_chunks_arrive_whose_planes_all_left_in_one_run(sources: list[HostSource]) -> None:
-    codecs = round_trip(sources, room=None)
+def test_chunks_with_all_raw_planes_in_one_run_arrive(sources: list[HostSource]) -> None:
+    codecs = round_trip(sources, pack_limit=None)
     assert not any(PACK7 in some for some in codecs)
 
 
 @settings(max_examples=150, deadline=None)
 @given(several(), st.sampled_from([0, 1000, 5000, 1 << 20]))
-def test_chunks_arrive_of_which_some_lowest_planes_were_packed(sources: list[HostSource], room: int) -> None:
-    round_trip(sources, room=room)
+def test_chunks_with_packed_lowest_planes_arrive(sources: list[HostSource], pack_limit: int) -> None:
+    round_trip(sources, pack_limit=pack_limit)
 
 
 @settings(max_examples=30, deadline=None)
 @given(several())
 def test_chunks_arrive_without_a_codec(sources: list[HostSource]) -> None:
-    assert round_trip(sources, room=None, stream=0) <= {(RAW,)}
+    assert round_trip(sources, pack_limit=None, stream=0) <= {(RAW,)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_chunk_is_stored_in_whatever_way_is_smallest(dtype: str) -> None:
-    """For every type all the ways there are; and large ones, of several digest blocks and more streams than the others."""
+def test_each_plane_is_stored_by_its_smallest_codec(dtype: str) -> None:
+    """All combinations for every dtype, and large chunks of several digest blocks and many streams."""
     of = dtypes.dtype(dtype)
     flavours = list(itertools.product((True, False), (True, False)))
     sizes = [1, 3, SMALL // of.itemsize, 1601, 4000, 40_000]
@@ -134,10 +134,10 @@ def test_a_chunk_is_stored_in_whatever_way_is_smallest(dtype: str) -> None:
     ]
     lowest = [RAW, PACK7] if of.rotate else [RAW]
     planes = [lowest, *[[RAW]] * (of.width - 2), [RAW, DEFLATE]] if of.width > 1 else [[RAW, DEFLATE]]
-    assert round_trip(sources, room=1 << 20) == {(RAW,), *itertools.product(*planes)}
+    assert round_trip(sources, pack_limit=1 << 20) == {(RAW,), *itertools.product(*planes)}
 
 
-def test_parts_are_found_in_whatever_slots_a_run_lies() -> None:
+def test_parts_of_a_run_are_found_in_all_slots() -> None:
     spans = [(0, 7, 90, 10), (10, 2, 0, 100), (110, 5, 0, 30)]
     assert parts(spans, 0, 140) == [(7, 90, 10), (2, 0, 100), (5, 0, 30)]
     assert parts(spans, 9, 2) == [(7, 99, 1), (2, 0, 1)]

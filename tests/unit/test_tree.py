@@ -19,6 +19,7 @@ FOLDERS = ("raystow", "tests", "benchmarks", "examples", "tools")
 
 MOST_LINES = 500
 LONGEST_TEST_NAME = 60
+NO_SUBJECT = re.compile(r"test_(what|who|whoever|whatever|nothing_but)_")
 MOST_ANY = 150
 """How often the word ``Any`` occurs in ``raystow``, imports and docstrings included, at most: for torch, numba and Parquet."""
 
@@ -30,7 +31,7 @@ NOUNS = {"lightning", "finding", "pricing", "housekeeping", "formatting", "pendi
 
 
 def prose(source: str) -> Iterator[str]:
-    """The docstrings and comments of a module."""
+    """Yield the docstrings and comments of a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
@@ -45,7 +46,7 @@ def sources() -> dict[Path, str]:
 
 
 def test_no_file_is_longer_than_500_lines() -> None:
-    """Nor is a test or a script."""
+    """Tests and scripts are included."""
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in paths}
     assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
@@ -66,7 +67,7 @@ def test_no_module_is_named_by_a_verb() -> None:
 
 
 def test_docstrings_and_comments_use_no_retired_words() -> None:
-    """See ``retired_words``; names of code between backticks are not counted."""
+    """Names of code between backticks are not counted."""
     found = {
         str(path): words
         for path, source in sources().items()
@@ -80,11 +81,20 @@ def test_any_is_used_sparingly() -> None:
     assert count <= MOST_ANY
 
 
-def test_names_of_tests_are_short() -> None:
-    """What a name cannot say in 60 characters is in the docstring."""
+def test_names_of_tests_are_short_statements() -> None:
+    """A name states the behaviour: a subject, a verb and the condition."""
     named = {
         name: str(path.relative_to(ROOT))
         for path in sorted((ROOT / "tests").rglob("*.py"))
         for name in re.findall(r"^\s*(?:async )?def (test_\w+)\(", path.read_text(), re.MULTILINE)
     }
-    assert {name: path for name, path in named.items() if len(name) > LONGEST_TEST_NAME} == {}
+    assert {name: path for name, path in named.items() if len(name) > LONGEST_TEST_NAME or NO_SUBJECT.match(name)} == {}
+
+
+def test_tests_use_no_retired_words() -> None:
+    found = {
+        str(path.relative_to(ROOT)): words
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if (words := [word for text in prose(path.read_text()) for word in RETIRED.findall(re.sub(r"`[^`]*`", "", text))])
+    }
+    assert found == {}
