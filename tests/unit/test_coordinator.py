@@ -314,7 +314,7 @@ def test_an_invalid_part_aborts_its_save(
     for rank, ticket in enumerate(tickets):
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
     report = run.core.fragment if durable else run.core.staged
-    with pytest.raises(SaveFailed, match="node 0 reported a part that no reader would take"):
+    with pytest.raises(SaveFailed, match="node 0 reported an invalid part"):
         report(tickets[0], replace(part(0), **change), packs)
     assert run.phase(tickets[0]) is Phase.ABORTED
     run.seal(run.both(2))

@@ -67,7 +67,7 @@ def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
 
 
 def test_a_store_outage_is_not_waited_for_twice(rank: NodeCacheStore) -> None:
-    with pytest.raises(StoreUnavailable, match="pack: the node worker waited for the store in vain: pack: 503"):
+    with pytest.raises(StoreUnavailable, match="pack: the node worker could not read it from the store: pack: 503"):
         rank.get_range("pack", 0, 5)
 
 

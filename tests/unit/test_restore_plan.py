@@ -128,7 +128,7 @@ def test_a_plan_states_the_source_the_cost_and_the_reason(version):
 
 def test_all_parts_come_from_the_store_if_no_node_has_them(version):
     parts = plan_restore(version, two_tensors(2), sources=Sources({}, "here")).reads
-    assert {(part.source, part.why) for part in parts} == {(STORE, "nobody has it in memory")}
+    assert {(part.source, part.why) for part in parts} == {(STORE, "no node has it in memory")}
     assert sum(part.seconds for part in parts) == pytest.approx(version.bytes / 1.2e8)
 
 

@@ -105,4 +105,4 @@ def confirmed(question: str, otherwise: str) -> bool:
     try:
         return input().strip().lower() in ("y", "yes")
     except EOFError:
-        raise StateError(f"nobody answered, so {otherwise}", remedy="pass --yes to skip the question") from None
+        raise StateError(f"there was no answer, so {otherwise}", remedy="pass --yes to skip the question") from None

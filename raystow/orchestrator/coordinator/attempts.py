@@ -364,7 +364,7 @@ class Coordinator:
                 raise Damaged("the attempt has no such node")
             check_part(info, packs, ticket.node)
         except RaystowError as error:
-            self._abort(attempt, f"node {ticket.node} reported a part that no reader would take: {error.what}")
+            self._abort(attempt, f"node {ticket.node} reported an invalid part: {error.what}")
             raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}") from error
 
     def _check_owners(self, attempt: Attempt, begin: Begin) -> None:

@@ -79,7 +79,7 @@ class Sources:
             return PEER, peers[0], f"node {peers[0][:8]} keeps a copy" + (f", {len(peers) - 1} more do" if peers[1:] else "")
         nodes = len(self.group.nodes)
         shared = f"; what several of {nodes} nodes want one of them reads" if nodes > 1 else ""
-        return STORE, "", f"nobody has it in memory{shared}"
+        return STORE, "", f"no node has it in memory{shared}"
 
 
 FROM_STORE = Sources()

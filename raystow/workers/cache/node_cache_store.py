@@ -160,7 +160,7 @@ class NodeCacheStore:
         answer, descriptor = received
         if isinstance(answer, ReadFailed):
             if answer.store_unavailable:  # it has tried for minutes: so would this process
-                raise StoreUnavailable(f"the node worker waited for the store in vain: {answer.reason}", subject=key)
+                raise StoreUnavailable(f"the node worker could not read it from the store: {answer.reason}", subject=key)
             raise ClusterError(f"the node worker could not read it: {answer.reason}", subject=self._address)
         if descriptor is None:
             raise ClusterError("the node worker's descriptor did not arrive", subject=self._address)
