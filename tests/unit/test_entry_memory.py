@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from polling import wait_until
@@ -48,8 +49,14 @@ def test_memory_of_another_size_is_refused() -> None:
         EntryMemory.received(EntryMemory.of([DATA], len(DATA)).lend(), len(DATA) + 1)
 
 
+def test_memory_that_cannot_be_sealed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(DATA)
+    with pytest.raises(ProtocolError, match="cannot be sealed"):
+        EntryMemory.received(os.open(tmp_path / "file", os.O_RDWR), len(DATA))
+
+
 def test_received_memory_cannot_be_made_smaller() -> None:
-    """Who reads a mapping of it would be killed."""
+    """A process that reads a mapping of it would be killed."""
     with (
         closing(EntryMemory.of([DATA], len(DATA))) as memory,
         closing(EntryMemory.received(memory.lend(), len(DATA))) as received,

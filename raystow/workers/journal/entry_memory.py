@@ -36,9 +36,13 @@ class EntryMemory:
 
     @staticmethod
     def received(descriptor: int, size: int) -> EntryMemory:
-        """Take over a descriptor from another process, which cannot make the file smaller from now on: a read of a mapping would
-        kill this process then. ``ProtocolError`` if it has not that size."""
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        """Take over a descriptor from another process, and seal the memory: if that process made it smaller, a read of a mapping
+        would kill this process. ``ProtocolError`` if the memory has another size or cannot be sealed."""
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        except OSError as error:
+            os.close(descriptor)
+            raise ProtocolError(f"an entry of {size} bytes came in memory that cannot be sealed: {error}") from error
         found = os.fstat(descriptor).st_size
         if found != size:
             os.close(descriptor)
