@@ -13,12 +13,13 @@ same bits. ``--device cpu`` with a small model only tests the benchmark; its fig
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,21 +146,30 @@ def cost(
             journal._chained = False  # the hooks copy nothing
         return [step(training, journal if recorded else None, micro) for _ in range(steps)]
 
+    return {
+        **alternate(window, windows),
+        "save advised": journal.save_advised,
+        "device memory at most": {"recorded": peaks[True], "not recorded": peaks[False]},
+    }
+
+
+def alternate(window: Callable[[bool], list[float]], windows: int) -> dict[str, Any]:
+    """Alternate windows without saves or recording and windows with them; return the time that they add to a step. ``window``
+    returns the seconds of its steps."""
     calm, busy = [window(False)], list[list[float]]()
     for _ in range(windows):
         busy.append(window(True))
         calm.append(window(False))
     means = [statistics.mean(one) for one in calm]
-    added = [statistics.mean(one) - (before + after) / 2 for one, before, after in zip(busy, means, means[1:], strict=False)]
+    pairs = zip(busy, itertools.pairwise(means), strict=True)
+    added = [statistics.mean(one) - (before + after) / 2 for one, (before, after) in pairs]
     base = statistics.median(means)
     return {
         "step ms": 1e3 * base,
         "added ms": 1e3 * statistics.median(added),
         "added ms of each window": [1e3 * one for one in added],
         "added %": 100 * statistics.median(added) / base,
-        "recorded step ms windows": [[1e3 * one for one in times] for times in busy],
-        "save advised": journal.save_advised,
-        "device memory at most": {"recorded": peaks[True], "not recorded": peaks[False]},
+        "step ms windows": [[1e3 * one for one in times] for times in busy],
     }
 
 
@@ -167,7 +177,7 @@ def every_step(training: Training, contestant: Contestant, folder: Path, *, wind
     """Alternate windows with a save in every step and windows without saves; return the time that a save adds to its step."""
     stored = list[int]()
 
-    def window(saved: bool) -> float:
+    def window(saved: bool) -> list[float]:
         training.synchronize()
         times, waits = list[float](), list[Any]()
         for _ in range(SAVES):
@@ -186,22 +196,10 @@ def every_step(training: Training, contestant: Contestant, folder: Path, *, wind
         if saved:
             stored.append(size(folder) // SAVES)
             clear(folder)
-        return statistics.mean(times[FIRST:])
+        return times[FIRST:]
 
-    window(True)
-    calm, busy = [window(False)], list[float]()
-    for _ in range(windows):
-        busy.append(window(True))
-        calm.append(window(False))
-    added = [one - (before + after) / 2 for one, before, after in zip(busy, calm, calm[1:], strict=False)]
-    base = statistics.median(calm)
-    return {
-        "step ms": 1e3 * base,
-        "added ms": 1e3 * statistics.median(added),
-        "added ms of each window": [1e3 * one for one in added],
-        "added %": 100 * statistics.median(added) / base,
-        "bytes a step": statistics.median(stored),
-    }
+    window(True)  # warm-up
+    return {**alternate(window, windows), "bytes a step": statistics.median(stored)}
 
 
 def clear(folder: Path) -> None:

@@ -110,8 +110,8 @@ class StagedStates:
         return None if sender is None or sender.memory is None or sender.step != step else sender
 
     def _may_come(self, name: str, step: int, span: tuple[int, int] | None) -> bool:
-        """Whether a living sender has no state of this step yet, nor of a later one, or not these bytes of it. Who asks for later
-        bytes has read the first ones: a state without memory has been dropped then."""
+        """Whether a living sender has no state of this step yet, nor of a later one, or not these bytes of it. A request for
+        later bytes follows a read of the first ones, so a state without memory has been dropped by then."""
         sender = self._senders.get(name)
         if sender is None or sender.step != step:
             return sender is not None and sender.step < step
