@@ -221,7 +221,7 @@ def with_versions(recorded: dict[str, Any], saved: dict[str, Any], entry: float)
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
     """Yield the tables of the results."""
-    table = table_of("Nothing is lost but the step that fails", "step ms", "added ms", "added %", "MB a step")
+    table = table_of("At most one step is lost", "step ms", "added ms", "added %", "MB a step")
     for count, row in results["steps"].items():
         rows = {"journal": {**row, "bytes a step": results["replay"]["bytes of an entry"]}, **results["every step"][count]}
         for name, one in rows.items():
