@@ -2,8 +2,8 @@
 
 *Simulation.* Each rank is a connection to one node worker, with a ring whose pages contain random bytes, as a GPU fills them with
 encoded chunks. A save announces the chunks of each slot at once, and again when the slot is free, so only the node worker limits
-the speed: digests of stored bytes, writes to the store, and the commit; in the case "copied" also the copy into the memory of the
-node worker, which is needed if not enough memory can be pinned to keep versions in the ring.
+the speed: writes to the store, one digest of sixteen (a GPU computes the others), and the commit; in the case "copied" also the
+copy into the memory of the node worker, which is needed if not enough memory can be pinned to keep versions in the ring.
 
 *Method.* Node worker, coordinator and ranks are threads of this process, which does nothing else: the cost is its CPU time,
 including the kernel's writes. ``--saves`` saves of one rank and of ``--ranks`` ranks take turns, after a warm-up save of each.
@@ -41,7 +41,7 @@ def measure(folder: Path, ranks: int, chunks: int, saves: int, *, copied: bool) 
     """Return seconds until durable and CPU seconds of each save of ``ranks`` ranks. ``copied``: into the node's memory."""
     found: dict[str, Any] = {"durable s": [], "cpu s": [], "bytes": ranks * chunks * CHUNK}
     with LocalCluster(str(folder), threads=os.cpu_count() or 1) as cluster, ThreadPoolExecutor(ranks) as pool:
-        sizes = {"chunks": chunks, "chunk": CHUNK, "slots": SLOTS, "slot": DEVICE_SLOT}
+        sizes: Any = {"chunks": chunks, "chunk": CHUNK, "slots": SLOTS, "slot": DEVICE_SLOT}
         keep = 0 if copied else 2 * chunks * CHUNK
         simulated = [CodedRank(cluster, rank, ranks, **sizes, keep=keep) for rank in range(ranks)]
         for one in simulated:

@@ -6,7 +6,7 @@ import numpy as np
 from local_cluster import LocalCluster, first_save
 from msgspec.structs import replace
 
-from raystow.storage.coding.digest import digest_pair, unfinished
+from raystow.storage.coding.digest import digest_pair, stored_digest, unfinished
 from raystow.storage.coding.kernels import Bytes
 from raystow.workers.protocol.coordinator_client import coverage
 from raystow.workers.protocol.messages import (
@@ -31,7 +31,8 @@ from raystow.workers.shm.ring import Ring
 class CodedRank:
     """A rank with ``chunks`` chunks of ``chunk`` bytes, which are stored raw. Half of each chunk is in one slot and half in the
     slot after it, so that two slots of ``slot`` bytes hold ``slot // chunk * 2`` chunks. ``keep``: bytes of versions that may
-    stay in the ring, which has ``slots`` slots besides."""
+    stay in the ring, which has ``slots`` slots besides. Digests of stored bytes are announced, as by a GPU: ``wrong`` ones for
+    tests."""
 
     def __init__(
         self,
@@ -45,8 +46,10 @@ class CodedRank:
         slot: int,
         keep: int,
         cache: int = 1 << 40,
+        wrong: bool = False,
     ) -> None:
-        self._name, self._chunks, self._chunk, self._saves = f"w{rank}", chunks, chunk, 0
+        self._name, self._chunks, self._chunk, self._saves, self._wrong = f"w{rank}", chunks, chunk, 0, wrong
+        self._digests: dict[int, bytes] = {}  # of the chunk at each place of a slot, if all slots are alike
         opening = replace(cluster.opening(rank, ranks), ring=slots * slot, slot=slot, coded=slots * slot, cache=cache, keep=keep)
         self._opening = opening
         self._connection = Connection.connect(cluster.address(0))
@@ -66,7 +69,7 @@ class CodedRank:
 
     def save(self, step: int, data: Bytes | None = None) -> None:
         """Announce all chunks as slots become free, and wait until the version is durable. ``data``: their bytes; None announces
-        whatever is in the slots, which nobody can restore."""
+        what is in the slots, which must be the same in all of them; nobody can restore it."""
         self._saves += 1
         total = coverage(self._name, "uint8", (self._chunks * self._chunk,), self._chunks * self._chunk)
         begin = first_save(self._opening, save=self._saves, step=step, timeout=600.0, expected=total)
@@ -91,7 +94,7 @@ class CodedRank:
         """Fill two slots, and return the number of chunks in them."""
         half = self._chunk // 2
         count = min(self.ring.slot_size // half, self._chunks - done)
-        batches = list[BatchBytes]()
+        batches, digests = list[BatchBytes](), list[bytes]()
         for i in range(count):
             total = done + i
             if data is not None:
@@ -99,12 +102,22 @@ class CodedRank:
                 self.ring.slot(first)[i * half : (i + 1) * half] = raw[:half]
                 self.ring.slot(second)[i * half : (i + 1) * half] = raw[half:]
                 total = unfinished(digest_pair(raw)[0], self._chunk)
+                digests.append(stored_digest(raw))
+            else:
+                digests.append(self._digest_at(first, i * half, half))
             spans = ((0, first, i * half, half), (half, second, i * half, half))
             batches.append(BatchBytes(done + i, np.uint64(total).tobytes(), (spans,)))
-        self._connection.send(StageCoded(0, (CodedBatches(tuple(batches)),)))
+        announced = b"".join(digest[:: -1 if self._wrong else 1] for digest in digests)
+        self._connection.send(StageCoded(0, (CodedBatches(tuple(batches), digests=announced),)))
         self._connection.send(SlotFilled(first))
         self._connection.send(SlotFilled(second))
         return count
+
+    def _digest_at(self, slot: int, start: int, half: int) -> bytes:
+        if start not in self._digests:
+            part = self.ring.slot(slot)[start : start + half]
+            self._digests[start] = stored_digest(part, part)
+        return self._digests[start]
 
     def close(self) -> None:
         """Disconnect, like a process that ends."""

@@ -1,4 +1,4 @@
-"""The GPU checks the digests of stored bytes after their upload and before they are decoded."""
+"""The GPU computes the digests of stored bytes in a save, and checks them in a restore before the bytes are decoded."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from local_cluster import LocalCluster
 import raystow
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.reader import PackReader
+from raystow.workers.packing import chunk_writer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
@@ -32,6 +33,40 @@ def test_the_gpu_computes_the_digests_of_the_cpu() -> None:
     host = memory.cpu().numpy()
     for start, size, digest in zip(starts, SIZES, found.cpu().numpy(), strict=True):
         assert digest.tobytes() == stored_digest(host[start : start + size]), size
+
+
+@pytest.mark.parametrize("process", ["training", "node"])
+def test_the_gpu_computes_the_digests_of_a_save(monkeypatch: pytest.MonkeyPatch, process: str) -> None:
+    """The node worker computes the digests of small chunks, and checks every sixteenth of the others."""
+    torch.manual_seed(0)
+    state = {f"m{i}": torch.randn(3 << 20, device="cuda") * 0.02 for i in range(8)}
+    state |= {f"m{i}.square": state[f"m{i}"].square() for i in range(4)}  # their lowest planes are packed
+    state |= {f"w{i}": torch.randn((2 << 20) + 8192 * i, device="cuda").bfloat16() for i in range(8)}
+    state |= {"half": torch.randn(1 << 20, device="cuda").half(), "double": torch.randn(1 << 20, device="cuda").double()}
+    state |= {"noise": torch.randint(-(1 << 31), 1 << 31, (1 << 20,), device="cuda").to(torch.int32).view(torch.float32)}
+    state |= {"eight": torch.randn(1 << 20, device="cuda").to(torch.float8_e5m2), "zeros": torch.zeros(1 << 20, device="cuda")}
+    state |= {"odd": torch.randn((1 << 20) + 3, device="cuda"), "small": torch.randn(99, device="cuda")}
+    hashed = list[int]()
+
+    def counted(*parts: memoryview) -> bytes:
+        hashed.append(sum(map(len, parts)))
+        return stored_digest(*parts)
+
+    monkeypatch.setattr(chunk_writer, "stored_digest", counted)
+    folder = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm"))
+    with LocalCluster(str(folder), codec="deflate", process=process) as cluster:
+        for step in range(1, 3):
+            hashed.clear()
+            for tensor in state.values():
+                tensor.view(torch.uint8).reshape(-1)[0] ^= step  # an unchanged chunk is stored as a reference
+            version = cluster.save(state, step=step)
+            stored = sum(chunk.coding.size for chunks in version.chunks.values() for chunk in chunks)
+            assert sum(hashed) < stored / 5
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    raystow.restore_latest(str(folder), into=into)  # it checks all digests
+    for name, tensor in state.items():
+        assert torch.equal(into[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ def cluster() -> Iterator[LocalCluster]:
         yield cluster
 
 
-def connected(cluster: LocalCluster, *, keep: int = 2 * SIZE, cache: int = 1 << 30) -> CodedRank:
-    return CodedRank(cluster, 0, 1, chunks=CHUNKS, chunk=CHUNK, slots=SLOTS, slot=SLOT, keep=keep, cache=cache)
+def connected(cluster: LocalCluster, *, keep: int = 2 * SIZE, cache: int = 1 << 30, wrong: bool = False) -> CodedRank:
+    return CodedRank(cluster, 0, 1, chunks=CHUNKS, chunk=CHUNK, slots=SLOTS, slot=SLOT, keep=keep, cache=cache, wrong=wrong)
 
 
 def random_bytes(seed: int) -> np.ndarray:
@@ -70,6 +70,13 @@ def content(lent: LentMemory, place: list[int]) -> bytes:
     found = [os.pread(lent.descriptor, size, at) for start in place for at, size in lent.spans(start, CHUNK)]
     lent.close()
     return b"".join(found)
+
+
+def test_a_wrong_digest_of_a_gpu_fails_the_save(cluster: LocalCluster) -> None:
+    rank = connected(cluster, wrong=True)
+    with pytest.raises(SystemExit, match=r"w0.*not those whose digest the GPU has computed"):
+        rank.save(1, random_bytes(1))
+    rank.close()
 
 
 def test_a_version_stays_in_the_ring_without_a_copy(cluster: LocalCluster) -> None:

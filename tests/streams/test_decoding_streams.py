@@ -72,7 +72,7 @@ def decoding(seed: int, module: types.ModuleType = decoder) -> Iterator[Device]:
         def digests(table: Any, sizes: Sequence[int], found: Any, scratch: Any) -> None:
             def work() -> None:
                 for i, size in enumerate(sizes):
-                    address, nbytes, _ = numbers(table.data_ptr() + 24 * i, 3)
+                    address, nbytes, _, _ = numbers(table.data_ptr() + 32 * i, 4)
                     assert nbytes == size
                     ctypes.memmove(found.data_ptr() + 32 * i, stored_digest(ctypes.string_at(address, size)), 32)
 

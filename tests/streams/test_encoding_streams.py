@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from device import SEEDS, Device
-from encoder_run import HERE, Follower, Receiver, Source, all_sources, encode, small_encoder, streams, weights
+from encoder_run import HASHED, HERE, Follower, Receiver, Source, all_sources, encode, small_encoder, streams, weights
 from module_mutants import rewritten
 
 from raystow.storage.coding.chunk import DEFLATE, RAW
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.errors import RaystowError
-from raystow.workers.gpu.encode import chunk_reader, encode_run, encoder, group_coder, host_copier
+from raystow.workers.gpu.encode import chunk_reader, encode_run, encoder, group_coder, host_copier, stored_hasher
 from raystow.workers.gpu.encode.derived_check import DerivedCheck, DerivedChecker
 
 seeds = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
@@ -34,6 +34,8 @@ def test_encoded_chunks_contain_the_values_before_the_read(gpu: Device, codec: s
         receiver.found.clear()
         encode(gpu, encoder, receiver, sources, urgent=lambda: urgent)
         assert receiver.found == wanted
+        whole = {f"n{i}.{kind}" for i in range(2) for kind in ("master", "square", "half")}  # all raw planes are whole leaves
+        assert receiver.hashed == (whole | {"eight"} if codec else {*wanted} - {"one", "small"})
     plan = encoder.plan
     assert plan is not None
     assert any(batch.after for batch in plan.batches)
@@ -54,6 +56,9 @@ PLANTED = {
     "tensors that are read still": (encode_run, "for read in self._reads:\n            read.done.synchronize()", "pass"),
     "a copy that has not arrived": (encode_run, "        event.synchronize()\n        copied()", "        copied()"),
     "planes that are being packed": (host_copier, "streams.copy.wait_event(packed)", "pass"),
+    "bytes that are being packed": (stored_hasher, "self._stream.wait_event(packed)", "pass"),
+    "planes that are being hashed": (host_copier, "return done", "return copied"),
+    "coded planes that are being hashed": (host_copier, "self._streams.copy.wait_event(coded.digests.done)", "pass"),
     "samples that were not taken yet": (chunk_reader, "streams.urgent.wait_event(sampled)", "pass"),
     "streams that are being coded": (group_coder, "coded.done.synchronize()", "pass"),
 }
@@ -62,10 +67,13 @@ PLANTED = {
 
 def with_bug(module: types.ModuleType, right: str, wrong: str) -> types.ModuleType:
     """Return the encoder's module with a bug in itself or in a module of its stages."""
-    stages = {one: rewritten(one, right, wrong) if one is module else one for one in (chunk_reader, group_coder, host_copier)}
+    parts = (chunk_reader, group_coder, host_copier, stored_hasher)
+    stages = {one: rewritten(one, right, wrong) if one is module else one for one in parts}
+    stages[stored_hasher].LEAST = HASHED  # type: ignore[attr-defined]
     run = rewritten(encode_run, *((right, wrong) if module is encode_run else ("class EncodeRun:", "class EncodeRun:")))
     run.ChunkReader = stages[chunk_reader].ChunkReader  # type: ignore[attr-defined]
     run.GroupCoder = stages[group_coder].GroupCoder  # type: ignore[attr-defined]
+    run.StoredHasher = stages[stored_hasher].StoredHasher  # type: ignore[attr-defined]
     run.HostCopier = stages[host_copier].HostCopier  # type: ignore[attr-defined]
     made = rewritten(encoder, "class Encoder:", "class Encoder:")
     made.EncodeRun = run.EncodeRun  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from raystow.storage.coding.chunk import DEFLATE, PACK7, RAW, SMALL, decode
 from raystow.storage.coding.digest import raw_digest
 from raystow.workers.gpu.encode.encode_plan import Limits
 from raystow.workers.gpu.encode.pinned_ring import PinnedRing
-from raystow.workers.packing.attempt import draft
+from raystow.workers.packing.attempt import coded_draft
 from raystow.workers.protocol import messages
 from raystow.workers.protocol.messages import CodedLayout, StageCoded
 from raystow.workers.shm.coded_layout import Layout, parts
@@ -75,7 +75,7 @@ def round_trip(sources: Sequence[HostSource], *, pack_limit: int | None, stream:
     assert sorted(row.info.name for row in rows) == sorted(source.name for source in sources)
     named, codecs = {source.name: source for source in sources}, set[Codecs]()
     for row in rows:
-        chunk, source = draft(row.info, 0, row.coding, raw_digest=row.digest), named[row.info.name]
+        chunk, source = coded_draft(row, 0), named[row.info.name]
         stored = np.concatenate([ring.slot(slot)[at : at + size] for slot, at, size in row.parts])
         raw = np.empty(source.nbytes, np.uint8)
         decode(chunk.coding, source.dtype, stored, raw)

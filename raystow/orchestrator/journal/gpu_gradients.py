@@ -256,9 +256,9 @@ class GpuGradientEncoder:
         return self._arenas[0][start : self._used]
 
     def _copy(self, chunk: CodedChunk, target: Bytes) -> tuple[Bytes, bytes]:
-        """Copy a chunk out of the ring; return the copy and its digest."""
+        """Copy a chunk out of the ring; return the copy and its digest, which the GPU may have computed."""
         done = 0
         for slot, at, size in chunk.parts:
             target[done : done + size] = self._ring.slot(slot)[at : at + size]
             done += size
-        return target, stored_digest(target)
+        return target, chunk.stored_digest or stored_digest(target)

@@ -14,7 +14,7 @@ from ...storage.coding.derived import Derivation
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.log import about
 from ..cache.base_version import KnownChunks
-from ..packing.attempt import NodeAttempt, Outcome, draft
+from ..packing.attempt import NodeAttempt, Outcome, coded_draft, draft
 from ..protocol.messages import (
     STAGING,
     AbortSave,
@@ -173,7 +173,7 @@ class Session:
             case StageCoded(device, arrived) if active is not None:
                 for chunk in (chunk for batches in arrived for chunk in self._layouts[device].chunks(batches)):
                     parts, done = self._slots.take_over(chunk.parts)
-                    active.add_coded(rank, draft(chunk.info, self._number, chunk.coding, raw_digest=chunk.digest), parts, done)
+                    active.add_coded(rank, coded_draft(chunk, self._number), parts, done)
             case ComparedChunks(device):
                 self._compared[device] = message
                 self._send_base_digests()

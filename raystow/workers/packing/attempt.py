@@ -29,6 +29,7 @@ from ..cache.base_version import BaseVersion, KnownChunks
 from ..cache.pack_cache import Keep, keep_nothing
 from ..protocol.coordinator_client import MODULUS, CoordinatorClient, coverage
 from ..protocol.messages import AttemptKey, AttemptStatus, ChunkInfo, Stage, Ticket
+from ..shm.coded_layout import CodedChunk
 from .chunk_writer import ChunkWriter
 from .packer import NOT_IN_TIME, Packer
 from .stale_state import OptimizerWatch
@@ -129,7 +130,8 @@ class NodeAttempt:
         self._packer.flush()
 
     def add_coded(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
-        """Pack a coded chunk, given in ``parts``; ``done`` is called when they may change, after the upload."""
+        """Pack a coded chunk, given in ``parts``, which may have its ``stored_digest``; ``done`` is called when they may change,
+        after the upload."""
         if self.over:
             done()
             return
@@ -319,8 +321,19 @@ class NodeAttempt:
 _UNCODED = Coding(False, False, (), ())
 
 
+def coded_draft(chunk: CodedChunk, node: int) -> Chunk:
+    """Return the manifest row of a chunk that a GPU has coded, without its place in a pack."""
+    return draft(chunk.info, node, chunk.coding, raw_digest=chunk.digest, stored_digest=chunk.stored_digest)
+
+
 def draft(
-    info: ChunkInfo, node: int, coding: Coding = _UNCODED, *, raw_digest: int = 0, derivation: Derivation | None = None
+    info: ChunkInfo,
+    node: int,
+    coding: Coding = _UNCODED,
+    *,
+    raw_digest: int = 0,
+    stored_digest: bytes = b"",
+    derivation: Derivation | None = None,
 ) -> Chunk:
     """Return the manifest row of an announced chunk, without its place in a pack."""
     return Chunk(
@@ -337,6 +350,6 @@ def draft(
         start=0,
         coding=coding,
         raw_digest=raw_digest,
-        stored_digest=b"",
+        stored_digest=stored_digest,
         derivation=derivation,
     )

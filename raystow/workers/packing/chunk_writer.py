@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from ..protocol.messages import AttemptKey, Ticket
 from ..shm.ring import SLOT
 from .packer import Packer
 
+_CHECKED = 16  # of so many digests that GPUs have computed, one is checked
 _scratch = threading.local()
 
 
@@ -44,6 +46,7 @@ class ChunkWriter:
         self._stored: list[Chunk] = []
         self._derived: list[Chunk] = []
         self._second: dict[Identity, int] = {}
+        self._given = itertools.count()  # digests that GPUs have computed
 
     @property
     def stored(self) -> Sequence[Chunk]:
@@ -79,8 +82,10 @@ class ChunkWriter:
     def append(self, chunk: Chunk, coded: list[memoryview], release: Callable[[], None]) -> Chunk:
         """Pack a coded chunk, unless the base has the same bytes; return its row.
 
+        Of the digests that a GPU has computed, every sixteenth is checked; ``SaveFailed`` if it is wrong.
+
         Args:
-            chunk: The row as announced, without place.
+            chunk: The row as announced, without place, and with ``stored_digest`` if a GPU has computed it.
             coded: The coded bytes.
             release: Called when ``coded`` is no longer needed, also after an error.
         """
@@ -137,7 +142,7 @@ class ChunkWriter:
 
     def _append(self, chunk: Chunk, coded: list[memoryview], release: Callable[[], None]) -> Chunk:
         try:
-            digest = stored_digest(*coded)
+            digest = self._digest(chunk, coded)
             pack, start = self._packer.add(chunk.group, coded, release)
         except BaseException:
             release()
@@ -146,6 +151,14 @@ class ChunkWriter:
         with self._lock:
             self._stored.append(row)
         return row
+
+    def _digest(self, chunk: Chunk, coded: list[memoryview]) -> bytes:
+        if chunk.stored_digest and next(self._given) % _CHECKED:
+            return chunk.stored_digest
+        digest = stored_digest(*coded)
+        if chunk.stored_digest not in (b"", digest):
+            raise SaveFailed("its bytes in host memory are not those whose digest the GPU has computed", subject=chunk.name)
+        return digest
 
     def add_derived(self, chunk: Chunk) -> None:
         """Add the row of a chunk that follows from another one, which may come later."""

@@ -20,14 +20,15 @@ from ...storage.coding.digest import finish
 from ..protocol.messages import BatchBytes, ChunkInfo, CodedBatches, CodedLayout, RunSpan
 from .ring import SlotPart
 
-_NOTHING = b""
+_NOTHING, _DIGEST = b"", 32
 
 
 class CodedChunk(NamedTuple):
-    """A chunk that has arrived. ``parts``: the bytes to store."""
+    """A chunk that has arrived. ``parts``: the bytes to store; ``stored_digest``: theirs, empty if no GPU has computed it."""
 
     info: ChunkInfo
     digest: int
+    stored_digest: bytes
     coding: Coding
     parts: list[SlotPart]
 
@@ -62,6 +63,7 @@ class Layout:
         """Yield every chunk in ``arrived``."""
         layout = self._layout
         tops = self._tops(arrived) if arrived.planes is not None else None
+        stored = _digests(arrived)
         for batch in arrived.batches:
             first, last, low = layout.batches[batch.number]
             digests = np.frombuffer(batch.sums, "<i8").tolist()
@@ -72,7 +74,7 @@ class Layout:
                 else:
                     where = batch.lows[i - first] if batch.lows else (0, layout.starts[i], False)
                     coding, found = self._coded(i, batch, where, 0 if batch.lows else low, next(tops))
-                yield CodedChunk(layout.chunks[i], finish(digest, layout.nbytes[i]), coding, found)
+                yield CodedChunk(layout.chunks[i], finish(digest, layout.nbytes[i]), next(stored), coding, found)
 
     def _coded(
         self, i: int, batch: BatchBytes, where: tuple[int, int, bool], middle: int, high: Sequence[_Plane]
@@ -113,6 +115,15 @@ class Layout:
                     found.append(_Plane(parts(coded.spans, at, size), coded.codec if smaller else RAW, size, streams))
                     stream, at = stream + len(mine), at + size
                 yield found
+
+
+def _digests(arrived: CodedBatches) -> Iterator[bytes]:
+    """Yield the digest of each chunk, without end; empty if there is none."""
+    for start in range(0, len(arrived.digests), _DIGEST):
+        digest = arrived.digests[start : start + _DIGEST]
+        yield digest if any(digest) else _NOTHING
+    while True:
+        yield _NOTHING
 
 
 def _joined(found: Iterable[SlotPart]) -> list[SlotPart]:

@@ -28,11 +28,11 @@ class EncoderStreams:
     def __init__(self, device: torch.device) -> None:
         self.read, self.pack = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self.urgent = torch.cuda.Stream(device, priority=-5)
-        self.code, self.copy = (torch.cuda.Stream(device) for _ in range(2))
+        self.code, self.copy, self.hash = (torch.cuda.Stream(device) for _ in range(3))
 
 
 class EncoderMemory:
-    """Device memory for chunks between reading and the copy to the host. Without a codec, all but ``low_planes`` is empty.
+    """Device memory for chunks between reading and the copy to the host. Without a codec, the memory for coding is empty.
 
     ``size`` bytes are allocated. ``capacity``: bytes of the ring that the results are copied to.
 
@@ -42,6 +42,7 @@ class EncoderMemory:
         scratch, out: Scratch memory and output of the coder: ``targets`` are the addresses of the streams, ``sizes`` their bytes.
         dense: The concatenated output.
         pack_buffers: Packed lowest planes.
+        values, tree: Values of leaves of digests, and of their trees.
     """
 
     def __init__(self, device: torch.device, codec: Codec | None, size: int, capacity: int) -> None:
@@ -54,9 +55,11 @@ class EncoderMemory:
             scratch = codec.coding_scratch(streams)
             high, pack_buffers = 3 * streams * stream, batch // 32 * 7 + (1 << 20)  # the lowest of four planes, packed
         self.limits = Limits(batch, _PLANE, max(batch, capacity // 4), streams, stream)
-        parts = [high, scratch, streams * stride, *(PACK_BUFFERS * [pack_buffers])]
+        leaves, tree = size // 32, size // 64  # a group has at most half as many raw bytes as the memory
+        parts = [high, scratch, streams * stride, leaves, tree, *(PACK_BUFFERS * [pack_buffers])]
         buffers = [torch.empty(part, dtype=torch.uint8, device=device) for part in (*parts, size - sum(parts))]
-        self.high_planes, self.scratch, self.out, *packed, rest = buffers
+        self.high_planes, self.scratch, self.out, values, self.tree, *packed, rest = buffers
+        self.values = Arena(values)
         self.pack_buffers = PackBuffers(packed)
         dense = rest.numel() // 2 // _ALIGN * _ALIGN if stream else 0
         self.dense, self.low_planes = Arena(rest[:dense]), rest[dense:]

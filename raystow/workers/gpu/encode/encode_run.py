@@ -19,6 +19,7 @@ from .encode_plan import Batch, EncodePlan
 from .group_coder import GroupCoder
 from .host_copier import HostCopier
 from .stages import Arrived, ReadBatch
+from .stored_hasher import StoredHasher
 
 Emit = Callable[[list[Arrived]], None]
 """Receives chunks that have arrived in host memory, in any order."""
@@ -30,8 +31,9 @@ class EncodeRun:
     def __init__(self, plan: EncodePlan, request: EncodeRequest, resources: EncoderResources, emit: Emit) -> None:
         self._plan, self._request, self._resources, self._emit = plan, request, resources, emit
         self.reader = ChunkReader(plan, request, resources.streams)
-        self._coder = GroupCoder(plan, resources)
-        self._copier = HostCopier(plan, request, resources, self._relieve)
+        hasher = StoredHasher(plan, resources)
+        self._coder = GroupCoder(plan, resources, hasher)
+        self._copier = HostCopier(plan, request, resources, hasher, self._relieve)
         self._reads: deque[ReadBatch] = deque()
         self._copies: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()  # to the host, each with what follows
         self._copied: list[torch.cuda.Event] = []  # for each batch whose copy has begun, the event at its end
@@ -113,8 +115,8 @@ class EncodeRun:
             self._coder.add(read)
 
         def copied() -> None:
-            if read.batch.group < 0:
-                self._arrived.append(Arrived(read.runs, CodedBatches((read.message(),))))
+            if read.digests is not None:
+                self._arrived.append(Arrived(read.runs, CodedBatches((read.message(),), digests=read.digests.packed())))
 
         self._copies.append((event, copied))
 
@@ -122,14 +124,15 @@ class EncodeRun:
         """Copy the oldest coded group to the host."""
         coded, codec = self._coder.coded.popleft(), self._resources.codec
         assert codec is not None
-        run, event = self._copier.copy_group(coded)
+        assert coded.digests is not None
+        run, event, digests = *self._copier.copy_group(coded), coded.digests
 
         def copied() -> None:
             self._resources.memory.dense.give_back()
             self._complete_groups += 1
             lengths = coded.results[0].numpy().astype("<i4").tobytes()
             planes = CodedPlanes(tuple(run.spans), lengths, codec.name)
-            message = CodedBatches(tuple(read.message() for read in coded.batches), planes)
+            message = CodedBatches(tuple(read.message() for read in coded.batches), planes, digests.packed())
             self._arrived.append(Arrived([run, *(run for read in coded.batches for run in read.runs)], message))
 
         self._copies.append((event, copied))

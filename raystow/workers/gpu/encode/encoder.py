@@ -8,6 +8,8 @@ Many chunks at a time go through these stages, each on its own CUDA stream:
    are coded by one call. The coded streams are concatenated in device memory, and stay there until all chunks have been read: the
    link to the host has a fiftieth of the bandwidth of GPU memory, and everything that is copied before ``fence`` delays it.
 4. *copy* the coded planes to host memory.
+
+Meanwhile, the digests of the stored bytes are computed: see ``stored_hasher``.
 """
 
 from __future__ import annotations
@@ -78,6 +80,7 @@ class Encoder:
                 raise
             finally:
                 self._resources.memory.dense.clear()
+                self._resources.memory.values.clear()
                 self._resources.memory.pack_buffers.reset()
                 self._run = None
 

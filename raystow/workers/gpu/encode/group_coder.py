@@ -11,6 +11,7 @@ from ..kernels import copy_kernels
 from .device_memory import EncoderResources
 from .encode_plan import EncodePlan
 from .stages import CodedGroup, ReadBatch
+from .stored_hasher import StoredHasher
 
 
 class GroupCoder:
@@ -22,8 +23,8 @@ class GroupCoder:
         coded: Groups that are coded and have not been copied to the host yet, oldest first.
     """
 
-    def __init__(self, plan: EncodePlan, resources: EncoderResources) -> None:
-        self._plan, self._codec = plan, resources.codec
+    def __init__(self, plan: EncodePlan, resources: EncoderResources, hasher: StoredHasher) -> None:
+        self._plan, self._codec, self._hasher = plan, resources.codec, hasher
         self._memory, self._stream = resources.memory, resources.streams.code
         self._batches: list[list[ReadBatch]] = [[] for _ in plan.groups]
         self.started: list[torch.cuda.Event] = []
@@ -65,7 +66,7 @@ class GroupCoder:
         return True
 
     def finish(self) -> None:
-        """Wait until the running group is coded, and free the dense memory that it does not need."""
+        """Wait until the running group is coded, free the dense memory that it does not need, and hash what it has."""
         coded, self.running = self.running, None
         assert coded is not None
         coded.done.synchronize()
@@ -76,4 +77,5 @@ class GroupCoder:
             )
         coded.size = int(lengths.sum())
         self._memory.dense.shrink(coded.size)
+        coded.digests = self._hasher.finish(coded)
         self.coded.append(coded)

@@ -23,7 +23,7 @@ from ....storage.coding.chunk import RAW
 from ....storage.coding.digest import finish
 from ....storage.errors import ClusterError, RaystowError, SaveFailed
 from ....storage.log import about
-from ...packing.attempt import NodeAttempt, draft
+from ...packing.attempt import NodeAttempt, coded_draft
 from ...protocol.messages import (
     CheckDevice,
     ChunkInfo,
@@ -254,7 +254,7 @@ class NodeEncoder:
                 raise changed_too_early(chunk.info.name)
         for chunk in coded:
             parts, done = self._slots.take_over(chunk.parts)
-            attempt.add_coded(self._rank, draft(chunk.info, number, chunk.coding, raw_digest=chunk.digest), parts, done)
+            attempt.add_coded(self._rank, coded_draft(chunk, number), parts, done)
 
     def _take(self) -> int | None:
         """Return a free slot; None after a short wait, in which the attempt began to upload."""

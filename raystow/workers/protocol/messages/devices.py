@@ -95,10 +95,14 @@ class CodedPlanes(MessagePart, frozen=True):
 
 
 class CodedBatches(MessagePart, frozen=True):
-    """Batches whose bytes are all in the ring, and their coded ``planes``, if any."""
+    """Batches whose bytes are all in the ring, and their coded ``planes``, if any.
+
+    ``digests``: for each chunk the 32 bytes of its ``stored_digest``, or zeros if the receiver has to compute it; empty: of all.
+    """
 
     batches: Column[BatchBytes]
     planes: CodedPlanes | None = None
+    digests: Packed = b""
 
 
 class StageCoded(Message, frozen=True):

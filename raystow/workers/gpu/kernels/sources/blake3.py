@@ -1,7 +1,7 @@
-"""BLAKE3 of many ranges of device memory at once: ``coding.digest.stored_digest`` of bytes just copied to the device.
+"""BLAKE3 of many ranges of device memory at once: ``coding.digest.stored_digest`` of what is stored.
 
-A CPU core hashes 4 GB/s; the GPU hashes while the next bytes are copied. Each lane of a program hashes a leaf of 1 KiB; then one
-program builds the tree of each range, level by level. The constants, the permutation and the flags are those of the specification
+A CPU core hashes 2 to 4 GB/s, and an H100 900 GB/s. Each lane of a program hashes a leaf of 1 KiB; then one program builds the
+tree of each object, level by level. The constants, the permutation and the flags are those of the specification
 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020).
 """
 
@@ -80,13 +80,14 @@ def _word(words, shift, at, end):
 
 @triton.jit
 def leaves(table, values, LANES: tl.constexpr, LEAF: tl.constexpr):
-    """Hash the leaves of each range."""
-    row = table + tl.program_id(1) * 3
+    """Hash the leaves of each range. It is a whole object or a part of one, whose leaves before it are counted."""
+    row = table + tl.program_id(1) * 4
     address = tl.load(row)
     end = tl.load(row + 1)
     first = tl.program_id(0).to(tl.int64) * LANES
     if first * LEAF < end:
         leaf = first + tl.arange(0, LANES)
+        before = tl.load(row + 3)
         shift = ((address & 3) * 8).to(tl.uint32)
         words = (address - (address & 3)).to(tl.pointer_type(tl.uint32))
         h0, h1, h2, h3, h4, h5, h6, h7 = _initial(LANES)
@@ -94,7 +95,7 @@ def leaves(table, values, LANES: tl.constexpr, LEAF: tl.constexpr):
             at = leaf * LEAF + block * 64
             left = tl.minimum(end - leaf * LEAF, LEAF) - block * 64
             last = left <= 64
-            flags = tl.where(last, 2, 0) + tl.where(last & (end <= LEAF), 8, 0)
+            flags = tl.where(last, 2, 0) + tl.where(last & (before + end <= LEAF), 8, 0)
             if block == 0:
                 flags += 1
             g0, g1, g2, g3, g4, g5, g6, g7 = _compress(
@@ -107,7 +108,7 @@ def leaves(table, values, LANES: tl.constexpr, LEAF: tl.constexpr):
                 _word(words, shift, at + 40, end), _word(words, shift, at + 44, end),
                 _word(words, shift, at + 48, end), _word(words, shift, at + 52, end),
                 _word(words, shift, at + 56, end), _word(words, shift, at + 60, end),
-                leaf, tl.minimum(left, 64), flags, LANES,
+                before + leaf, tl.minimum(left, 64), flags, LANES,
             )  # fmt: skip
             some = left > 0
             h0, h1 = tl.where(some, g0, h0), tl.where(some, g1, h1)
@@ -137,7 +138,7 @@ def _get(source, k, inside):
 @triton.jit
 def tree(table, values, others, digests, LANES: tl.constexpr, LEAF: tl.constexpr):
     """Each level reads the values from one buffer and writes to the other."""
-    row = table + tl.program_id(0) * 3
+    row = table + tl.program_id(0) * 4
     n = tl.cdiv(tl.load(row + 1), LEAF)
     first = tl.load(row + 2) * 8
     source = values + first
