@@ -197,10 +197,6 @@ def all_sources() -> Iterator[Source]:
     torch.manual_seed(0)
     yield Source("one", weights(1))
     yield Source("small", weights(300, torch.float64))
-    for i in range(2):
-        yield Source(f"n{i}.master", weights((16 + 8 * i) * KIB))
-        yield Source(f"n{i}.square", weights((16 + 8 * i) * KIB).square())
-        yield Source(f"n{i}.half", weights((16 + 8 * i) * KIB, torch.bfloat16))
     for i in range(3):
         yield Source(f"m{i}.master", weights(14_000 + i))
         yield Source(f"m{i}.square", weights(12_000 + 16 * i).square())

@@ -52,7 +52,7 @@ class _Lane:
         self.pinned = BUFFERS.take(ROOM.stored)
         self.bytes = self.pinned.memory
         self.host = torch.from_numpy(self.bytes)
-        self.stored = torch.empty(ROOM.stored + blake3_kernels.PAST, dtype=torch.uint8, device=device)
+        self.stored = torch.empty(ROOM.stored, dtype=torch.uint8, device=device)
         self.planes = torch.empty(ROOM.planes, dtype=torch.uint8, device=device)
         self.aligned = torch.empty(ROOM.aligned, dtype=torch.uint8, device=device)
         self.words = self.scratch = torch.empty(0, dtype=torch.uint8, device=device)

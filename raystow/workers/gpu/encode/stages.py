@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...protocol.messages import BatchBytes, CodedBatches
@@ -19,13 +19,13 @@ class TakenDigests:
     them after the event ``done``."""
 
     chunks: int
-    places: Sequence[int]
+    places: npt.NDArray[np.int64]
     found: torch.Tensor
     done: torch.cuda.Event
 
     def packed(self) -> bytes:
         """Return them as ``messages.CodedBatches`` has them."""
-        if not self.places:
+        if not len(self.places):
             return b""
         digests = np.zeros((self.chunks, 4), np.int64)
         digests[self.places] = self.found.numpy()

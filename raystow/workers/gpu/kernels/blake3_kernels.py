@@ -17,8 +17,6 @@ from ..kernel_args import Addressed, Table
 from .constants import BLAKE3, LEAF
 from .library import Kernel
 
-PAST = 8
-"""Bytes after a range that may be read and are ignored."""
 VALUE = 32
 """Bytes of a leaf's value, and of a digest."""
 
@@ -39,8 +37,8 @@ def stored_digests(table: Table, sizes: Sequence[int], digests: Table, scratch: 
 
 
 def leaves(table: Table, largest: int, values: Table) -> None:
-    """Compute the values of all leaves. Up to ``PAST`` bytes after each range must be readable; all ranges of an object but the
-    last are whole leaves. ``largest``: the most bytes of a range."""
+    """Compute the values of all leaves. ``largest``: the most bytes of a range. If an object has several ranges, all but the last
+    one must be whole leaves, and the first one several of them."""
     _LEAVES.launch((-(-largest // (LEAF * BLAKE3["LANES"])), len(table)), table, values, **BLAKE3)
 
 

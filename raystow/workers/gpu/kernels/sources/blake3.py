@@ -69,10 +69,10 @@ def _compress(
 
 @triton.jit
 def _word(words, shift, at, end):
-    """Return the 32 bits at byte ``at``, with zeros from ``end``. ``words``: aligned, ``shift`` bits before byte 0."""
-    inside = at < end
-    low = tl.load(words + at // 4, mask=inside, other=0)
-    high = tl.load(words + at // 4 + 1, mask=inside & (shift > 0), other=0)
+    """Return the 32 bits at byte ``at``, with zeros from ``end``. ``words``: aligned, ``shift`` bits before byte 0. A word
+    without bytes before ``end`` is not read."""
+    low = tl.load(words + at // 4, mask=at < end, other=0)
+    high = tl.load(words + at // 4 + 1, mask=at + 4 - shift // 8 < tl.where(shift > 0, end, 0), other=0)
     word = (low >> shift) | tl.where(shift > 0, high << (32 - shift), 0)
     bits = (tl.minimum(tl.maximum(end - at, 0), 4) * 8).to(tl.uint32)
     return tl.where(bits < 32, word & ((1 << bits) - 1), word)
@@ -95,7 +95,7 @@ def leaves(table, values, LANES: tl.constexpr, LEAF: tl.constexpr):
             at = leaf * LEAF + block * 64
             left = tl.minimum(end - leaf * LEAF, LEAF) - block * 64
             last = left <= 64
-            flags = tl.where(last, 2, 0) + tl.where(last & (before + end <= LEAF), 8, 0)
+            flags = tl.where(last, 2, 0) + tl.where(last & (before * LEAF + end <= LEAF), 8, 0)
             if block == 0:
                 flags += 1
             g0, g1, g2, g3, g4, g5, g6, g7 = _compress(

@@ -1,0 +1,41 @@
+"""The kernels of stored digests, in Triton's interpreter: whole objects, and objects in parts, at every alignment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from device import interpret
+
+from raystow.storage.coding.digest import stored_digest
+from raystow.workers.gpu.kernels import blake3_kernels
+from raystow.workers.gpu.kernels.library import Kernel
+
+PARTS = [(1024,), (1025,), (2048, 5), (2048, 1024, 1023)]
+"""Bytes of the parts of each object; all but the last are whole leaves."""
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernel, "launch", interpret)
+
+
+def test_digests_of_objects_in_parts() -> None:
+    memory = np.random.default_rng(0).integers(0, 256, 32 << 10, np.uint8)
+    rows, objects, wanted = list[tuple[int, ...]](), list[tuple[int, ...]](), list[bytes]()
+    first = at = 0
+    for sizes in PARTS:
+        whole, before = b"", 0
+        for size in sizes:
+            rows.append((memory.ctypes.data + at, size, first + before, before))
+            whole += memory[at : at + size].tobytes()
+            at += size + 1  # of every remainder by four
+            before += blake3_kernels.leaf_count(size)
+        objects.append((0, len(whole), first, 0))
+        wanted.append(stored_digest(whole))
+        first += before
+    values, others = (torch.zeros(8 * first, dtype=torch.uint32) for _ in range(2))
+    found = torch.zeros((len(PARTS), 8), dtype=torch.uint32)
+    blake3_kernels.leaves(torch.tensor(rows), max(size for _, size, _, _ in rows), values)
+    blake3_kernels.tree(torch.tensor(objects), values, others, found)
+    assert [digest.numpy().tobytes() for digest in found] == wanted
