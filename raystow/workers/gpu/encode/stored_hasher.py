@@ -167,8 +167,8 @@ class StoredHasher:
         self._launch(covers, leaves)
 
     def _launch(self, covers: Sequence[tuple[_Numbers, _Numbers]], leaves: _Leaves) -> None:
-        """Put leaves together by ``moves``, and hash the ranges ``rows``."""
-        if not covers:
+        """Put leaves together, and hash ranges: see ``_Leaves.cover``."""
+        if not sum(len(moves) + len(rows) for moves, rows in covers):
             return
         moves, rows = (np.concatenate(of) for of in zip(*covers, strict=True))
         table = upload(np.concatenate((moves, rows), axis=None), self._device)
