@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from raystow.orchestrator.journal.tracked_state import TrackedState
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
-STEPS = 6
+STEPS, DEVICE = 6, "cuda"
 Parameters = list[nn.Parameter]
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -89,6 +90,44 @@ def test_steps_are_replayed_bit_for_bit(optimizer: str) -> None:
     assert journal.replay(again.copy_weights) == STEPS
     journal.close()
     assert again.bits() == run.bits()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
+def test_other_numbers_of_ranks_replay_bit_for_bit(before: int, after: int) -> None:
+    """Ranks are threads with the same parameters, as in data parallel training."""
+    box, runs = EntryBox(), [plain_run() for _ in range(before + after)]
+
+    def record(rank: int) -> None:
+        model, optimizer = runs[rank]
+        journal = box.journal(model, optimizer, rank=rank, world_size=before)
+        journal.replay()
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        for number in range(1, STEPS + 1):
+            for one in model.parameters():
+                one.grad = torch.randn(one.shape, device=DEVICE, generator=generator)
+            optimizer.step()
+            journal.record(number, values=number)
+        journal.close()
+
+    def replay(rank: int) -> object:
+        journal = box.journal(*runs[before + rank], rank=rank, world_size=after)
+        try:
+            return journal.replay()
+        finally:
+            journal.close()
+
+    with ThreadPoolExecutor(max(before, after)) as pool:
+        list(pool.map(record, range(before)))
+        assert list(pool.map(replay, range(after))) == [STEPS] * after
+    for model, _ in runs[1:]:
+        for one, other in zip(model.parameters(), runs[0][0].parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def plain_run() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1000, 3000), nn.GELU(), nn.Linear(3000, 500)).to(DEVICE)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def test_clipped_gradients_take_as_many_bytes_as_bfloat16() -> None:
