@@ -45,6 +45,7 @@ class Source:
     name: str
     tensor: torch.Tensor
     followed: str = ""
+    coded: tuple[int, ...] = ()  # planes; none: the highest
 
     @property
     def dtype(self) -> dtypes.DType:
@@ -62,7 +63,7 @@ class Source:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        return (self.dtype.width - 1,)
+        return self.coded or (self.dtype.width - 1,)
 
     @property
     def identity(self) -> Any:
@@ -206,6 +207,7 @@ def all_sources() -> Iterator[Source]:
     yield Source("eight", weights(30_001).to(torch.float8_e5m2))
     yield Source("transposed", weights(6_000).reshape(60, 100).t())
     yield Source("zeros", torch.zeros(20_000))
+    yield Source("rounded", weights(4_000).bfloat16().float(), coded=(0, 1, 2, 3))
 
 
 def small_encoder(codec: str | None, receiver: Receiver, *, of: type[Encoder] = Encoder) -> Encoder:

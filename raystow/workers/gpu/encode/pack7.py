@@ -19,9 +19,9 @@ COUNT = 4
 def worth_packing(jobs: Sequence[Job], low: int, odds: Sequence[int]) -> bool:
     """Return whether planes can be packed (``odds``: 0) that are more than a quarter of the ``low`` bytes of lowest planes.
 
-    For less, the separate copies cost more than packing saves.
+    For less, the separate copies cost more than packing saves. Coded planes are not packed: ``low`` is 0 if the lowest ones are.
     """
-    return sum(job.plane for job, odd in zip(jobs, odds, strict=True) if not odd) > low // 4
+    return low > 0 and sum(job.plane for job, odd in zip(jobs, odds, strict=True) if not odd) > low // 4
 
 
 @dataclass
