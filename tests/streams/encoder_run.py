@@ -20,7 +20,7 @@ from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.reader import decode
-from raystow.workers.gpu.encode import encoder, stored_hasher
+from raystow.workers.gpu.encode import encoder, hash_plan
 from raystow.workers.gpu.encode.arena import Arena
 from raystow.workers.gpu.encode.encoder import Encoder
 from raystow.workers.gpu.encode.pinned_ring import PinnedRing
@@ -118,7 +118,7 @@ class Zlib:
 
 
 class Blake3:
-    """A replacement of the kernels of BLAKE3, which are slow in the interpreter: the value of a leaf is its number and its bytes."""
+    """A replacement of the kernels of BLAKE3, which are slow in the interpreter: a leaf's value is its number and its bytes."""
 
     def __init__(self, gpu: Device) -> None:
         self._gpu, self._values = gpu, dict[int, tuple[int, bytes]]()  # by address
@@ -154,7 +154,7 @@ def streams(seed: int) -> Iterator[Device]:
     """Return a simulated device whose kernels of codecs are replaced."""
     with device(seed) as made, pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "coder", lambda name: Zlib(made))
-        patch.setattr(stored_hasher, "LEAST", HASHED)
+        patch.setattr(hash_plan, "LEAST", HASHED)
         blake3 = Blake3(made)
         patch.setattr(blake3_kernels, "leaves", blake3.leaves)
         patch.setattr(blake3_kernels, "tree", blake3.tree)

@@ -58,8 +58,7 @@ class EncoderMemory:
         leaves, tree = size // 32, size // 64  # a group has at most half as many raw bytes as the memory
         parts = [high, scratch, streams * stride, leaves, tree, *(PACK_BUFFERS * [pack_buffers])]
         buffers = [torch.empty(part, dtype=torch.uint8, device=device) for part in (*parts, size - sum(parts))]
-        self.high_planes, self.scratch, self.out, values, self.tree, *packed, rest = buffers
-        self.values = Arena(values)
+        self.high_planes, self.scratch, self.out, self.values, self.tree, *packed, rest = buffers
         self.pack_buffers = PackBuffers(packed)
         dense = rest.numel() // 2 // _ALIGN * _ALIGN if stream else 0
         self.dense, self.low_planes = Arena(rest[:dense]), rest[dense:]

@@ -17,6 +17,7 @@ from .chunk_reader import ChunkReader
 from .device_memory import EncoderResources
 from .encode_plan import Batch, EncodePlan
 from .group_coder import GroupCoder
+from .hash_plan import HashPlan
 from .host_copier import HostCopier
 from .stages import Arrived, ReadBatch
 from .stored_hasher import StoredHasher
@@ -28,10 +29,12 @@ Emit = Callable[[list[Arrived]], None]
 class EncodeRun:
     """Encodes the chunks of one request as planned. ``run`` is called once."""
 
-    def __init__(self, plan: EncodePlan, request: EncodeRequest, resources: EncoderResources, emit: Emit) -> None:
+    def __init__(
+        self, plan: EncodePlan, hashing: HashPlan, request: EncodeRequest, resources: EncoderResources, emit: Emit
+    ) -> None:
         self._plan, self._request, self._resources, self._emit = plan, request, resources, emit
         self.reader = ChunkReader(plan, request, resources.streams)
-        hasher = StoredHasher(plan, resources)
+        hasher = StoredHasher(plan, hashing, resources)
         self._coder = GroupCoder(plan, resources, hasher)
         self._copier = HostCopier(plan, request, resources, hasher, self._relieve)
         self._reads: deque[ReadBatch] = deque()

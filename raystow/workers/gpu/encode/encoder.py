@@ -25,6 +25,7 @@ from .batch_results import BatchResults
 from .device_memory import SIZE, EncoderMemory, EncoderResources, EncoderStreams
 from .encode_plan import EncodePlan
 from .encode_run import Emit, EncodeRun
+from .hash_plan import HashPlan
 from .pinned_ring import PinnedRing
 
 
@@ -46,6 +47,7 @@ class Encoder:
             torch.cuda.current_stream(device).synchronize()
         self.plan: EncodePlan | None = None
         """The plan of the last request."""
+        self._hashing: HashPlan | None = None
         self.digests = np.empty(0, np.uint64)
         """``raw_digest``, before ``finish``, of the chunks of the last request, in their order."""
         self._run: EncodeRun | None = None
@@ -59,20 +61,19 @@ class Encoder:
     def close(self) -> None:
         """Free the device memory."""
         torch.cuda.synchronize(self._device)
-        self.plan = None
+        self.plan = self._hashing = None
         del self._resources
 
     def prepare(self, sources: Sequence[Source]) -> None:
         """Plan the encoding of these chunks."""
         with torch.cuda.device(self._device):
-            self._plan_for(sources)
+            self._plans_for(sources)
 
     def encode(self, request: EncodeRequest, emit: Emit) -> None:
         """Encode all chunks of a request. Raises ``SaveFailed`` naming a tensor that was changed too early."""
         with torch.cuda.device(self._device):
             try:
-                plan = self._plan_for(request.pieces)
-                self._run = EncodeRun(plan, request, self._resources, emit)
+                self._run = EncodeRun(*self._plans_for(request.pieces), request, self._resources, emit)
                 self._run.run()
                 self.digests = self.results.digests()
             except BaseException:
@@ -80,15 +81,15 @@ class Encoder:
                 raise
             finally:
                 self._resources.memory.dense.clear()
-                self._resources.memory.values.clear()
                 self._resources.memory.pack_buffers.reset()
                 self._run = None
 
-    def _plan_for(self, sources: Sequence[Source]) -> EncodePlan:
-        """Return the last plan if it is valid for these chunks, else make a plan."""
-        if self.plan is None or not self.plan.fits(sources):
-            self.plan = None
+    def _plans_for(self, sources: Sequence[Source]) -> tuple[EncodePlan, HashPlan]:
+        """Return the last plans if they are valid for these chunks, else make plans."""
+        if self.plan is None or self._hashing is None or not self.plan.fits(sources):
+            self.plan = self._hashing = None
             memory = self._resources.memory
             self.plan = EncodePlan(sources, memory.limits, low_planes=memory.low_planes, high_planes=memory.high_planes)
-            torch.cuda.current_stream(self._device).synchronize()  # its tables are on the device
-        return self.plan
+            self._hashing = HashPlan(self.plan, values=memory.values, tree=memory.tree)
+            torch.cuda.current_stream(self._device).synchronize()  # their tables are on the device
+        return self.plan, self._hashing
