@@ -33,6 +33,7 @@ if importlib.util.find_spec("triton") is None:
 os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is loaded
 
 from raystow.storage.coding.digest import BLOCK
+from raystow.workers.gpu.encode import pinned_ring
 from raystow.workers.gpu.kernels import word_kernels
 from raystow.workers.gpu.kernels.library import Architecture, Kernel, variant_name
 
@@ -40,6 +41,8 @@ SEEDS = range(int(os.environ.get("SEEDS", "2")))
 """Seeds of each test; each seed gives another order of execution."""
 
 _STEPS = (0, 0, 1, 3)  # numbers of work items that run during a query of an event, drawn at random
+
+_STREAMS = 16  # that have different ranks
 
 _HOST_CALLS = {"__getitem__", "__iter__", "__len__", "data_ptr", "element_size", "numel", "numpy", "split", "tolist", "view"}
 """Calls that read a tensor's address or host memory: the host executes them without the device."""
@@ -83,10 +86,15 @@ class Stream:
 
 
 class Device:
-    """A device whose order of execution is drawn from ``seed``."""
+    """A device whose order of execution is drawn from ``seed``.
+
+    An even seed draws each next stream. An odd one draws a rank for each stream, and the streams of the last ranks work only when
+    all others wait: so work that is hardly ever late is late too (Burckhardt et al. 2010, probabilistic concurrency testing).
+    """
 
     def __init__(self, seed: int) -> None:
         self._random, self.streams = np.random.default_rng(seed), list[Stream]()
+        self._ranks = list(self._random.permutation(_STREAMS)) if seed % 2 else []
         self._lock = threading.RLock()  # only one thread at a time runs work
         self.current = self.default = Stream(self)
         self.busy = False
@@ -124,7 +132,11 @@ class Device:
         ready = [stream for stream in self.streams if stream.queue and getattr(stream.queue[0], "passed", True)]
         if not ready:
             return False
-        work = ready[self._random.integers(len(ready))].queue.popleft()
+        if self._ranks:
+            stream = min(ready, key=lambda one: self._ranks[self.streams.index(one) % _STREAMS])
+        else:
+            stream = ready[self._random.integers(len(ready))]
+        work = stream.queue.popleft()
         if not isinstance(work, Event):
             before, self.busy = self.busy, True
             try:
@@ -190,6 +202,7 @@ def device(seed: int) -> Iterator[Device]:
 
     with pytest.MonkeyPatch.context() as patch, _Calls(made):
         patch.setattr(Kernel, "launch", launch)
+        patch.setattr(pinned_ring, "copy_to_host", lambda *places: made.enqueue(lambda: ctypes.memmove(*places)))
         patch.setattr(word_kernels, "_REACH", 4 * BLOCK)
         patch.setattr(torch.cuda, "device", lambda where: contextlib.nullcontext())
         patch.setattr(torch.cuda, "Stream", lambda where=None, priority=0: Stream(made))
