@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+
 import pytest
 from builders import memory_repository
 
 from raystow.storage.committer import Committer
 from raystow.storage.repository import Repository
+from raystow.workers.gpu.encode import pinned_ring
 
 
 @pytest.fixture
@@ -19,3 +23,11 @@ def repository() -> Repository:
 def committer(repository: Repository) -> Committer:
     """Return a committer without commits."""
     return Committer(repository, "me")
+
+
+@pytest.fixture(scope="module")
+def host_copies() -> Iterator[None]:
+    """Let pinned rings copy from host memory, immediately."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pinned_ring, "copy_to_host", ctypes.memmove)
+        yield

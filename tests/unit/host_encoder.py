@@ -90,7 +90,7 @@ class HostEncoder:
         return memory[start : start + nbytes]
 
     def _write(self, run: Bytes) -> RingRun:
-        return self._ring.write(torch.from_numpy(run), lambda: None)
+        return self._ring.write(run.ctypes.data, run.nbytes, lambda: None)
 
     def _read(self, number: int, batch: Batch) -> BatchBytes:
         jobs, sums, places = self.plan.jobs[batch.first : batch.last], list[int](), Places()

@@ -22,6 +22,8 @@ from raystow.workers.protocol.messages import CodedLayout, StageCoded
 from raystow.workers.shm.coded_layout import Layout, parts
 from raystow.workers.shm.ring import Ring
 
+pytestmark = pytest.mark.usefixtures("host_copies")
+
 DTYPES = ("float8_e5m2", "uint8", "bfloat16", "int16", "float32", "complex64", "float64")
 SLOT = 4096
 STREAM = 512

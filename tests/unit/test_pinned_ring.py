@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystow.workers.gpu.encode.pinned_ring import PinnedRing, RingRun
 from raystow.workers.shm.coded_layout import parts
 from raystow.workers.shm.ring import Ring
+
+pytestmark = pytest.mark.usefixtures("host_copies")
 
 SLOT = 64
 Runs = list[list[tuple[int, int]]]
@@ -41,7 +44,7 @@ class RingEnds:
         self.released.append(slot)
 
     def write(self, source: bytes, pieces: list[tuple[int, int]]) -> None:
-        run = self.pinned.write(torch.tensor(list(source), dtype=torch.uint8), self.free_slots)
+        run = self.pinned.write(np.frombuffer(source, np.uint8).ctypes.data, len(source), self.free_slots)
         for start, nbytes in pieces:
             where = parts(run.spans, start, nbytes)
             assert b"".join(bytes(self.ring.slot(slot)[at : at + n]) for slot, at, n in where) == source[start : start + nbytes]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..encode_request import Source
+from ..kernel_args import Addressed
 from ..kernels import copy_kernels
 from ..kernels.word_kernels import FOUND
 from .encode_plan import Batch, EncodePlan
@@ -21,22 +21,24 @@ class BatchResults:
     def __init__(self, plan: EncodePlan, sources: Sequence[Source]) -> None:
         self._plan, self._sources = plan, sources
         self._on_device = torch.zeros(FOUND * len(sources), dtype=torch.int64, device=plan.chunks.device)
-        self._on_host = torch.empty(FOUND * len(sources), dtype=torch.int64, pin_memory=True)
+        self._pinned = torch.empty(FOUND * len(sources), dtype=torch.int64, pin_memory=True)
+        self._on_host = self._pinned.numpy()
 
-    def on_device(self, batch: Batch) -> torch.Tensor:
+    def on_device(self, batch: Batch) -> Addressed:
         """Return the memory that the kernel adds its results to."""
-        return _rows(batch, self._on_device)
+        numbers = FOUND * (batch.last - batch.first)
+        return Addressed(self._on_device.data_ptr() + self._start(batch), numbers, self._on_device.device)
 
-    def to_host(self, batch: Batch) -> torch.Tensor:
+    def to_host(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Copy the results of a batch to pinned host memory; they are there once the current stream has executed the copy."""
-        copy_kernels.tell(self.on_device(batch), found := _rows(batch, self._on_host))
-        return found
+        copy_kernels.tell(self.on_device(batch), self._pinned.data_ptr() + self._start(batch))
+        return self._rows(batch)
 
     def digests(self) -> npt.NDArray[np.uint64]:
         """Return ``raw_digest`` of all sources before ``finish`` (uint64 [sources]), once all have been read."""
         digests = np.zeros(len(self._sources), np.uint64)
         for batch in self._plan.batches:
-            digests[self._sources_of(batch)] = _rows(batch, self._on_host)[0].numpy().view(np.uint64)
+            digests[self._sources_of(batch)] = self._rows(batch)[0].view(np.uint64)
         return digests
 
     def rounding_sources(self) -> dict[int, int]:
@@ -52,12 +54,16 @@ class BatchResults:
         found = np.zeros((2, len(self._sources)), np.int64)
         for batch in self._plan.batches:
             if batch.followed:
-                found[:, self._sources_of(batch)] = _rows(batch, self._on_host)[3:].numpy()
+                found[:, self._sources_of(batch)] = self._rows(batch)[3:]
         return found
 
     def _sources_of(self, batch: Batch) -> list[int]:
         return [job.index for job in self._plan.jobs[batch.first : batch.last]]
 
+    def _rows(self, batch: Batch) -> npt.NDArray[np.int64]:
+        rows: npt.NDArray[np.int64] = self._on_host[FOUND * batch.first : FOUND * batch.last].reshape(FOUND, -1)
+        return rows
 
-def _rows(batch: Batch, results: torch.Tensor) -> torch.Tensor:
-    return cast(torch.Tensor, results[FOUND * batch.first : FOUND * batch.last].view(FOUND, -1))
+    def _start(self, batch: Batch) -> int:
+        """Return where the results of a batch begin, in bytes."""
+        return 8 * FOUND * batch.first

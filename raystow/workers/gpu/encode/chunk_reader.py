@@ -43,7 +43,7 @@ class ChunkReader:
         for event in free:
             stream.wait_event(event)
         with torch.cuda.stream(stream):
-            table, copies = self._plan.chunks[batch.first : batch.last], list[torch.Tensor]()
+            table, copies = self._plan.rows(batch.first, batch.last), list[torch.Tensor]()
             if batch.scattered:
                 table, copies = self._gathered(batch.first, batch.last)
             word_kernels.split(
@@ -61,7 +61,7 @@ class ChunkReader:
     def check(self, read: ReadBatch) -> None:
         """Raise ``SaveFailed`` if a chunk of a batch that has been read has changed since the save began."""
         first, last = read.batch.first, read.batch.last
-        changed = np.flatnonzero(read.found[1].numpy() != self._samples.numpy()[first:last])
+        changed = np.flatnonzero(read.found[1] != self._samples.numpy()[first:last])
         if len(changed):
             raise changed_too_early(self._plan.jobs[first + changed[0]].name)
 
@@ -73,7 +73,7 @@ class ChunkReader:
             batches = list(alike)
             first, last = batches[0].first, batches[-1].last
             if not scattered:
-                table, largest = plan.chunks[first:last], max(batch.largest for batch in batches)
+                table, largest = plan.rows(first, last), max(batch.largest for batch in batches)
                 word_kernels.sample(table, largest, width=width, packed=packed, samples=samples[first:last])
                 continue
             for i in range(first, last):  # one at a time, so that there is one copy at a time

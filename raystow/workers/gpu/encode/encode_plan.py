@@ -19,6 +19,7 @@ import torch
 from ...protocol.messages import CodedLayout
 from .. import kernel_args
 from ..encode_request import Source
+from ..kernel_args import Addressed
 from .jobs import Job
 
 ROWS = 512
@@ -124,6 +125,10 @@ class EncodePlan:
         self._lay_out(table, *(Circle(memory.data_ptr(), memory.numel()) for memory in (low_planes, high_planes)))
         self.table = table
         self.chunks, self.cuts = (torch.from_numpy(rows).to(self._device) for rows in (table, self._cut(table)))
+
+    def rows(self, first: int, last: int) -> Addressed:
+        """Return a part of ``chunks``."""
+        return Addressed(self.chunks.data_ptr() + first * self.table.strides[0], last - first, self._device)
 
     def fits(self, sources: Sequence[Source]) -> bool:
         """Whether the plan is also valid for these chunks."""

@@ -43,7 +43,7 @@ class HostCopier:
                 packed = self._copy_packed(read, odds)
             elif batch.low + batch.middle:
                 copy.wait_event(read.done)
-                read.runs.append(self._copy_low(batch.base, batch.low + batch.middle))
+                read.runs.append(self._ring.write(batch.base, batch.low + batch.middle, self._relieve))
             copied = copy.record_event()
         done = self._hasher.add(read, packed, copied)
         if packed is not None:
@@ -54,7 +54,7 @@ class HostCopier:
         """Copy a coded group; return its place and the event after which it is copied, and hashed."""
         assert coded.digests is not None
         with torch.cuda.stream(self._streams.copy):
-            run = self._ring.write(self._memory.dense.memory[coded.start : coded.start + coded.size], self._relieve)
+            run = self._ring.write(self._memory.dense.memory.data_ptr() + coded.start, coded.size, self._relieve)
             self._streams.copy.wait_event(coded.digests.done)
             return run, self._streams.copy.record_event()
 
@@ -70,23 +70,18 @@ class HostCopier:
             packed = buffers.pack(planes, stream)
         streams.copy.wait_event(read.done)
         if batch.middle:
-            read.runs.append(self._copy_low(batch.base + batch.low, batch.middle))
+            read.runs.append(self._ring.write(batch.base + batch.low, batch.middle, self._relieve))
         packed_run = len(read.runs)
         if packed is not None:
             streams.copy.wait_event(packed)
             read.packed_at = buffers.current.data_ptr()
-            read.runs.append(self._ring.write(buffers.current[: planes.nbytes], self._relieve))
+            read.runs.append(self._ring.write(read.packed_at, planes.nbytes, self._relieve))
         for raw, group in itertools.groupby(zip(jobs, starts, planes.places, strict=True), lambda row: row[2] is None):
             rows = list(group)
             if raw:
                 first, end = rows[0][1], rows[-1][1] + rows[-1][0].padded
                 read.lows += [(len(read.runs), start - first, False) for _, start, _ in rows]
-                read.runs.append(self._copy_low(batch.base + first, end - first))
+                read.runs.append(self._ring.write(batch.base + first, end - first, self._relieve))
             else:
                 read.lows += [(packed_run, place, True) for _, _, place in rows if place is not None]
         return packed
-
-    def _copy_low(self, address: int, nbytes: int) -> RingRun:
-        """Copy from an address in the memory of raw planes."""
-        start = address - self._memory.low_planes.data_ptr()
-        return self._ring.write(self._memory.low_planes[start : start + nbytes], self._relieve)

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import torch
-
 from ...protocol.messages import RunSpan
 from ...shm.ring import Ring
+from ..kernels.library import copy_to_host
 from ..pinned_memory import PinnedMemory
 
 _PART = 64 << 20  # bytes that are pinned together
@@ -44,7 +43,7 @@ class PinnedRing:
         free: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ring, self._take, self._release, self._free = ring, take, release, free
-        self._memory = torch.from_numpy(ring.memory)
+        self._address = ring.memory.ctypes.data
         self._pinned = PinnedMemory(ring.memory, max(1, _PART // ring.slot_size) * ring.slot_size, ahead=True)
         self._slot, self._used = -1, ring.slot_size
         self._runs: Counter[int] = Counter()  # slot -> spans in it that are not announced yet
@@ -60,20 +59,20 @@ class PinnedRing:
         """Bytes that can be written once the node worker has uploaded all that was announced."""
         return max(self._free(), self.capacity - len(self._open) * self._ring.slot_size)
 
-    def write(self, source: torch.Tensor, relieve: Callable[[], None]) -> RingRun:
-        """Enqueue a copy of ``source`` (uint8, contiguous) on the current stream.
+    def write(self, source: int, nbytes: int, relieve: Callable[[], None]) -> RingRun:
+        """Enqueue a copy on the current stream.
 
         Args:
-            source: The bytes, on the device.
+            source: The address of the bytes on the device.
             relieve: Called while there is no free slot; it must announce runs that have arrived.
         """
-        run, done, total = RingRun(), 0, source.numel()
-        while done < total:
+        run, done = RingRun(), 0
+        while done < nbytes:
             if self._used == self._ring.slot_size:
                 self._next_slot(relieve)
-            size = min(self._ring.slot_size - self._used, total - done)
+            size = min(self._ring.slot_size - self._used, nbytes - done)
             at = self._slot * self._ring.slot_size + self._used
-            self._memory[at : at + size].copy_(source[done : done + size], non_blocking=True)
+            copy_to_host(self._address + at, source + done, size)
             run.spans.append((done, self._slot, self._used, size))
             self._runs[self._slot] += 1
             done += size
@@ -100,7 +99,7 @@ class PinnedRing:
     def close(self) -> None:
         """Unpin the memory."""
         self._pinned.close()
-        del self._memory, self._pinned
+        del self._pinned
 
     def _next_slot(self, relieve: Callable[[], None]) -> None:
         self._slot = -1

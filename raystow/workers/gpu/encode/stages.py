@@ -40,7 +40,7 @@ class ReadBatch:
     number: int  # in the plan
     batch: Batch
     done: torch.cuda.Event
-    found: torch.Tensor  # results of word_kernels.split in host memory, int64 [FOUND, jobs]
+    found: npt.NDArray[np.int64]  # results of word_kernels.split in host memory, [FOUND, jobs]
     copies: list[torch.Tensor]  # gathered chunks, which the kernel reads
     runs: list[RingRun] = field(default_factory=list)
     lows: list[tuple[int, int, bool]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class ReadBatch:
     def message(self) -> BatchBytes:
         """Return the message that announces its bytes."""
         runs = tuple(tuple(run.spans) for run in self.runs)
-        return BatchBytes(self.number, self.found[0].numpy().tobytes(), runs, tuple(self.lows))
+        return BatchBytes(self.number, self.found[0].tobytes(), runs, tuple(self.lows))
 
 
 @dataclass

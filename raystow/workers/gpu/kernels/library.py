@@ -175,6 +175,15 @@ def _loaded(device: int, variant: str) -> _Loaded:
     return _Loaded(device, architecture(device).binary(variant))
 
 
+def copy_to_host(target: int, source: int, nbytes: int) -> None:
+    """Enqueue a copy from an address in device memory to one in pinned memory, on the current stream of the current device.
+
+    Unlike a copy of tensors it keeps the interpreter lock: see ``kernel_args.Addressed``.
+    """
+    stream = torch.cuda.current_stream().cuda_stream
+    _call("cuMemcpyDtoHAsync_v2", *map(ctypes.c_uint64, (target, source)), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream))
+
+
 def load_all(device: torch.device) -> None:
     """Load every kernel now: the driver takes about a millisecond for each at its first launch."""
     with torch.cuda.device(device):

@@ -7,12 +7,13 @@ thousands of chunks, and a launch for each would cost the training process more 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from ....storage.coding.digest import BLOCK, SECOND_WORD_KEYS, WORD_KEYS, block_key
-from ..kernel_args import Table
+from ..kernel_args import Addressed, Table
 from .constants import BLOCKS, COMPARE, GROUP, SLICE, Value, transform
 from .library import Kernel
 
@@ -32,13 +33,13 @@ def _keys(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def split(
-    table: torch.Tensor,
+    table: Table,
     largest: int,
     *,
     width: int,
     rotate: bool,
     packed: bool,
-    results: torch.Tensor,
+    results: Addressed,
     followed: str = "",
 ) -> None:
     """Split the words of each chunk into its planes, on the current stream.
@@ -46,12 +47,14 @@ def split(
     Args:
         table: int64 [chunks, COLUMNS]; ``packed`` is the result of ``can_pack`` for it.
         largest: Bytes of the largest chunk.
-        results: int64 [FOUND, chunks], zeros. The rows receive ``raw_digest`` before ``finish``; the result of ``sample``; 1 if
-            the lowest bit of any rotated word is set; with ``followed`` the digest of the rounded words before ``finish``, and 1
-            if any word is a NaN.
+        results: int64 [FOUND * chunks], zeros: ``FOUND`` rows, which receive ``raw_digest`` before ``finish``; the result of
+            ``sample``; 1 if the lowest bit of any rotated word is set; with ``followed`` the digest of the rounded words before
+            ``finish``, and 1 if any word is a NaN.
         followed: Round float32 words to this dtype (bfloat16 or float16), as ``coding.derived.derive`` does.
     """
-    _run(table, largest, *results, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True, FOLLOWED=followed)
+    n = len(table)
+    rows = [replace(results, address=results.address + 8 * n * row, rows=n) for row in range(FOUND)]
+    _run(table, largest, *rows, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True, FOLLOWED=followed)
 
 
 def join(table: Table, largest: int, *, width: int, rotate: bool, packed: bool, digests: Table) -> None:
@@ -88,7 +91,7 @@ def digest(
     _run(table, largest, digests, second, W=width, PACKED=packed, PAIR=second is not None)
 
 
-def sample(table: torch.Tensor, largest: int, *, width: int, packed: bool, samples: torch.Tensor) -> None:
+def sample(table: Table, largest: int, *, width: int, packed: bool, samples: torch.Tensor) -> None:
     """Add to ``samples`` (int64 [chunks], zeros) the part of each chunk's digest for 4 KiB in every 64."""
     _run(table, largest, samples, W=width, PACKED=packed, SAMPLE=True)
 
@@ -97,10 +100,10 @@ def _run(
     table: Table,
     largest: int,
     sums: Table,
-    samples: torch.Tensor | None = None,
-    odds: torch.Tensor | None = None,
-    rounded_sums: torch.Tensor | None = None,
-    nans: torch.Tensor | None = None,
+    samples: Table | None = None,
+    odds: Table | None = None,
+    rounded_sums: Table | None = None,
+    nans: Table | None = None,
     **use: Value,
 ) -> None:
     """``use``: constants of ``sources.words.transform``; what is not given is off."""
