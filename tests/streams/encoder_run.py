@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from device import Device, device
@@ -26,6 +27,7 @@ from raystow.workers.gpu.encode.encoder import Encoder
 from raystow.workers.gpu.encode.pinned_ring import PinnedRing
 from raystow.workers.gpu.encode.stages import Arrived
 from raystow.workers.gpu.encode_request import EncodeRequest
+from raystow.workers.gpu.kernel_args import Table
 from raystow.workers.gpu.kernels import blake3_kernels
 from raystow.workers.packing.attempt import coded_draft
 from raystow.workers.protocol.messages import ChunkInfo, DerivedChunk
@@ -104,14 +106,15 @@ class Zlib:
         return streams
 
     def compress(
-        self, sources: torch.Tensor, sizes: torch.Tensor, targets: torch.Tensor, coded: torch.Tensor, *, scratch: Any, status: Any
+        self, sources: Table, sizes: Table, targets: Table, coded: Table, *, scratch: torch.Tensor, status: torch.Tensor
     ) -> None:
         def code() -> None:
-            for i, (source, size, target) in enumerate(zip(sources.tolist(), sizes.tolist(), targets.tolist(), strict=True)):
+            rows, found = zip(*(numbers_of(one).tolist() for one in (sources, sizes, targets)), strict=True), numbers_of(coded)
+            for i, (source, size, target) in enumerate(rows):
                 coder = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
                 made = coder.compress(ctypes.string_at(source, size)) + coder.flush()
                 ctypes.memmove(target, made, len(made))
-                coded[i] = len(made)
+                found[i] = len(made)
 
         self.gpu.enqueue(code)
         status.zero_()
@@ -144,9 +147,15 @@ class Blake3:
         self._gpu.enqueue(work)
 
 
-def rows_of(table: Any) -> list[list[int]]:
+def numbers_of(table: Table, columns: int = 1) -> npt.NDArray[np.int64]:
+    """The memory of a table."""
+    return np.ctypeslib.as_array((ctypes.c_int64 * (columns * len(table))).from_address(table.data_ptr()))
+
+
+def rows_of(table: Table) -> list[list[int]]:
     """The rows of a table of four columns."""
-    return np.frombuffer(ctypes.string_at(table.data_ptr(), 32 * len(table)), np.int64).reshape(-1, 4).tolist()
+    rows: list[list[int]] = numbers_of(table, 4).reshape(-1, 4).tolist()
+    return rows
 
 
 @contextlib.contextmanager

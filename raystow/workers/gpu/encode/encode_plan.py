@@ -78,6 +78,11 @@ class Group:
     largest: int  # the largest number of streams of a plane
     owners: torch.Tensor  # the argument of ``copy_kernels.condense``, on the device
 
+    @property
+    def count(self) -> int:
+        """The number of its streams."""
+        return int(self.streams.stop - self.streams.start)
+
 
 class Circle:
     """Plans consecutive regions in ``size`` bytes of memory at ``base``, starting again from its beginning when it is full."""
@@ -129,6 +134,12 @@ class EncodePlan:
     def rows(self, first: int, last: int) -> Addressed:
         """Return a part of ``chunks``."""
         return Addressed(self.chunks.data_ptr() + first * self.table.strides[0], last - first, self._device)
+
+    def cuts_of(self, group: Group) -> tuple[Addressed, Addressed]:
+        """Return the rows of ``cuts`` for the streams of a group."""
+        total, start = self.cuts.shape[1], group.streams.start
+        first, second = (Addressed(self.cuts.data_ptr() + 8 * (row * total + start), group.count, self._device) for row in (0, 1))
+        return first, second
 
     def fits(self, sources: Sequence[Source]) -> bool:
         """Whether the plan is also valid for these chunks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -49,13 +50,12 @@ class GroupCoder:
         start = self._memory.dense.take(group.nbytes)
         if start is None:
             return False
-        cuts = self._plan.cuts[:, group.streams]
-        n = cuts.shape[1]
+        cuts, n = self._plan.cuts_of(group), group.count
         with torch.cuda.stream(self._stream):
-            results = torch.ones((2, n), dtype=torch.int64, device=cuts.device)
-            sizes, status = self._memory.sizes[:n], results[1].view(torch.int32)[:n]
-            targets, scratch = self._memory.targets[:n], self._memory.scratch
-            self._codec.compress(cuts[0], cuts[1], targets, sizes, scratch=scratch, status=status)
+            results = torch.ones((2, n), dtype=torch.int64, device=self._plan.chunks.device)
+            status, scratch = results[1].view(torch.int32)[:n], self._memory.scratch
+            targets, sizes = (replace(cuts[0], address=one.data_ptr()) for one in (self._memory.targets, self._memory.sizes))
+            self._codec.compress(*cuts, targets, sizes, scratch=scratch, status=status)
             base = self._memory.dense.memory.data_ptr() + start
             streams = copy_kernels.CodedStreams(self._memory.out, self._codec.stride, sizes)
             copy_kernels.condense(group.owners, cuts, streams, base, largest=group.largest, lengths=results[0])

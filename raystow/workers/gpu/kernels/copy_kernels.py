@@ -43,11 +43,11 @@ class CodedStreams:
 
     memory: torch.Tensor
     stride: int
-    sizes: torch.Tensor
+    sizes: Table
 
 
 def condense(
-    owners: torch.Tensor, cuts: torch.Tensor, streams: CodedStreams, base: int, *, largest: int, lengths: torch.Tensor
+    owners: torch.Tensor, cuts: tuple[Table, Table], streams: CodedStreams, base: int, *, largest: int, lengths: torch.Tensor
 ) -> None:
     """Concatenate the streams of some planes, without waiting for their sizes on the host. A plane that coding did not make
     smaller is copied raw.
@@ -55,14 +55,14 @@ def condense(
     Args:
         owners: int64 [planes + 1, 2], the number of each plane's first stream and its bytes; the last row has the number of
             streams.
-        cuts: int64 [2, streams], address and bytes of each stream before coding.
+        cuts: Address and bytes of each stream before coding, int64 [streams] each.
         streams: The coded streams.
         base: The address of the result.
         largest: The largest number of streams of a plane.
         lengths: int64 [streams], receives the bytes of each stream in the result.
     """
     addresses, planes = cuts
-    table = torch.empty((len(addresses), 3), dtype=torch.int64, device=cuts.device)
+    table = torch.empty((len(addresses), 3), dtype=torch.int64, device=owners.device)
     coded = streams.memory.data_ptr(), streams.stride, streams.sizes
     times = _times(largest, CHOOSE["MOST"])
     _CHOOSE.launch((len(owners) - 1,), owners, addresses, planes, *coded, table, lengths, times, **CHOOSE)
