@@ -76,8 +76,8 @@ def claims(results: dict[str, Any]) -> dict[str, bool]:
     for length, rows in results["steps"].items():
         alone, both = rows[NO_GROUP][0], rows[BOTH]
         for what, value in figures.items():
-            held[f"{length} micro-batches: {what} of each within 25 % of one alone"] = all(
-                value(row) <= 1.25 * value(alone) for row in both
+            held[f"{length} micro-batches: {what} of each within 15 % of one alone"] = all(
+                value(row) <= 1.15 * value(alone) for row in both
             )
     held["each restores at least 20 GB/s from the node's memory"] = all(row["GB/s"] >= 20 for row in results["restore"][BOTH])
     return held

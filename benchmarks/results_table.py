@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
-SAVES, FIRST = "gpu_save-2026-11-23", "gpu_save-2026-11-21"
-PEERS, OLD_PEERS, COLD = "peers-2026-11-23", "peers-2026-11", "gpu_cold-2026-11-24"
-LOADS, FIRST_LOADS, PAIR = "gpu_restore-2026-11-22-last", "gpu_restore-2026-11-21", "gpu_pair-2026-11-22-saving"
+SAVES, FIRST = "gpu_save-2026-11-25-hashed", "gpu_save-2026-11-21"
+OLD_PEERS, COLD = "peers-2026-11", "gpu_cold-2026-11-24"
+LOADS, FIRST_LOADS, PAIR = "gpu_restore-2026-11-22-last", "gpu_restore-2026-11-21", "gpu_pair-2026-11-25"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-22", "control_plane-2026-11-23", "cpu_cold-2026-11-25-s3"
-DEFAULT, PEER, PINNED = "raystow deflate auto", "torch_checkpointing", "DCP async pinned"
+DEFAULT, PEER, PINNED = "raystow deflate", "torch_checkpointing", "DCP async pinned"
 FAULTS = "faults-2026-11-25"
 STORE, MEMORY = "raystow, from the store", "raystow, from the node's memory"
 
@@ -85,7 +85,7 @@ def overview() -> str:
     warm = [at(FIRST_LOADS, "contestants", saver, "GB/s") for saver in (PEER, PINNED, "torch.save")]
     rows = (
         (
-            "A save adds to an 82 ms step",
+            "A save adds to an 87 ms step",
             f"**{step(SAVES, 1, DEFAULT, 'lost ms', 'median'):.0f} ms**",
             f"{step(SAVES, 1, PEER, 'lost ms', 'median'):.0f} ms",
             f"{step(FIRST, 1, PINNED, 'lost ms', 'median'):.0f} ms",
@@ -93,7 +93,7 @@ def overview() -> str:
         ),
         (
             "Durable after",
-            f"**{step(SAVES, 1, DEFAULT, 'durable s'):.1f} s**",
+            f"**{step(SAVES, 1, DEFAULT, 'durable s'):.2f} s**",
             f"{step(SAVES, 1, PEER, 'durable s'):.1f} s",
             f"{step(FIRST, 1, PINNED, 'durable s'):.1f} s",
             f"{at(OLD_PEERS, 'savers', 'torch.save', 'durable s'):.1f} s",
@@ -111,25 +111,16 @@ def overview() -> str:
 
 def gpu() -> str:
     """Render saves and restores on one or two GPUs."""
-    pair = [at(PAIR, "steps", "1", "both at once", rank, "durable s") for rank in (0, 1)]
+    pair = [at(PAIR, "steps", n, "both at once", rank, "durable s") for n in "18" for rank in (0, 1)]
     peers = [at(FIRST_LOADS, "contestants", saver, "GB/s") for saver in ("torch.save", PINNED, PEER)]
-    both = [at("gpu_pair-2026-11-22-later", "restore", "both at once", rank, "GB/s") for rank in (0, 1)]
+    both = [at(PAIR, "restore", "both at once", rank, "GB/s") for rank in (0, 1)]
     rows = (
-        ("Save adds to an 82 ms step", lost(SAVES, 1, DEFAULT), lost(SAVES, 1, PEER), SAVES),
-        ('... with `codec="ans"`', lost(SAVES, 1, "raystow ans"), "", SAVES),
-        ("`fence` waits, 82 ms step", *(f"{step(SAVES, 1, saver, 'fence ms'):.0f} ms" for saver in (DEFAULT, PEER)), SAVES),
-        (
-            "Save adds to a 612 ms step",
-            *(f"{at(PEERS, 'steps', '612 ms', saver, 'lost ms', 'median'):.1f} ms" for saver in ("raystow, default", PEER)),
-            PEERS,
-        ),
-        ("Durable, 82 ms step", *(f"{step(SAVES, 1, saver, 'durable s'):.2f} s" for saver in (DEFAULT, PEER)), SAVES),
+        ("Save adds to an 87 ms step", lost(SAVES, 1, DEFAULT), lost(SAVES, 1, PEER), SAVES),
+        ("`fence` waits, 87 ms step", *(f"{step(SAVES, 1, saver, 'fence ms'):.0f} ms" for saver in (DEFAULT, PEER)), SAVES),
+        ("Save adds to a 645 ms step", lost(SAVES, 8, DEFAULT), lost(SAVES, 8, PEER), SAVES),
+        ("Durable, 87 ms step", *(f"{step(SAVES, 1, saver, 'durable s'):.2f} s" for saver in (DEFAULT, PEER)), SAVES),
         ("Stored / raw", *(share(step(SAVES, 1, saver, "ratio")).replace("1.000", "1") for saver in (DEFAULT, PEER)), SAVES),
-        (
-            "CPU seconds per GB saved",
-            *(f"{at(PEERS, 'steps', '83 ms', s, 'CPU s/GB'):.2f}" for s in ("raystow, default", PEER)),
-            PEERS,
-        ),
+        ("CPU seconds per GB saved", *(f"{step(SAVES, 1, saver, 'cpu s/GB'):.2f}" for saver in (DEFAULT, PEER)), SAVES),
         (
             "State reaches host memory, idle GPU",
             f"{at('gpu_save-2026-11-22-bf16', 'idle', 'raystow deflate, whole state', 'arrived GB/s'):.0f} GB/s",
@@ -144,15 +135,15 @@ def gpu() -> str:
         ),
         (
             "... from the node's memory",
-            f"{at('gpu_pair-2026-11-22-later', 'restore', 'alone', 0, 'GB/s'):.1f} GB/s",
+            f"{at(PAIR, 'restore', 'alone', 0, 'GB/s'):.1f} GB/s",
             "",
-            "gpu_pair-2026-11-22-later",
+            PAIR,
         ),
-        ("... two GPUs at once, each", "{:.1f} and {:.1f} GB/s".format(*both), "", "gpu_pair-2026-11-22-later"),
+        ("... two GPUs at once, each", "{:.1f} and {:.1f} GB/s".format(*both), "", PAIR),
         (
-            "Two GPUs save at once: durable",
-            f"{pair[0]:.2f} and {pair[1]:.2f} s",
-            f"{at(PAIR, 'steps', '1', 'alone', 0, 'durable s'):.2f} s (raystow, one GPU)",
+            "Two GPUs save at once: durable, 87 ms step; 642 ms",
+            "{:.2f}, {:.2f} s; {:.2f}, {:.2f} s".format(*pair),
+            "{:.2f} s; {:.2f} s (raystow, one GPU)".format(*(at(PAIR, "steps", n, "alone", 0, "durable s") for n in "18")),
             PAIR,
         ),
         (
@@ -311,7 +302,7 @@ def _machine(file: str) -> str:
     found = result(file)
     assert isinstance(found, dict)
     machine = found["machine"]
-    gpu = machine["gpu"]["name"].removeprefix("NVIDIA ") + ", " if machine.get("gpu") else ""
+    gpu = machine["gpu"]["name"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3") + ", " if machine.get("gpu") else ""
     return f"{gpu}{machine['cores']} cores"
 
 
