@@ -99,9 +99,9 @@ def announce_end(node: str, seconds: float, reason: str) -> None:
     try:
         accepted, why = gcs.drain_node(node, preemption, reason, int((SYSTEM.now() + seconds) * 1000))
     except RayError as error:
-        raise ClusterError(f"Ray does not take the notice: {error}", subject=f"node {node}") from error
+        raise ClusterError(f"Ray does not accept the notice: {error}", subject=f"node {node}") from error
     if not accepted:
-        raise ClusterError(f"Ray does not take the notice: {why}", subject=f"node {node}")
+        raise ClusterError(f"Ray does not accept the notice: {why}", subject=f"node {node}")
 
 
 def survey() -> dict[str, float]:

@@ -24,7 +24,7 @@ def pin(catalog: Catalog, version: Version, name: str, *, move: bool) -> None:
             remedy = "`raystow ls` lists the versions"
             raise StateError(f"there is no version {version.id} to pin", subject=catalog.uri, remedy=remedy)
         if not move and (held := root.pins.get(name, version.id)) != version.id:
-            raise StateError(f"{name!r} is version {held}", subject=catalog.uri, remedy="--move lets it go and moves the name")
+            raise StateError(f"{name!r} is version {held}", subject=catalog.uri, remedy="--move moves the name")
         return root if root.pins.get(name) == version.id else replace(root, pins={**root.pins, name: version.id})
 
     catalog.register.update(change)

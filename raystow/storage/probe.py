@@ -35,7 +35,7 @@ def _probe(store: ObjectStore, key: str, token: str) -> None:
     _loses(store, key, tag=None, step="two writers both created one object")
     second = _wins(store, key, f"second {token}".encode(), tag=first)
     if second == first:
-        raise UnsafeStore("two contents carry one tag", subject=subject, remedy=_REMEDY)
+        raise UnsafeStore("two contents have the same tag", subject=subject, remedy=_REMEDY)
     _loses(store, key, tag=first, step="a writer with an old tag and one with the right tag both replaced one object")
     found = store.get_tagged(key, max_bytes=_MAX_BYTES)
     if found.data != f"second {token}".encode() or found.tag != second:

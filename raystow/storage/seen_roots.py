@@ -40,7 +40,7 @@ class SeenRoot:
     def __init__(self, uri: str, repository: str) -> None:
         folder = os.environ.get(SEEN_ROOTS)
         if folder == "":
-            raise StateError("is set, but empty", subject=SEEN_ROOTS, remedy="unset it, or let it name a folder")
+            raise StateError("is set, but empty", subject=SEEN_ROOTS, remedy="unset it, or set it to a folder")
         name = stored_digest(f"{uri} {repository}".encode("utf-8", "surrogatepass")).hex()[:32]
         self._uri = uri
         self._path = Path(folder).expanduser() / f"{name}.json" if folder is not None else None

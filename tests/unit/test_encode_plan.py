@@ -212,7 +212,7 @@ def test_a_circle_never_returns_overlapping_memory_in_use(base: int, size: int, 
     for nbytes in wanted:
         room = -(-nbytes // 512) * 512
         if room > size:
-            with pytest.raises(ValueError, match="do not go into"):
+            with pytest.raises(ValueError, match="do not fit into"):
                 circle.place(nbytes)
             continue
         start, free = circle.place(nbytes)

@@ -293,7 +293,7 @@ def test_a_copy_that_did_not_fit_is_retried_after_a_commit(caplog):
     world["a"].make(2, 0)
     world.settle()
     assert world.holders(2, 0) == {"a"}
-    assert caplog.text.count("node b has no room for a copy of version 2") == 1
+    assert caplog.text.count("node b has no memory for a copy of version 2") == 1
     assert len(world["b"].received) == 2
     assert world["b"].tier.used == KIB + 8  # the copies of the incomplete part were released
     world["b"].make(2, 1, packs=0)

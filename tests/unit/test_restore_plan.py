@@ -248,7 +248,7 @@ def test_bytes_damaged_in_memory_are_read_from_the_store(caplog):
         into = two_tensors(2)
         assert restore_agreed(cluster.repository, into, agreement) == saved
     assert all(torch.equal(into[name], two_tensors(1)[name]) for name in "ab")
-    assert "is read past the node worker" in caplog.text
+    assert "is read without the node worker" in caplog.text
 
 
 def corrupt_chunk(cluster: LocalCluster, saved: Version) -> None:

@@ -381,7 +381,7 @@ class CoordinatorActor:
     async def _take_over(self) -> None:
         """Take the next epoch again, although another run has taken one meanwhile."""
         await asyncio.to_thread(self._committer.take_over, self._owner())
-        about(logger, repository=self._uri).warning("this run has taken the repository over, epoch %d", self._committer.epoch)
+        about(logger, repository=self._uri).warning("this run has taken over the repository, epoch %d", self._committer.epoch)
         self._fenced = None
 
     def _owner(self) -> str:

@@ -101,7 +101,7 @@ class JournalRounds:
         if round is None or round.failure is not None or round.world_size != vote.world_size:
             if vote.reached is not None:
                 failed = JournalRound(vote.world_size, 0.0)
-                failed.failure = ClusterError("another rank has given the replay up", remedy="restore again")
+                failed.failure = ClusterError("another rank has aborted the replay", remedy="restore again")
                 return failed
             self._open = round = JournalRound(vote.world_size, 0.0)
         return round

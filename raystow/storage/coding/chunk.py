@@ -251,7 +251,7 @@ def decode(coding: Coding, dtype: DType, stored: Bytes, raw: Bytes, base: Bytes 
         raw[:] = planes[0]
     if coding.base is not None:
         if base is None or base.size != raw.size:
-            raise Unsupported(f"the chunk is a delta to one of version {coding.base}, which is not at hand")
+            raise Unsupported(f"the chunk is a delta to one of version {coding.base}, which is not available")
         if raw.size % dtype.width:
             raise Damaged("the chunk's description does not fit its size")
         word = kernels.WORDS[dtype.width]

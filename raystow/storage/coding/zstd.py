@@ -85,7 +85,7 @@ def _decode(context: int, coded: Bytes, sizes: Words, stream: int, plane: Bytes)
     if found is None:
         return int(kernels.frame_loops().decode(context, coded, sizes, stream, plane))
     if int(sizes.sum()) > coded.size:
-        raise ValueError("frames of more bytes than there are")
+        raise ValueError("the frames have more bytes than the data")
     where, one = kernels.address, function("ZSTD_decompressDCtx")
     got = found.zstd_decode(one, context, where(coded), where(sizes), sizes.size, stream, where(plane), plane.size)
     return int(got)

@@ -179,7 +179,7 @@ def _replica(source: Repository, root: Root, uri: str, signer: Signer | None, cl
     if replica.store.uri == source.store.uri:
         raise StateError("source and destination are the same", subject=source.uri, remedy=_EMPTY)
     if replica.id != source.id:
-        raise StateError("another repository is there", subject=replica.uri, remedy=_EMPTY)
+        raise StateError("the destination is another repository", subject=replica.uri, remedy=_EMPTY)
     owner = replica.root().owner
     if not owner.startswith(_OWNERS):
         what = f"it is no replica, or none any more: {owner or 'somebody else'} has saved there"
@@ -193,7 +193,7 @@ def _check_same(source_root: Root, present: dict[int, Entry], replica: Catalog) 
     for entry in source_root.listed:
         other = present.get(entry.id)
         if other is not None and other.origin != entry.origin:
-            raise StateError(f"version {entry.id} there is another than at the source", subject=replica.uri, remedy=_EMPTY)
+            raise StateError(f"its version {entry.id} is not that of the source", subject=replica.uri, remedy=_EMPTY)
 
 
 def _rollback(source_root: Root, root: Root) -> int:

@@ -103,7 +103,7 @@ def public_path(path: Path) -> Path:
 def _named(variable: str) -> Path | None:
     name = os.environ.get(variable)
     if name == "":
-        raise StateError("is set, but empty", subject=variable, remedy="unset it, or let it name a file")
+        raise StateError("is set, but empty", subject=variable, remedy="unset it, or set it to a file")
     return expanded(Path(name)) if name is not None else None
 
 

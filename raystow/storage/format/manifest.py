@@ -273,7 +273,7 @@ def _packed(lists: pa.ListArray) -> list[bytes | None]:
     ends = _numbers(lists.offsets)
     flat = lists.values[ends[0] : ends[-1]]
     if flat.null_count or _numbers(flat).min(initial=1) < 1:
-        raise Damaged("sizes of streams that cannot be")
+        raise Damaged("impossible sizes of streams")
     data, ends = _numbers(flat).tobytes(), ((ends - ends[0]) * flat.type.byte_width).tolist()
     there = lists.is_valid().to_pylist()
     return [data[start:end] if known else None for start, end, known in zip(ends, ends[1:], there, strict=False)]
@@ -343,14 +343,14 @@ def _rounded(data: bytes, chunks: int) -> dict[str, Rounded]:
     rows = (row for rows in parquet.read(data, schema, chunks) for row in rows if None not in row.values())
     found = {_text(row["name"]): Rounded(*(row[name] for name in ROUNDED.names)) for row in rows}
     if not all(math.isfinite(one.error) and math.isfinite(one.relative) for one in found.values()):
-        raise Damaged("an error of rounding that is no number")
+        raise Damaged("the rounding error is not a number")
     return found
 
 
 def _chunk(row: Row, node: int) -> Chunk:
     """A row as a chunk, with every number checked before anyone allocates or reads by it."""
     if None in _REQUIRED(row) or None in row.codecs or None in row.transform:
-        raise Damaged(f"row {shown(row.name)}: there is nothing where something must be")
+        raise Damaged(f"row {shown(row.name)}: a required value is missing")
     derivation, base = _derivation(row), row.base
     transform = row.transform[derivation is not None :]
     same = transform == [_SAME] and not row.codecs and not row.stored and not row.streams
@@ -366,7 +366,7 @@ def _chunk(row: Row, node: int) -> Chunk:
     if base is not None and not 1 <= base <= MAX_INTEGER:
         raise Damaged(f"row {row.name!r:.80}: there is no version {base}")
     if min(row.stored, default=0 if same else -1) < 0 or sum(row.stored) > MAX_STORED_CHUNK:
-        raise Damaged(f"row {row.name!r:.80}: planes of {shown(row.stored)} bytes cannot be")
+        raise Damaged(f"row {row.name!r:.80}: impossible planes of {shown(row.stored)} bytes")
     return Chunk(
         row.name,
         row.path,
@@ -404,7 +404,7 @@ def _value(row: Row) -> Value:
     value = Value(_text(row.name), _text(row.path), _text(row.value), tuple(map(int, row.ranks)))
     _short(value.name, value.path)
     if not value.ranks or not 0 <= min(value.ranks) <= max(value.ranks) <= MAX_NUMBER:
-        raise Damaged(f"row {value.name!r:.80}: ranks {shown(value.ranks)} cannot be")
+        raise Damaged(f"row {value.name!r:.80}: impossible ranks {shown(value.ranks)}")
     return value
 
 

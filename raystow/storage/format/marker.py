@@ -31,6 +31,6 @@ class Marker:
         fields = records.load(data, keys.MARKER)
         texts = records.texts(fields, "signed_by", keys.MARKER) if "signed_by" in fields else None
         if texts is not None and not (texts and all(map(_KEY.fullmatch, texts))):
-            raise Damaged("field 'signed_by' is no list of public keys", subject=keys.MARKER)
+            raise Damaged("field 'signed_by' is not a list of public keys", subject=keys.MARKER)
         signed_by = tuple(PublicKey(bytes.fromhex(text)) for text in texts or ())
         return Marker(records.field(fields, "repository", str, keys.MARKER), signed_by=signed_by)

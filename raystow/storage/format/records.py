@@ -115,7 +115,7 @@ def ids(fields: Json, name: str, key: str) -> tuple[int, ...]:
     """``fields[name]``, checked to be ids of versions, ascending."""
     values = field(fields, name, list, key)
     if any(type(id) is not int or not 1 <= id <= MAX_INTEGER for id in values) or values != sorted(set(values)):
-        raise Damaged(f"field {name!r} is {shown(values)}, which are no ascending ids", subject=key)
+        raise Damaged(f"field {name!r} is {shown(values)}, which are not ascending ids", subject=key)
     return tuple(values)
 
 
@@ -124,7 +124,7 @@ def time(fields: Json, name: str, key: str) -> float:
     value = fields.get(name)
     value = field(fields, name, float if isinstance(value, float) else int, key)
     if not (math.isfinite(value) and 0 <= value <= MAX_TIME):
-        raise Damaged(f"field {name!r} is {shown(value)}, which is no time", subject=key)
+        raise Damaged(f"field {name!r} is {shown(value)}, which is not a time", subject=key)
     return float(value)
 
 

@@ -100,7 +100,7 @@ class Trust:
         what = f"the signing key here is {signer.public.id}" if signer is not None else "no signing key is set here"
         raise Untrusted(
             f"{what}, and only versions signed with {self} would be read",
-            remedy="let RAYSTOW_SIGNING_KEY name such a key where versions are written: for saves on the head node",
+            remedy="set RAYSTOW_SIGNING_KEY to such a key where versions are written: for saves on the head node",
         )
 
     def __str__(self) -> str:
@@ -133,4 +133,4 @@ def _message(repository: str, id: int, attempt: str, digest: bytes, kind: Record
 
 
 def _refused(what: str, key: str) -> Untrusted:
-    return Untrusted(what, subject=key, remedy="find out who wrote it; if you know its key, let RAYSTOW_TRUSTED_KEYS hold it")
+    return Untrusted(what, subject=key, remedy="find out who wrote it; if you know its key, add it to RAYSTOW_TRUSTED_KEYS")

@@ -220,7 +220,7 @@ def check_part(info: FragmentInfo, packs: Sequence[PackInfo], node: int) -> None
     if {info.node, *(pack.node for pack in packs)} != {node}:
         raise Damaged("the part is that of another node")
     if not _DIGEST.fullmatch(info.digest) or not 0 <= info.size <= MAX_FRAGMENT:
-        raise Damaged(f"a fragment of {info.size} bytes with digest {records.shown(info.digest)} cannot be")
+        raise Damaged(f"an impossible fragment of {info.size} bytes with digest {records.shown(info.digest)}")
     part = replace(_EMPTY, fragments=(info,), packs=tuple(packs))
     VersionRecord.load(part.dump(), part.key())
     if len({keys.pack(part.id, part.attempt, *pack.place) for pack in packs}) < len(packs):
@@ -244,5 +244,5 @@ def _known(part: FragmentInfo | Thinned) -> dict[str, object]:
 def _ranks(fields: records.Json, key: str) -> tuple[int, ...]:
     ranks = records.field(fields, "ranks", list, key)
     if any(type(rank) is not int or not 0 <= rank <= MAX_NUMBER for rank in ranks):
-        raise Damaged(f"{records.shown(ranks)} are no ranks", subject=key)
+        raise Damaged(f"{records.shown(ranks)} are not ranks", subject=key)
     return tuple(ranks)

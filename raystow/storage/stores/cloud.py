@@ -82,7 +82,7 @@ class CloudStore(Bucket):
                 if len(data) > size:
                     break
         if len(data) != size:
-            raise StoreUnavailable(f"GET gave {len(data)} bytes of {size}", subject=subject, remedy="try again")
+            raise StoreUnavailable(f"GET returned {len(data)} bytes of {size}", subject=subject, remedy="try again")
         return Tagged(bytes(data), self._required_tag(answer.meta, "GET", subject))
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:

@@ -84,7 +84,7 @@ def boto_errors(operation: str, subject: str) -> Iterator[None]:
         raise ANSWERS.error(status, "" if code.isdigit() else code, operation=operation, subject=subject) from None
     except FlexibleChecksumError:
         what = f"the bytes that arrived for {operation} do not have the checksum that came with them"
-        raise StoreUnavailable(what, subject=subject, remedy="try again: it happened on the way") from None
+        raise StoreUnavailable(what, subject=subject, remedy="try again: they were damaged in transit") from None
     except (BotoCoreError, HTTPError, OSError) as error:
         name = type(error).__name__
         if _MISCONFIGURED.search(name):

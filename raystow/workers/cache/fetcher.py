@@ -95,7 +95,7 @@ class Fetcher:
         try:
             arrived = file.arrives(span, seconds)
             if arrived is None:
-                raise DeadlineExceeded(f"bytes {span} are on their way", subject=key)
+                raise DeadlineExceeded(f"bytes {span} are being read", subject=key)
             return LentMemory(file.lend()) if arrived else None
         finally:
             self._leave(file)

@@ -131,7 +131,7 @@ class NodeCacheStore:
                 self.read["memory"] += length
             return use(location, held)
         except ClusterError as error:
-            about(logger, repository=self.uri, **whose(key)).warning("%s is read past the node worker: %s", key, error)
+            about(logger, repository=self.uri, **whose(key)).warning("%s is read without the node worker: %s", key, error)
             with self._lock:
                 self.read["store"] += length
             return None

@@ -194,7 +194,7 @@ class Replicator(Reconciler):
             return
         if part.incomplete:
             log = about(logger, version=replica.attempt.id, attempt=replica.attempt.token)
-            log.warning("node %s has no room for a copy of version %d", node, replica.attempt.id)
+            log.warning("node %s has no memory for a copy of version %d", node, replica.attempt.id)
         if replica.key not in part.objects:  # refused for any reason: not sent again before the node is asked again
             part = replace(part, incomplete=True)
         seen = self._seen.setdefault(node, {})

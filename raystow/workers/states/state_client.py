@@ -109,7 +109,7 @@ class StateClient:
         except queue.Empty:
             self.lost = True  # the answer may still come, and is to no other question
             self._connection.shut()
-            raise DeadlineExceeded(f"timed out: {what}", remedy="raise the timeout, or see whether the sender lives") from None
+            raise DeadlineExceeded(f"timed out: {what}", remedy="raise the timeout, or check that the sender is alive") from None
         if answer is None:
             raise ClusterError("died", subject="the node worker")
         return answer

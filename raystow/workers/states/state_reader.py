@@ -70,4 +70,4 @@ class StateReader:
     def _check_time(self, cause: Exception | None) -> None:
         if SYSTEM.monotonic() >= self._end:
             what = f"timed out: the state of step {self._step} did not come within {self._seconds:.1f} s"
-            raise DeadlineExceeded(what, remedy="raise the timeout, or see whether the sender lives") from cause
+            raise DeadlineExceeded(what, remedy="raise the timeout, or check that the sender is alive") from cause

@@ -96,7 +96,7 @@ class Circle:
         """Return the address of a new region, and how many of the earlier regions must be free before it is used."""
         nbytes = -(-nbytes // 512) * 512
         if nbytes > self._size:
-            raise ValueError(f"{nbytes} bytes do not go into {self._size}")
+            raise ValueError(f"{nbytes} bytes do not fit into {self._size}")
         start = self._placed[-1][1] if self._placed else 0
         if start + nbytes > self._size:
             start = 0
