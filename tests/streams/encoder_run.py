@@ -21,7 +21,7 @@ from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.reader import decode
-from raystow.workers.gpu.encode import encoder, hash_plan
+from raystow.workers.gpu.encode import device_memory, encoder, hash_plan
 from raystow.workers.gpu.encode.arena import Arena
 from raystow.workers.gpu.encode.encoder import Encoder
 from raystow.workers.gpu.encode.pinned_ring import PinnedRing
@@ -164,6 +164,7 @@ def streams(seed: int) -> Iterator[Device]:
     with device(seed) as made, pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "coder", lambda name: Zlib(made))
         patch.setattr(hash_plan, "LEAST", HASHED)
+        patch.setattr(device_memory, "PACK_BUFFERS", 1)
         blake3 = Blake3(made)
         patch.setattr(blake3_kernels, "leaves", blake3.leaves)
         patch.setattr(blake3_kernels, "tree", blake3.tree)
@@ -219,11 +220,11 @@ def all_sources() -> Iterator[Source]:
     yield Source("rounded", weights(4_000).bfloat16().float(), coded=(0, 1, 2, 3))
 
 
-def small_encoder(codec: str | None, receiver: Receiver, *, of: type[Encoder] = Encoder) -> Encoder:
-    """Return an encoder whose memory is smaller than its input."""
+def small_encoder(codec: str | None, receiver: Receiver, *, of: type[Encoder] = Encoder, values: int | None = None) -> Encoder:
+    """Return an encoder whose memory is smaller than its input. ``values``: bytes for the values of leaves."""
     made = of(HERE, codec, receiver.box, size=24 * MIB)
     memory = made._resources.memory
-    memory.low_planes = memory.low_planes[: 160 * KIB]
+    memory.low_planes, memory.values = memory.low_planes[: 160 * KIB], memory.values[:values]
     if codec:
         memory.high_planes, memory.dense = memory.high_planes[: 64 * KIB], Arena(memory.dense.memory[: 96 * KIB])
         memory.limits = replace(memory.limits, group=64 * KIB)

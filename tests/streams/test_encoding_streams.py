@@ -18,6 +18,9 @@ from raystow.storage.errors import RaystowError
 from raystow.workers.gpu.encode import chunk_reader, encode_run, encoder, group_coder, host_copier, stored_hasher
 from raystow.workers.gpu.encode.derived_check import DerivedCheck, DerivedChecker
 
+FEW = 16 << 10
+"""Bytes of memory for values of leaves, less than the state needs."""
+
 seeds = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 
 
@@ -56,6 +59,7 @@ PLANTED = {
     "a copy that has not arrived": (encode_run, "        event.synchronize()\n        copied()", "        copied()"),
     "planes that are being packed": (host_copier, "streams.copy.wait_event(packed)", "pass"),
     "bytes that are being packed": (stored_hasher, "self._stream.wait_event(packed)", "pass"),
+    "packed planes that are being hashed": (host_copier, "pack_buffers.copied(done)", "pack_buffers.copied(copied)"),
     "planes that are being hashed": (host_copier, "return done", "return copied"),
     "coded planes that are being hashed": (host_copier, "self._streams.copy.wait_event(coded.digests.done)", "pass"),
     "samples that were not taken yet": (chunk_reader, "streams.urgent.wait_event(sampled)", "pass"),
@@ -78,13 +82,13 @@ def with_bug(module: types.ModuleType, right: str, wrong: str) -> types.ModuleTy
     return made
 
 
-def comes_back(module: types.ModuleType, seed: int) -> bool:
-    """Return whether the encoder of a module encodes the right bytes."""
+def comes_back(module: types.ModuleType, seed: int, values: int | None = None) -> bool:
+    """Return whether the encoder of a module encodes the right bytes. ``values``: see ``small_encoder``."""
     with streams(seed) as gpu:
         module.coder = encoder.coder  # type: ignore[attr-defined]
         receiver, sources = Receiver(slots=16), list(all_sources())
         wanted = {source.name: source.bytes for source in sources}
-        made = small_encoder(DEFLATE, receiver, of=module.Encoder)
+        made = small_encoder(DEFLATE, receiver, of=module.Encoder, values=values)
         try:
             encode(gpu, made, receiver, sources, urgent=lambda: seed % 2 == 0)
         except (RaystowError, RuntimeError, AssertionError, ValueError, zlib.error):
@@ -96,6 +100,25 @@ def comes_back(module: types.ModuleType, seed: int) -> bool:
 def test_each_missing_wait_is_detected(bug: str) -> None:
     module = with_bug(*PLANTED[bug])
     assert not all(comes_back(module, seed) for seed in range(12))
+
+
+@seeds
+def test_chunks_are_hashed_if_there_is_memory_for_their_leaves(gpu: Device) -> None:
+    """The receiver compares every digest."""
+    receiver = Receiver(slots=16)
+    encoder, sources = small_encoder(DEFLATE, receiver, values=FEW), list(all_sources())
+    for _ in range(2):
+        encode(gpu, encoder, receiver, sources)
+        for source, fresh in zip(sources, all_sources(), strict=True):
+            source.tensor.copy_(fresh.tensor)
+    assert receiver.found == {source.name: source.bytes for source in sources}
+    assert 4 < len(receiver.hashed) < len(sources) - 2
+    encoder.close()
+
+
+def test_memory_for_leaves_that_is_used_too_early_is_detected() -> None:
+    module = with_bug(stored_hasher, "together.after <= self._complete", "True")
+    assert not all(comes_back(module, seed, FEW) for seed in range(12))
 
 
 def test_the_correct_code_passes() -> None:
