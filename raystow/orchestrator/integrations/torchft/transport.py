@@ -201,12 +201,15 @@ def _mapped(whole: Bytes, step: int) -> tuple[StateHeader, Bytes]:
 
 def _write(header: StateHeader, flat: FlatBytes, end: float, descriptor: int, staged: Callable[[int], None]) -> None:
     start, count, lock = len(head(header)), chunks_of(header), threading.Lock()
+    buffers = threading.local()  # new memory for each chunk takes longer to prepare than to fill
 
     def write(chunk: int) -> bytes:
         if SYSTEM.monotonic() >= end:
             raise DeadlineExceeded(f"timed out: {chunk} of {count} chunks were copied in time", subject="the state")
         at = chunk * CHUNK
-        part = np.empty(min(CHUNK, header.size - at), np.uint8)
+        if not hasattr(buffers, "chunk"):
+            buffers.chunk = np.empty(CHUNK, np.uint8)
+        part = buffers.chunk[: header.size - at]
         flat.copy(at, part)
         digest = chunk_digest(part)
         with lock:  # writes to one file wait for each other: here they take no CPU time meanwhile
