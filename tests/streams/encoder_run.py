@@ -217,7 +217,7 @@ def all_sources() -> Iterator[Source]:
     yield Source("eight", weights(30_001).to(torch.float8_e5m2))
     yield Source("transposed", weights(6_000).reshape(60, 100).t())
     yield Source("zeros", torch.zeros(20_000))
-    yield Source("rounded", weights(4_000).bfloat16().float(), coded=(0, 1, 2, 3))
+    yield Source("rounded", weights(4_000).abs().bfloat16().float(), coded=(0, 1, 2, 3))
 
 
 def small_encoder(codec: str | None, receiver: Receiver, *, of: type[Encoder] = Encoder, values: int | None = None) -> Encoder:
