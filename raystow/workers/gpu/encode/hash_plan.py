@@ -122,9 +122,10 @@ class HashTable:
 
 @dataclass(frozen=True)
 class HashedTogether:
-    """Jobs ``first`` to ``last`` (exclusive), whose digests are computed together: of a group, or of a batch without coding.
+    """Jobs whose digests are computed together: those of a group, or of a batch without coding.
 
     Args:
+        first: The number of the first one.
         values: Memory for the values of their leaves.
         starts, joints: See ``Leaves``.
         firsts: For each job the number of its first coded plane.
@@ -132,7 +133,6 @@ class HashedTogether:
     """
 
     first: int
-    last: int
     values: Addressed
     starts: _Numbers
     joints: _Numbers
@@ -194,7 +194,6 @@ class HashPlan:
         address, after = circle.place(size + LEAF * int(widths.sum()))
         return HashedTogether(
             first,
-            last,
             Addressed(address, 0, self._device, torch.uint32),
             starts=np.cumsum(counts) - counts,
             joints=address + size + LEAF * (np.cumsum(widths) - widths),
