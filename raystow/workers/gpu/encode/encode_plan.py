@@ -245,7 +245,7 @@ class EncodePlan:
         rows = [np.empty((2, 0), np.int64)]
         for group in self.groups:
             jobs = self.jobs[group.first : group.last]
-            n = group.streams.stop - group.streams.start
+            n = group.count
             owner = np.searchsorted(group.starts, np.arange(n), side="right") - 1
             at = (np.arange(n) - group.starts[owner]) * stream
             planes = np.concatenate(
