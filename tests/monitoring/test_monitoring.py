@@ -149,7 +149,7 @@ def test_the_document_has_every_metric() -> None:
     ("text", "fields"),
     [
         (r"^version 1, step 1: \d+ bytes stored", {"version": 1, "step": 1}),  # the coordinator
-        (r"the save of step 3 was aborted", {"version": 3, "step": 3}),
+        (r"the save of step 3 was given up", {"version": 3, "step": 3}),
         (r"the save of step 3 failed", {"step": 3, "rank": 0}),  # the training process
         (r"two saves hold the same optimizer state", {"step": 2}),  # the node worker
         (r"IS DAMAGED, falling back", {"version": 4, "step": 4}),

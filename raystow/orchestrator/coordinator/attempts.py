@@ -416,7 +416,7 @@ class Coordinator:
         self.aborted_in_a_row += 1
         record(ABORTED, repository=self._committer.catalog.uri)
         # Not a warning: the first rank that reports the failed save logs that, where the user of the training sees it.
-        self._log(attempt).info("the save of step %d was aborted: %s", attempt.step, attempt.reason)
+        self._log(attempt).info("the save of step %d was given up: %s", attempt.step, attempt.reason)
 
     def _log(self, attempt: Attempt) -> Log:
         run = self._committer.catalog.uri

@@ -126,7 +126,7 @@ class NodeAttempt:
     def _relieve(self) -> None:
         """Upload open packs, so that their bytes are released. Raises ``SaveFailed`` if the attempt has ended meanwhile."""
         if self.over:
-            raise SaveFailed("it was aborted")
+            raise SaveFailed("it was given up")
         self._packer.flush()
 
     def add_coded(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
