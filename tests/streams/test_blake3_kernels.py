@@ -13,6 +13,8 @@ from raystow.workers.gpu.kernels.library import Kernel
 
 PARTS = [(1024,), (1025,), (2048, 5), (2048, 1024, 1023)]
 """Bytes of the parts of each object; all but the last are whole leaves."""
+REMAINDERS = (0, 5, 10, 15, 3, 12, 6)
+"""Of the address of each part, by sixteen."""
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +24,16 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_digests_of_objects_in_parts() -> None:
     memory = np.random.default_rng(0).integers(0, 256, 32 << 10, np.uint8)
+    start = -memory.ctypes.data % 16
     rows, objects, wanted = list[tuple[int, ...]](), list[tuple[int, ...]](), list[bytes]()
-    first = at = 0
+    first = 0
     for sizes in PARTS:
         whole, before = b"", 0
         for size in sizes:
+            at = start + REMAINDERS[len(rows)]
             rows.append((memory.ctypes.data + at, size, first + before, before))
             whole += memory[at : at + size].tobytes()
-            at += size + 1  # of every remainder by four
+            start += size // 16 * 16 + 32
             before += blake3_kernels.leaf_count(size)
         objects.append((0, len(whole), first, 0))
         wanted.append(stored_digest(whole))
