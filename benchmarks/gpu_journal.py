@@ -296,6 +296,7 @@ def main(
                 measured = cost(training, journal, checkpoint, windows=windows, steps=steps, micro=count)
                 results["steps"][str(count)] = measured
                 console.print(f"{count} micro-batches: {measured['added ms']:.2f} ms of {measured['step ms']:.1f} ms a step")
+                report.keep(out, "gpu_journal", results)
         makers = field(Path(folder), ("deflate",), None)
         for name in (TORCH_CHECKPOINTING, ours("deflate")):
             peer = makers[name]()
@@ -303,6 +304,7 @@ def main(
                 saved = every_step(training, peer, Path(folder), windows=windows, micro=count)
                 results["every step"][str(count)][f"a version, {name}"] = saved
                 console.print(f"{count} micro-batches, {name}: {saved['added ms']:.2f} ms of {saved['step ms']:.1f} ms a step")
+                report.keep(out, "gpu_journal", results)
             peer.close()
         for count, rows in results["every step"].items():
             entry, saved = results["replay"]["bytes of an entry"], rows[f"a version, {ours('deflate')}"]

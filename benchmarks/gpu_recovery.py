@@ -180,7 +180,8 @@ def main(
             shutil.rmtree(folder, ignore_errors=True)
         parts = {part: round(seconds, 2) for part, seconds in found[name][-1].items()}
         console.print(f"round {number + 1}, {name}: {parts}", highlight=False, markup=False)
-    results["recoveries"] = {name: medians(told) for name, told in found.items()}
+        results["recoveries"] = {saver: medians(told) for saver, told in found.items() if told}
+        report.keep(out, "gpu_recovery", results)
     results["claims"] = claims(results["recoveries"])
     report.show(console, tables(results["recoveries"]), results["claims"])
     report.write(console, out, "gpu_recovery", results)

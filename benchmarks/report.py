@@ -73,10 +73,15 @@ def show(console: Console, tables: Iterable[Table], claims: Mapping[str, bool | 
 
 def write(console: Console, folder: Path, name: str, results: Mapping[str, Any]) -> None:
     """Write the result file and print its path."""
+    console.print(f"written to {keep(folder, name, results)}")
+
+
+def keep(folder: Path, name: str, results: Mapping[str, Any]) -> Path:
+    """Write the result file with what has been measured so far; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}-{results['date'][:10]}.json"
     file.write_text(json.dumps(results, indent=1) + "\n")
-    console.print(f"written to {file}")
+    return file
 
 
 def cpu_seconds() -> float:
