@@ -295,6 +295,15 @@ def test_a_save_that_no_trainer_commits_is_refused() -> None:
         process.commit(Commit("/nowhere", 1, ("actor", "critic"), Path()))
 
 
+def test_verl_itself_saves_outside_of_steps(ranks: Any, tmp_path: Path) -> None:
+    """No trainer completes such a save, so it could not become part of a version."""
+    elsewhere = tmp_path / "elsewhere"
+    first, second = ranks(2, verl_toy.save_elsewhere, elsewhere)
+    assert first == ([f"{elsewhere} is in no folder global_step_N: verl itself saves it, and raystow does not"], True)
+    assert second == ([], True)
+    assert len(list(elsewhere.glob("model_world_size_2_rank_*.pt"))) == 2
+
+
 @pytest.mark.parametrize("name", ["../outside", "/outside", "a/../../outside", "a//b", "a/./b"])
 def test_file_names_outside_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     version = types.SimpleNamespace(tensors=lambda: {f"files.{name}": None})

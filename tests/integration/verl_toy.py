@@ -7,6 +7,7 @@ groups.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +125,20 @@ def train(rank: int, n: int, address: str, uri: str, folder: Path, prompts: int,
         "steps": trainer.global_steps,
         **{name: _found(role) for name, role in (("actor", actor), ("critic", critic))},
     }
+
+
+def save_elsewhere(rank: int, n: int, folder: Path) -> tuple[list[str], bool]:
+    """Save a role into a folder that is of no step, train, and load it. Return the warnings, and whether the weights are back."""
+    role, warnings = Role(BATCH, 1), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("raystow").addHandler(handler)
+    saved = _found(role)
+    role.group.save_checkpoint(str(folder), None, 1, None)
+    role.step(torch.arange(BATCH))
+    assert _found(role) != saved
+    role.group.load_checkpoint(str(folder), False)
+    return warnings, _found(role) == saved
 
 
 def _found(role: Role) -> tuple[set[float], str]:

@@ -20,7 +20,7 @@ from ....storage.version import Version
 from ...save.state_tree import State, flatten
 from ..value_text import text_of, value_of
 from .settings import repository_of
-from .step_folder import step_folder
+from .step_folder import find_step_folder, step_folder
 from .training_process import PROCESS, Part
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,16 @@ def save_checkpoint(
     max_ckpt_to_keep: int | None = None,
 ) -> None:
     """Collect this manager's part of the next version. verl itself writes the small files: config, tokenizer, and for
-    ``hf_model`` the whole model."""
+    ``hf_model`` the whole model. Outside of the folders of steps, which a trainer completes, it writes everything."""
     if local_path is None:
         return
-    folder, role = step_folder(local_path)
+    found = find_step_folder(local_path)
+    if found is None:
+        if self.rank == 0:
+            logger.warning("%s is in no folder global_step_N: verl itself saves it, and raystow does not", local_path)
+        _verl_save(self, local_path, hdfs_path, global_step, max_ckpt_to_keep)
+        return
+    folder, role = found
     contents = list(self.checkpoint_save_contents)
     self.checkpoint_save_contents = [content for content in contents if content == "hf_model"]
     try:

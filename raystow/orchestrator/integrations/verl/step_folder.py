@@ -42,8 +42,9 @@ class StepFolder:
         return f"step:{self.step}" if self.version is None else self.version
 
 
-def step_folder(path: str | os.PathLike[str]) -> tuple[StepFolder, str]:
-    """Split a path that verl gives to a checkpoint manager into the folder of the step and the role below it, which may be ""."""
+def find_step_folder(path: str | os.PathLike[str]) -> tuple[StepFolder, str] | None:
+    """Split a path that verl gives to a checkpoint manager into the folder of the step and the role below it, which may be "".
+    None if the path is in no such folder."""
     parts = Path(path).absolute().parts
     for i in range(len(parts) - 1, 0, -1):
         if step := _STEP.fullmatch(parts[i]):
@@ -51,7 +52,15 @@ def step_folder(path: str | os.PathLike[str]) -> tuple[StepFolder, str]:
             root = str(Path(*parts[: i - 1 if version else i]))
             number = int(version[1]) if version else None
             return StepFolder(root, Path(*parts[: i + 1]), int(step[1]), number), "/".join(parts[i + 1 :])
-    raise StateError("is not in a folder global_step_N", subject=str(path), remedy="use verl's trainers, or such a path")
+    return None
+
+
+def step_folder(path: str | os.PathLike[str]) -> tuple[StepFolder, str]:
+    """``find_step_folder``; raises ``StateError`` if there is none."""
+    found = find_step_folder(path)
+    if found is None:
+        raise StateError("is not in a folder global_step_N", subject=str(path), remedy="use verl's trainers, or such a path")
+    return found
 
 
 def restored_folder(root: str, version: Version) -> Path:
