@@ -141,20 +141,8 @@ def plan(
     version verified. ``leased``: (id, attempt) under a lease. ``bases``: ids that saves under way may be deltas to. ``compact``:
     write deltas whole where that frees more bytes than it writes, and drop their bases.
     """
-    kept: dict[int, list[str]] = {entry.id: [] for entry in entries}
     live = [entry for entry in entries if entry.id not in rolled_back]
-    for entry in live[-1:]:
-        kept[entry.id].append("newest")
-    for name, id in sorted(pins.items()):
-        if id in kept:
-            kept[id].append(f"pinned as {name}")
-    for entry in entries:
-        if entry.id == verified:
-            kept[entry.id].append("newest verified")
-        if (entry.id, entry.attempt) in leased:
-            kept[entry.id].append("leased")
-        if entry.id in bases:
-            kept[entry.id].append("base of a save under way")
+    kept = _always_kept(entries, live, pins=pins, verified=verified, leased=leased, bases=bases)
     safe = {id for id, rules in kept.items() if rules}
     if policy.keeps:
         for id, rule in _ruled(live, policy, metrics):
@@ -183,14 +171,11 @@ def plan(
             rules = [*rules, f"base of version {users[id][-1]}{others}"]
         elif id in over:
             rules = ["over max_bytes", *rules]
-        how = [thin[id]] if id in thinned else []
-        how += [f"as a delta to version {delta_bases[id]}"] if id in delta_bases else []
-        how += [f"{bits[id]} bits of mantissa"] if bits.get(id) is not None else []
         decisions[id] = Decision(
             entry,
             id in remaining,
             tuple(rules) or ("no rule keeps it",),
-            thin=", ".join(how),
+            thin=_how(thin[id], delta_bases.get(id), bits.get(id)) if id in thinned else "",
             base=delta_bases.get(id),
             mantissa_bits=bits.get(id),
         )
@@ -206,6 +191,38 @@ def plan(
 def best_rule(best: Best) -> str:
     """The name of this rule in ``Decision.rules``."""
     return f"best {best[0]} ({best[1]})"
+
+
+def _always_kept(
+    entries: Sequence[Entry],
+    live: Sequence[Entry],
+    *,
+    pins: Mapping[str, int],
+    verified: int,
+    leased: Collection[tuple[int, str]],
+    bases: Collection[int],
+) -> dict[int, list[str]]:
+    """For each id, why it is kept whatever the policy says."""
+    kept: dict[int, list[str]] = {entry.id: [] for entry in entries}
+    for entry in live[-1:]:
+        kept[entry.id].append("newest")
+    for name, id in sorted(pins.items()):
+        if id in kept:
+            kept[id].append(f"pinned as {name}")
+    for entry in entries:
+        if entry.id == verified:
+            kept[entry.id].append("newest verified")
+        if (entry.id, entry.attempt) in leased:
+            kept[entry.id].append("leased")
+        if entry.id in bases:
+            kept[entry.id].append("base of a save under way")
+    return kept
+
+
+def _how(why: str, base: int | None, bits: int | None) -> str:
+    """Why a version is thinned, and what is stored of its weights."""
+    delta = f"as a delta to version {base}" if base is not None else ""
+    return ", ".join(filter(None, (why, delta, f"{bits} bits of mantissa" if bits is not None else "")))
 
 
 def _freed(freeing: Freeing, decisions: Mapping[int, Decision]) -> dict[int, Decision]:
