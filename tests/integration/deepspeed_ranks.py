@@ -46,7 +46,7 @@ def config(stage: int, dtype: str, options: dict[str, Any] | None = None) -> dic
     adamw = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
     precision: dict[str, Any] = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     if dtype == "fp16":
-        precision = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 3, "hysteresis": 1}}
+        precision = {"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 3, "hysteresis": 1}}
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
     force = {"zero_force_ds_cpu_optimizer": False}
     return {"train_micro_batch_size_per_gpu": 2, "optimizer": adamw, "scheduler": schedule, **of, **precision, **force}
@@ -102,11 +102,14 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def attached(rank: int, n: int, address: str, uri: str, settings: dict[str, Any], what: Callable[..., Any], *args: Any) -> Any:
-    """Call ``what(engine, *args)`` with an engine that is attached to a repository, and return its result."""
+    """Call ``what(engine, *args)`` with an engine that is attached to a repository, and return its result.
+
+    Other stages and numbers of ranks begin with other weights: a weight that is not restored differs, also if it is frozen.
+    """
     import raystow.deepspeed
 
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
-    engine = engine_of(rank, n, settings, seed=len(uri))
+    engine = engine_of(rank, n, settings, seed=10 * n + settings["zero_optimization"]["stage"])
     with raystow.deepspeed.attach(engine, uri):
         result = what(engine, *args)
     ray.shutdown()
