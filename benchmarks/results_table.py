@@ -23,7 +23,7 @@ PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", 
 
 SAVES, NODE_SAVES, OLD_PEERS = "gpu_save-2026-11-26", "gpu_save-2026-11-26-node", "peers-2026-11"
 COLD, LOADS, PAIR = "gpu_cold-2026-11-26", "gpu_restore-2026-11-26", "gpu_pair-2026-11-25"
-CPU, CONTROL, CPU_COLD = "restore-2026-11-22", "control_plane-2026-11-23", "cpu_cold-2026-11-25-s3"
+CPU, CONTROL, CPU_COLD = "restore-2026-11-26", "control_plane-2026-11-23", "cpu_cold-2026-11-25-s3"
 DEFAULT, NODE, PEER, PINNED = "raystow deflate", "raystow deflate, node", "torch_checkpointing", "DCP async pinned"
 FAULTS = "faults-2026-11-25"
 STORE, MEMORY = "raystow, from the store", "raystow, from the node's memory"

@@ -238,17 +238,18 @@ def test_ranks_of_a_node_read_the_record_once():
     assert read == {"store": saved.entry.size}
 
 
-def test_bytes_damaged_in_memory_are_read_from_the_store(caplog):
+@pytest.mark.parametrize("near", [{0: ("here",)}, {}], ids=["in memory", "not in memory"])
+def test_bytes_damaged_in_memory_are_read_from_the_store(caplog, near):
+    """A rank that restores alone does not ask the node worker for what no node has in memory."""
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
         saved = cluster.save(two_tensors(1), step=5)
         corrupt_chunk(cluster, saved)
-        agreement = ClusterAgreement(
-            cluster.repository, Port(RestoreChoice(saved.entry)), RestoreVote(0, 1, "me", 1, 60.0), lambda: cluster.address(0)
-        )
+        choice, alone = RestoreChoice(saved.entry, near=near), RestoreVote(0, 1, "me", 1, 60.0)
+        agreement = ClusterAgreement(cluster.repository, Port(choice), alone, lambda: cluster.address(0))
         into = two_tensors(2)
         assert restore_agreed(cluster.repository, into, agreement) == saved
     assert all(torch.equal(into[name], two_tensors(1)[name]) for name in "ab")
-    assert "is read without the node worker" in caplog.text
+    assert ("is read without the node worker" in caplog.text) == bool(near)
 
 
 def corrupt_chunk(cluster: LocalCluster, saved: Version) -> None:

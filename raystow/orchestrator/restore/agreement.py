@@ -128,7 +128,8 @@ class ClusterAgreement:
         return None if self._choice is None else self._choice.entry
 
     def version(self, entry: Entry) -> Version:
-        """The version, read through the node worker, which reads common data of its ranks once."""
+        """The version, read through the node worker, which reads common data of its ranks once. A rank that restores alone reads
+        from the store itself what no node has in memory."""
         assert self._choice is not None
         self.sources = Sources()
         try:
@@ -148,6 +149,7 @@ class ClusterAgreement:
         self._cache.location = records.get  # otherwise once for all ranks of the node
         near = {choice.entry.id: choice.near for choice in choices}
         self.sources = sources = Sources(near.pop(entry.id), self._here, group=self._choice.group, bases=near)
+        alone = self._opening.world_size == 1
         group, sizes = self._choice.group, {(version.id, version.attempt): _sizes(version)}
         for base in version.bases.all():
             records[base.record_key] = ObjectLocation(base.entry.size)
@@ -159,8 +161,10 @@ class ClusterAgreement:
             size = None if parts is None or whose not in sizes else sizes[whose].get(parts)
             if parts is None or whose is None or size is None:
                 return None
-            peers = sources.peers(parts[0], 0 if whose[0] == version.id else whose[0])
-            return ObjectLocation(size, peers, group.round, group.owner(key))
+            base = 0 if whose[0] == version.id else whose[0]
+            if alone and not sources.holders(parts[0], base):
+                return None
+            return ObjectLocation(size, sources.peers(parts[0], base), group.round, group.owner(key))
 
         self._cache.location = place
         return version

@@ -119,6 +119,8 @@ class NodeCacheStore:
         """Return ``use`` of memory that contains these bytes; None if they must be read from the store."""
         location, asked = self.location(key), (key, start, length)
         if location is None or start + length > location.size or not length:
+            with self._lock:
+                self.read["store"] += length
             return None
         try:
             if asked in self._answered:
