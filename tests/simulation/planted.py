@@ -137,7 +137,7 @@ BUGS = (
     ),
     _bug(
         "retention may drop the newest",
-        ("policy:plan", "$entries[-1:]", "()"),
+        ("policy:_always_kept", "$entries[-1:]", "()"),
         ("RetentionPlan.drop", "$root.versions[-1:]", "()"),
         _without("newest_stays"),
     ),
