@@ -177,10 +177,16 @@ class Receiver:
     def __init__(self, slots: int) -> None:
         self._ring = Ring.create(slots * 64 * KIB, 64 * KIB)
         self._free = list(range(self._ring.slots))
-        self.box = PinnedRing(self._ring, take=lambda: self._free.pop() if self._free else None, release=self._released)
+        self._refused = 0  # times in a row that there was no free slot
+        self.box = PinnedRing(self._ring, take=self._take, release=self._released)
         self.found: dict[str, bytes] = {}
         self.hashed = set[str]()
         self.chunks: dict[str, Chunk] = {}
+
+    def _take(self) -> int | None:
+        self._refused = 0 if self._free else self._refused + 1
+        assert self._refused < 10_000, "no slot will be free again: with a planted bug, a copy may be larger than the ring"
+        return self._free.pop() if self._free else None
 
     def _released(self, slot: int) -> None:
         self._ring.slot(slot)[:] = 0xEE
