@@ -34,7 +34,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is loaded
 
 from raystow.storage.coding.digest import BLOCK
 from raystow.workers.gpu.encode import pinned_ring
-from raystow.workers.gpu.kernels import word_kernels
+from raystow.workers.gpu.kernels import library, word_kernels
 from raystow.workers.gpu.kernels.library import Architecture, Kernel, variant_name
 
 SEEDS = range(int(os.environ.get("SEEDS", "2")))
@@ -44,10 +44,13 @@ _STEPS = (0, 0, 1, 3)  # numbers of work items that run during a query of an eve
 
 _STREAMS = 16  # that have different ranks
 
-_HOST_CALLS = {"__getitem__", "__iter__", "__len__", "data_ptr", "element_size", "numel", "numpy", "split", "tolist", "view"}
+_HOST_CALLS = {
+    *("__getitem__", "__iter__", "__len__", "data_ptr", "element_size", "is_contiguous", "numel", "numpy", "split"),
+    *("tolist", "view"),
+}
 """Calls that read a tensor's address or host memory: the host executes them without the device."""
 
-_NEW_MEMORY = {"arange", "empty", "from_numpy", "ones", "zeros"}
+_NEW_MEMORY = {"arange", "empty", "from_numpy", "ones", "zeros", "zeros_like"}
 """Calls that return new memory: no earlier work can use it, so they do not wait."""
 
 
@@ -55,7 +58,7 @@ class Event:
     """A point in a stream."""
 
     def __init__(self, device: Device) -> None:
-        self._device, self.passed = device, False
+        self._device, self.passed, self._times = device, False, 0
 
     def query(self) -> bool:
         """Return whether the event has passed."""
@@ -64,6 +67,14 @@ class Event:
 
     def synchronize(self) -> None:
         self._device.run_until(lambda: self.passed)
+
+    def record(self, stream: Stream) -> None:
+        """Move the event to the end of a stream."""
+        self.passed, self._times = False, self._times + 1
+        stream.queue.append(functools.partial(self._pass, self._times))
+
+    def _pass(self, times: int) -> None:
+        self.passed = times == self._times
 
 
 class Stream:
@@ -75,11 +86,14 @@ class Stream:
 
     def record_event(self) -> Event:
         event = Event(self._device)
-        self.queue.append(functools.partial(setattr, event, "passed", True))
+        event.record(self)
         return event
 
     def wait_event(self, event: Event) -> None:
         self.queue.append(event)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
         self._device.run_until(lambda: not self.queue)
@@ -202,7 +216,9 @@ def device(seed: int) -> Iterator[Device]:
 
     with pytest.MonkeyPatch.context() as patch, _Calls(made):
         patch.setattr(Kernel, "launch", launch)
-        patch.setattr(pinned_ring, "copy_to_host", lambda *places: made.enqueue(lambda: ctypes.memmove(*places)))
+        for owner, name in ((pinned_ring, "copy_to_host"), (library, "copy_to_host"), (library, "copy_to_device")):
+            patch.setattr(owner, name, lambda *places: made.enqueue(lambda: ctypes.memmove(*places)))
+        patch.setattr(library, "record", lambda event: event.record(made.current))
         patch.setattr(word_kernels, "_REACH", 4 * BLOCK)
         patch.setattr(torch.cuda, "device", lambda where: contextlib.nullcontext())
         patch.setattr(torch.cuda, "Stream", lambda where=None, priority=0: Stream(made))

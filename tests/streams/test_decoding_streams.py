@@ -25,7 +25,7 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import Damaged
 from raystow.storage.reader import Request
 from raystow.storage.version import Version
-from raystow.workers.gpu.decode import decoder, lane_plan
+from raystow.workers.gpu.decode import decoder, lane, lane_plan
 from raystow.workers.gpu.kernels import blake3_kernels
 
 State = dict[str, torch.Tensor]
@@ -81,7 +81,7 @@ def decoding(seed: int, module: types.ModuleType = decoder) -> Iterator[Device]:
         patch.setattr(blake3_kernels, "stored_digests", digests)
         patch.setattr(module, "Codec", lambda name, stream: Inflating(gpu, name, stream))
         room = lane_plan.LaneMemory(stored=128 * KIB, planes=192 * KIB, aligned=96 * KIB, words=128 * KIB)
-        for one in (module, lane_plan):
+        for one in (module, lane, lane_plan):
             patch.setattr(one, "ROOM", room)
         yield gpu
 
@@ -112,6 +112,8 @@ def restored(version: Version, state: State, made: Any) -> State:
         if name == "part":
             words, box = words[30:150, 7:90], ((30, 7), (120, 83))
         requests.append(Request(name, version.chunks[name], box, words))
+    for tensor in into.values():
+        tensor.copy_(torch.zeros_like(tensor), non_blocking=True)  # earlier work of the current stream
     reader = version.reader()
     made.fill(reader, reader.runs(requests), lambda nbytes: None)
     return into
@@ -137,8 +139,12 @@ def test_restored_tensors_are_the_saved_ones(saved: tuple[Version, State], seed:
 
 
 PLANTED = {
-    "tables that have not come up": ("work.lane.stream.wait_event(ready)", "pass"),
-    "tensors that are being made": ('and check its results."""\n        work.event.synchronize()', 'and check its results."""'),
+    "targets that earlier work still writes": ("lane.follow()", "pass"),
+    "tensors that are being made": ('and check its results."""\n        work.lane.wait()', 'and check its results."""'),
+    "tables that have not come up": (
+        "with torch.cuda.stream(lane.stream):\n            lane.send",
+        "if lane:\n            lane.send",
+    ),
 }
 
 

@@ -42,7 +42,7 @@ def _decode(reader: PackReader, todo: LanePlan) -> list[int]:
     todo.lay_out(begins)
     compute_tables(todo.streams.values())
     for (codec, length), streams in todo.streams.items():
-        for source, _, size, target, room in streams.table.T.tolist():
+        for source, size, target, room, _ in streams.table.T.tolist():
             if codec == DEFLATE:
                 at(target, room)[:] = np.frombuffer(zlib.decompress(at(source, size).tobytes(), wbits=-15), np.uint8)
             else:

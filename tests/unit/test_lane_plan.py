@@ -66,7 +66,7 @@ def test_stream_positions_are_consecutive_for_each_plane() -> None:
             end += streams.add(Plane(0, "zstd", 0, int(sizes.sum()), sizes), source, start, target, nbytes)
             at = source
             for i, size in enumerate(sizes.tolist()):
-                rows.append([at, start, size, target + length * i, min(length, nbytes - length * i)])
+                rows.append([at, size, target + length * i, min(length, nbytes - length * i), start])
                 at, start = at + size, start + -(-size // ALIGN) * ALIGN
             assert start <= end
             assert end % ALIGN == 0

@@ -20,8 +20,8 @@ _Number = TypeVar("_Number", int, _Numbers)
 class Streams:
     """Coded streams with one codec, plane by plane; each stream but a plane's last decodes to ``length`` bytes.
 
-    ``table`` is set by ``compute_tables``: int64 [5, streams], the rows are the address of each stream, the aligned address that
-    it is moved to, its size, and the address and the size of its decoded bytes.
+    ``table`` is set by ``compute_tables``: int64 [5, streams], the rows are the address and the size of each stream, those of its
+    decoded bytes, and the aligned address that it is moved to.
     """
 
     length: int
@@ -56,17 +56,18 @@ def compute_tables(several: Collection[Streams]) -> None:
     sources, starts, targets, nbytes, counts, lengths = np.array(planes, np.int64).T
     first = np.cumsum(counts) - counts
     sizes = np.concatenate([sizes for streams in several for sizes in streams.sizes], dtype=np.int64)
-
-    def consecutive(starts: _Numbers, sizes: _Numbers) -> _Numbers:
-        """Return the address of each stream if those of a plane are consecutive."""
-        ends = np.cumsum(sizes)
-        return np.repeat(starts - (ends - sizes)[first], counts) + ends - sizes
-
-    length = np.repeat(lengths, counts)
-    before = (np.arange(len(sizes)) - np.repeat(first, counts)) * length  # decoded bytes of earlier streams of the plane
-    decoded = np.minimum(length, np.repeat(nbytes, counts) - before)
-    places = consecutive(sources, sizes), consecutive(starts, aligned(sizes))
-    table = np.stack((*places, sizes, np.repeat(targets, counts) + before, decoded))
+    before, moved = _before(sizes), _before(aligned(sizes))
+    earlier = first * lengths  # what all streams of earlier planes decoded to, if they had this length
+    of_plane = sources - before[first], targets - earlier, nbytes + earlier, lengths, starts - moved[first]
+    source, target, left, length, start = np.repeat(np.stack(of_plane), counts, axis=1)
+    earlier = np.arange(len(sizes)) * length
+    table = np.stack((source + before, sizes, target + earlier, np.minimum(length, left - earlier), start + moved))
     ends = np.cumsum([sum(map(len, streams.sizes)) for streams in several])
     for streams, part in zip(several, np.split(table, ends[:-1], axis=1), strict=True):
         streams.table = part
+
+
+def _before(sizes: _Numbers) -> _Numbers:
+    """Return where each begins if they are consecutive."""
+    begins: _Numbers = np.cumsum(sizes) - sizes
+    return begins

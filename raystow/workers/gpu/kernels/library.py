@@ -127,7 +127,7 @@ class Kernel:
         """Enqueue the kernel on the current stream of the current device, with a program for each point of ``grid``."""
         device = torch.cuda.current_device()
         loaded = _loaded(device, _variant(self.name, tuple(constants.items())))
-        loaded.launch(grid, arguments, torch.cuda.current_stream(device).cuda_stream)
+        loaded.launch(grid, arguments, torch._C._cuda_getCurrentRawStream(device))
 
 
 class _Loaded:
@@ -180,8 +180,29 @@ def copy_to_host(target: int, source: int, nbytes: int) -> None:
 
     Unlike a copy of tensors it keeps the interpreter lock: see ``kernel_args.Addressed``.
     """
-    stream = torch.cuda.current_stream().cuda_stream
-    _call("cuMemcpyDtoHAsync_v2", *map(ctypes.c_uint64, (target, source)), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream))
+    _copy("cuMemcpyDtoHAsync_v2", target, source, nbytes)
+
+
+def copy_to_device(target: int, source: int, nbytes: int) -> None:
+    """Enqueue a copy in the other direction."""
+    _copy("cuMemcpyHtoDAsync_v2", target, source, nbytes)
+
+
+def _copy(function: str, target: int, source: int, nbytes: int) -> None:
+    if nbytes:
+        _enqueue(function, *map(ctypes.c_uint64, (target, source)), ctypes.c_size_t(nbytes))
+
+
+def record(event: torch.cuda.Event) -> None:
+    """Record an event again, on the current stream. Unlike torch's function it keeps the interpreter lock."""
+    _enqueue("cuEventRecord", ctypes.c_void_p(event.cuda_event))
+
+
+def _enqueue(function: str, *arguments: object) -> None:
+    """Call a function whose last argument is the stream."""
+    device = torch.cuda.current_device()
+    _call("cuCtxSetCurrent", _context(device))
+    _call(function, *arguments, ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)))
 
 
 def load_all(device: torch.device) -> None:
