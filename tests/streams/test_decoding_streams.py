@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import threading
 import types
 import zlib
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,7 @@ from raystow.storage.coding import zstd
 from raystow.storage.coding.chunk import ZSTD
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import Damaged
-from raystow.storage.reader import Request
+from raystow.storage.reader import PackReader, Request, Run
 from raystow.storage.version import Version
 from raystow.workers.gpu.decode import decoder, lane, lane_plan
 from raystow.workers.gpu.kernels import blake3_kernels
@@ -136,6 +138,20 @@ def test_restored_tensors_are_the_saved_ones(saved: tuple[Version, State], seed:
         assert same(restored(version, state, made), state), "lanes are used again"
         made.close()
     assert "decoded on the CPU" not in caplog.text, "lanes have taken all"
+
+
+def test_an_error_of_a_thread_that_reads_is_raised(saved: tuple[Version, State], monkeypatch: pytest.MonkeyPatch) -> None:
+    bring, runs = PackReader.bring, itertools.count()
+
+    def missing(self: PackReader, run: Run, into: memoryview | None) -> Any:
+        if next(runs) == 7:
+            raise Damaged("the pack is missing", subject=run.key)
+        return bring(self, run, into)
+
+    monkeypatch.setattr(PackReader, "bring", missing)
+    with decoding(0), pytest.raises(Damaged, match="missing"):
+        restored(*saved, decoder.Decoder(HERE))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("raystow-read")]
 
 
 PLANTED = {

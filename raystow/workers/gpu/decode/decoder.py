@@ -11,11 +11,11 @@ calls of the driver (see ``lane``), and the streams of several lanes are laid ou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -33,6 +33,7 @@ from ..nvcomp import STREAM, Codec
 from ..pinned_memory import BUFFERS
 from ..stream_layout import compute_tables
 from .lane import Lane
+from .lane_fetcher import Arrivals, LaneFetcher
 from .lane_plan import ROOM, Fetch, LanePlan, Making, plan
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class _Work:
 
     plan: LanePlan
     lane: Lane
-    fetches: list[Future[None]] = field(default_factory=list)
+    arrivals: Arrivals = field(init=False)  # of the plan's fetches
     steps: list[_Step] = field(default_factory=list)
 
     def places(self) -> Iterator[tuple[Fetch, memoryview]]:
@@ -121,17 +122,17 @@ class Decoder:
         """
         others = list[Run]()
         threads = round(reader.threads * _READING) if reader.reads_files else reader.threads
-        with torch.cuda.device(self._device), ThreadPoolExecutor(threads, "raystow-read") as pool:
+        with torch.cuda.device(self._device), contextlib.closing(LaneFetcher(reader, threads)) as fetcher:
             try:
                 planned = enumerate(map(_Work, plan(runs, others), self._in_turn()))
                 works = dict(itertools.islice(planned, _FETCHING))
                 for work in works.values():
-                    _fetch(reader, pool, work)
+                    _fetch(fetcher, work)
                 stages: dict[int, Callable[[_Work], None]] = {
                     0: self._take_up,
                     -1: functools.partial(_launch, reader),
                     _FETCHING - _LANES: functools.partial(self._finish, progress),
-                    _FETCHING: functools.partial(_fetch, reader, pool),  # into the lane that has finished
+                    _FETCHING: functools.partial(_fetch, fetcher),  # into the lane that has finished
                 }
                 for i in itertools.count():
                     if i % _TOGETHER == 0:
@@ -148,7 +149,6 @@ class Decoder:
                 for run in others:
                     _through_host(reader, run, progress)
             except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
                 torch.cuda.synchronize(self._device)
                 raise
 
@@ -165,8 +165,9 @@ class Decoder:
     def _take_up(self, work: _Work) -> None:
         """Wait until a lane's bytes are in host memory, and enqueue their copy and their digests."""
         self._upload(work)
-        for fetch in work.fetches:
-            fetch.result()
+        for _ in work.plan.fetches:
+            if error := work.arrivals.get():
+                raise error
         with torch.cuda.stream(work.lane.stream):
             work.copy_up()
             work.run(slice(1))
@@ -272,13 +273,8 @@ def _lay_out(works: Sequence[_Work]) -> None:
     compute_tables([streams for work in works for streams in work.plan.streams.values()])
 
 
-def _fetch(reader: PackReader, pool: ThreadPoolExecutor, work: _Work) -> None:
-    work.fetches = [pool.submit(_bring, reader, *what) for what in work.places()]
-
-
-def _bring(reader: PackReader, fetch: Fetch, into: memoryview) -> None:
-    with fetch.needed():
-        reader.bring(fetch.run, into)
+def _fetch(fetcher: LaneFetcher, work: _Work) -> None:
+    work.arrivals = fetcher.fetch(work.places())
 
 
 def _launch(reader: PackReader, work: _Work) -> None:
