@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from raystow.orchestrator.journal.journal import Journal, JournalIdentity
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError
 from raystow.storage.object_store import Buffer
 from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote
@@ -53,6 +55,9 @@ class BoxPort:
     def __init__(self, box: EntryBox) -> None:
         self._box = box
 
+    def begin(self) -> Callable[[int], Bytes]:
+        return lambda nbytes: np.empty(nbytes, np.uint8)
+
     def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
         if info.step in self._box.refuse:
             on_kept(EntryKept(info.step, 0, "the memory for entries is full"))
@@ -63,7 +68,7 @@ class BoxPort:
     def save_begun(self, step: int) -> None:
         pass
 
-    def fetch(self, place: EntryPlace) -> memoryview:
+    def fetch(self, place: EntryPlace, number: int) -> memoryview:
         if place.info not in self._box.entries:
             raise ClusterError("no node has the entry")
         return memoryview(self._box.entries[place.info])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from journal_port import snapshot
 from torch import nn
@@ -16,13 +17,13 @@ from raystow.orchestrator.journal.journal import Journal, JournalIdentity
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.kernels import Bytes
 from raystow.storage.committer import Committer
 from raystow.storage.errors import ClusterError
 from raystow.storage.format.root import Root
 from raystow.storage.format.version_record import VersionRecord
 from raystow.storage.object_store import Buffer, ObjectStore
 from raystow.storage.repository import create_repository
-from raystow.workers.journal.entry_memory import EntryMemory
 from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.journal.segment_writer import SegmentWriter, read_entry
 from raystow.workers.protocol.messages import (
@@ -113,8 +114,11 @@ class SegmentPort:
     def __init__(self, run: SegmentRun, rank: int) -> None:
         self._run, self._rank = run, rank
 
+    def begin(self) -> Callable[[int], Bytes]:
+        return lambda nbytes: np.empty(nbytes, np.uint8)
+
     def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
-        problem = self._run.memories[self._rank].add(info, EntryMemory.of(parts, info.size), own=True)
+        problem = self._run.memories[self._rank].add(info, b"".join(parts), own=True)
         if not problem:
             self._run.writers[self._rank].kept(info)
         on_kept(EntryKept(info.step, 0, problem))
@@ -122,16 +126,15 @@ class SegmentPort:
     def save_begun(self, step: int) -> None:
         self._run.memories[self._rank].save_begun(self._run.repository.id, step)
 
-    def fetch(self, place: EntryPlace) -> memoryview:
+    def fetch(self, place: EntryPlace, number: int) -> memoryview:
         memory = self._run.memories[self._rank]
         if (view := memory.view(place.info)) is not None:
             return view
         if (stored := self._run.in_store.get(place.info)) is None:
             raise ClusterError("no node has the entry")
-        fetched = EntryMemory.empty(place.info.size)
-        read_entry(self._run.store, stored, fetched.target)
-        content = fetched.content
-        memory.add(place.info, fetched, own=True)
+        content = memoryview(bytearray(place.info.size))
+        read_entry(self._run.store, stored, content)
+        memory.add(place.info, content, own=True)
         return content
 
     def settle(self, vote: JournalVote) -> JournalChoice:

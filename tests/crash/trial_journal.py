@@ -33,7 +33,7 @@ class TrialJournal:
         vote = (opening.rank, world_size, SYSTEM.token(), 1, _PATIENCE, base)
         choice = coordinator.settle_journal(JournalVote(*vote))
         places = [place for place in choice.entries if base < place.info.step <= choice.step]
-        self.whole = all(self._client.fetch(place) == content(place.info) for place in places)
+        self.whole = all(self._client.fetch(place, 0) == content(place.info) for place in places)
         self.step = choice.step
         self._lineage = coordinator.settle_journal(JournalVote(*vote, reached=choice.step)).lineage
         self.generation = self._lineage[-1].token
@@ -45,6 +45,7 @@ class TrialJournal:
             opening = self._opening
             info = EntryInfo(opening.repository, opening.rank, self._world_size, step, self.step, self._lineage, _SIZE)
             try:
+                self._client.begin()
                 self._client.keep(info, [content(info)], kept.put)
             except ClusterError as error:
                 return str(error)

@@ -14,7 +14,6 @@ from fake_clock import FakeClock
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import ClusterError
-from raystow.workers.journal.entry_memory import EntryMemory
 from raystow.workers.journal.entry_replicator import EntryReplicator
 from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.protocol.messages import START, EntryInfo, EntryKept, EntryPlace, Generation, JournalVote, PutEntry
@@ -43,7 +42,7 @@ class WorldPeers:
         data = self._alive[put.holder].store.view(put.info)
         if data is None:
             return EntryKept(put.info.step, 0, "has dropped it", memory=self._alive[node].memory)
-        problem = store.add(put.info, EntryMemory.of([data], put.info.size), own=False)
+        problem = store.add(put.info, data, own=False)
         return EntryKept(put.info.step, 1, problem, memory=self._alive[node].memory)
 
 
@@ -140,7 +139,7 @@ class JournalWorld:
         """Deliver one entry to the node of a rank."""
         if rank.outbox:
             info, data = rank.outbox.pop(0)
-            problem = rank.node.store.add(info, EntryMemory.of([data], info.size), own=True)
+            problem = rank.node.store.add(info, data, own=True)
             assert not problem
             rank.node.replicator.submit(info, rank.kept)
 
@@ -255,7 +254,7 @@ class JournalWorld:
             data = self.nodes[names[0]].store.view(info)
             assert data is not None
             before, after = bytes(data[:_STATE]), bytes(data[_STATE:])
-            node.store.add(info, EntryMemory.of([data], info.size), own=True)
+            node.store.add(info, data, own=True)
             node.replicator.wake()
             if info.step == step and after == state:
                 continue  # the same step, recorded by another rank

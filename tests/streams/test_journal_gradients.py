@@ -17,6 +17,7 @@ from raystow.orchestrator.journal.gpu_gradients import GpuGradientEncoder
 from raystow.orchestrator.journal.gradient_coding import decode
 from raystow.orchestrator.journal.state_digests import _whole_spans
 from raystow.storage.coding.digest import raw_digest
+from raystow.storage.coding.kernels import Bytes
 from raystow.workers.gpu.span_digests import SpanDigests
 from raystow.workers.protocol.messages import EntryInfo, Generation
 
@@ -49,6 +50,10 @@ def overwrite(buffers: list[torch.Tensor]) -> None:
         buffer.fill_(7)
 
 
+def memory(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -61,7 +66,7 @@ def test_gradients_are_decoded_bit_for_bit(gpu: Device) -> None:
         values = gradients(step)
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
-        found = encoder.encode(buffers, gpu.default.record_event(), lambda: overwrite(buffers))
+        found = encoder.encode(buffers, gpu.default.record_event(), memory, lambda: overwrite(buffers))
         gpu.synchronize()
         for value, recorded in zip(values, found, strict=True):
             again = decode(recorded.tensor, iter(recorded.stored))
@@ -82,7 +87,7 @@ def test_buffers_are_unchanged_after_they_are_recorded(gpu: Device) -> None:
     buffer = weights(12_000, torch.bfloat16).to(torch.float32).reshape(100, 120).t()
     for expected in (["running"], []):
         captured = CapturedEntry(buffers={"running": buffer.clone()}, fresh=False, ready={device: gpu.default.record_event()})
-        _, parts = encoder.encode(captured, info)
+        _, parts = encoder.encode(captured, info, memory)
         gpu.synchronize()
         entry = parse(replace(info, size=sum(memoryview(part).nbytes for part in parts)), memoryview(b"".join(parts)))
         assert [name for name, _ in entry.header.buffers] == expected

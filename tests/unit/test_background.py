@@ -61,7 +61,6 @@ OF_ONE = {
     "raystow-requests": "runs an event loop, which logs errors; those of calls are raised where their results are awaited",
     "raystow-prepare": "prepares the first save of one process, which does it again after an error",
     "raystow-progress": "shows the bar of one restore",
-    "raystow-spare": "prepares memory, which else is taken when it is filled",
     "raystow-demo": "replaces the node that the demo kills",
 }
 """Threads that end with the object that they serve."""
@@ -78,7 +77,6 @@ AWAITED = {
     "orchestrator/coordinator/save_costs.py": 1,
     "orchestrator/integrations/torchft/transport.py": 1,
     "orchestrator/journal/entry_file.py": 1,
-    "orchestrator/journal/journal.py": 1,
     "orchestrator/journal/replay.py": 1,
     "orchestrator/restore/version_cache.py": 1,
     "orchestrator/standalone/writer.py": 2,
@@ -91,7 +89,7 @@ AWAITED = {
     "workers/gpu/decode/lane_fetcher.py": 1,  # each error is raised where the result of the fetch is taken
     "workers/gpu/pinned_memory.py": 1,
     "workers/gpu/node_mode/node_encoder.py": 1,  # by background.submit
-    "workers/journal/entry_memory.py": 1,
+    "workers/journal/entry_bytes.py": 1,
     "workers/journal/node_journal.py": 1,
     "workers/node/node.py": 3,  # by background.submit; of uploads, the packer awaits each
 }

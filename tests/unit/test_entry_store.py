@@ -8,7 +8,6 @@ from fake_clock import FakeClock
 from msgspec.structs import replace
 
 from raystow.storage.errors import ClusterError
-from raystow.workers.journal.entry_memory import EntryMemory
 from raystow.workers.journal.entry_replicator import EntryReplicator
 from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.protocol.messages import EntryInfo, EntryKept, Generation, PutEntry
@@ -22,7 +21,7 @@ def entry(step: int, rank: int = 0, lineage: tuple[Generation, ...] = FIRST) -> 
 
 
 def add(store: EntryStore, info: EntryInfo, *, own: bool = True) -> str:
-    return store.add(info, EntryMemory.of([bytes(info.size)], info.size), own=own)
+    return store.add(info, bytes(info.size), own=own)
 
 
 def steps(store: EntryStore) -> list[int]:
@@ -91,7 +90,7 @@ class OtherNodes:
         data = self.here.view(put.info)
         assert put.holder == "here"
         assert data is not None
-        problem = self.stores[node].add(put.info, EntryMemory.of([data], put.info.size), own=False)
+        problem = self.stores[node].add(put.info, data, own=False)
         return EntryKept(put.info.step, 1, problem, memory=f"{id(self.stores[node])}")
 
     def steps(self, node: str) -> list[int]:

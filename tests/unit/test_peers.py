@@ -20,7 +20,6 @@ from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal import node_journal
-from raystow.workers.journal.entry_memory import EntryMemory
 from raystow.workers.journal.node_journal import NodeJournal
 from raystow.workers.node.node import NoNodePeers
 from raystow.workers.protocol import tcp_channel
@@ -322,7 +321,7 @@ def test_a_journal_entry_is_copied_to_a_peer_and_read_back(cluster: Cluster) -> 
     info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 100_000)
     data = DATA[: info.size]
     assert "has dropped it" in cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a")).problem
-    cluster["a"].journal.store.add(info, EntryMemory.of([data], info.size), own=True)
+    cluster["a"].journal.store.add(info, data, own=True)
     kept = cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a"))
     assert (kept.problem, kept.copies) == ("", 1)
     target = bytearray(info.size)
@@ -333,26 +332,26 @@ def test_a_journal_entry_is_copied_to_a_peer_and_read_back(cluster: Cluster) -> 
     with pytest.raises(ClusterError, match="does not answer"):  # the source node does not exist, so there is no copy
         cluster["a"].peers.put_entry("c", PutEntry(info, 4, "gone"))
     assert cluster["b"].journal.store.holdings("r") == (info,)
-    cluster["b"].journal.store.add(info, EntryMemory.of([data], info.size), own=True)
+    cluster["b"].journal.store.add(info, data, own=True)
     assert cluster["b"].journal.store.own() == [info]
 
 
 def test_a_large_entry_is_read_over_several_connections(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_journal, "_LEAST", 100_000)
-    channel, all_four = cluster["b"].peers._channel, threading.Barrier(4)
+    channel, all_of_them = cluster["b"].peers._channel, threading.Barrier(8)
 
     def together(node: str) -> TcpChannel:
-        """Return a channel once all four threads have one, so that no thread can reuse the channel of another."""
+        """Return a channel once all eight threads have one, so that no thread can reuse the channel of another."""
         found = channel(node)
-        all_four.wait(10)
+        all_of_them.wait(10)
         return found
 
     monkeypatch.setattr(cluster["b"].peers, "_channel", together)
     info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 700_001)
-    cluster["a"].journal.store.add(info, EntryMemory.of([DATA[: info.size]], info.size), own=True)
+    cluster["a"].journal.store.add(info, DATA[: info.size], own=True)
     assert cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a")).copies == 1
     assert cluster["b"].journal.store.view(info) == DATA[: info.size]
-    assert len(cluster["a"].peer_server._channels) == 4
+    assert len(cluster["a"].peer_server._channels) == 8
 
 
 @pytest.mark.parametrize(("took", "pause"), [(0.0, 1.0), (2.0, 6.0), (20.0, 30.0)])

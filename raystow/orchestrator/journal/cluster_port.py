@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ...storage.coding.kernels import Bytes
 from ...storage.object_store import Buffer
 from ...workers.journal.client import JournalClient
 from ...workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote, OpenJournal
@@ -41,14 +42,17 @@ class ClusterPort:
         self._lock = threading.Lock()
         self._client: JournalClient | None = None
 
+    def begin(self) -> Callable[[int], Bytes]:
+        return self._connected().begin()
+
     def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
         self._connected().keep(info, parts, on_kept)
 
     def save_begun(self, step: int) -> None:
         self._connected().save_begun(step)
 
-    def fetch(self, place: EntryPlace) -> memoryview:
-        return self._connected().fetch(place)
+    def fetch(self, place: EntryPlace, number: int) -> memoryview:
+        return self._connected().fetch(place, number)
 
     def settle(self, vote: JournalVote) -> JournalChoice:
         return self._coordinator.settle_journal(vote)

@@ -51,8 +51,11 @@ class CapturedEntry:
 class GradientEncoder(Protocol):
     """Encodes tensors of one device."""
 
-    def encode(self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event, on_read: Callable[[], None]) -> list[Recorded]:
-        """Return the records of tensors, which are there after the event ``ready``, and may be overwritten after ``on_read``."""
+    def encode(
+        self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event, take: Callable[[int], Bytes], on_read: Callable[[], None]
+    ) -> list[Recorded]:
+        """Return the records of tensors, which are there after the event ``ready``, and may be overwritten after ``on_read``.
+        ``take`` returns memory for so many stored bytes."""
 
     def close(self) -> None:
         """Free all memory."""
@@ -69,11 +72,13 @@ class EntryEncoder:
         self.parent = b""
 
     def encode(
-        self, captured: CapturedEntry, info: EntryInfo, on_read: Callable[[], None] = lambda: None
+        self, captured: CapturedEntry, info: EntryInfo, take: Callable[[int], Bytes], on_read: Callable[[], None] = lambda: None
     ) -> tuple[EntryInfo, list[Buffer]]:
-        """Return the description of an entry and its bytes in parts, which are valid until the call after the next.
+        """Return the description of an entry and its bytes in parts.
 
-        ``on_read`` is called when the captured tensors may be overwritten.
+        Args:
+            take: Returns memory for so many stored bytes: those of tensors in device memory are copied there.
+            on_read: Called when the captured tensors may be overwritten.
         """
         for event in captured.ready.values():  # small tensors are read on streams of this thread
             event.synchronize()
@@ -82,7 +87,7 @@ class EntryEncoder:
             self._buffers.clear()
         buffers = self._changed_buffers(captured)
         gradients = [gradient for step in captured.steps for gradient in step.gradients]
-        recorded = self._encode(gradients, captured.ready, on_read)
+        recorded = self._encode(gradients, captured.ready, take, on_read)
         recorded += [self._host.encode(buffer.cpu()) for _, buffer in buffers]  # a GPU's encoder would overwrite them
         records = iter([one.tensor for one in recorded])
         steps = tuple(
@@ -117,7 +122,11 @@ class EntryEncoder:
         self._devices.clear()
 
     def _encode(
-        self, tensors: Sequence[torch.Tensor | None], ready: Mapping[int, torch.cuda.Event], on_read: Callable[[], None]
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        ready: Mapping[int, torch.cuda.Event],
+        take: Callable[[int], Bytes],
+        on_read: Callable[[], None],
     ) -> list[Recorded]:
         found: list[Recorded | None] = [None] * len(tensors)
         devices = dict[int, list[int]]()
@@ -138,7 +147,7 @@ class EntryEncoder:
 
         for device, places in devices.items():
             here = [tensor for place in places if (tensor := tensors[place]) is not None]
-            for place, one in zip(places, self._of_device(device).encode(here, ready[device], read), strict=True):
+            for place, one in zip(places, self._of_device(device).encode(here, ready[device], take, read), strict=True):
                 found[place] = one
         return [one for one in found if one is not None]
 

@@ -11,7 +11,6 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from ...storage.coding import dtypes
@@ -118,11 +117,12 @@ class GpuGradientEncoder:
         self._factor = 1.0
         self._pieces: tuple[object, list[GradientPiece]] = (None, [])
         self._layout: tuple[object, Layout | None] = (None, None)
-        self._arenas, self._used = [np.empty(0, np.uint8), np.empty(0, np.uint8)], 0
 
-    def encode(self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event, on_read: Callable[[], None]) -> list[Recorded]:
-        """Return the records of tensors, which are there after the event ``ready``. They may be overwritten. The stored bytes
-        are valid until the call after the next. ``on_read`` is called when the tensors are not needed any more."""
+    def encode(
+        self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event, take: Callable[[int], Bytes], on_read: Callable[[], None]
+    ) -> list[Recorded]:
+        """Return the records of tensors, which are there after the event ``ready``. They may be overwritten. ``take`` returns
+        memory for so many stored bytes. ``on_read`` is called when the tensors are not needed any more."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             large = [place for place, one in enumerate(tensors) if one.numel() * one.itemsize > self._small]
@@ -131,7 +131,7 @@ class GpuGradientEncoder:
                 found[place] = self._host.encode(copied)
             examined = [Examined(tensors[place]) for place in large]
             self._examine(examined)
-            self._encode([one for one in examined if one.kind != "zero"], self._stream.record_event(), on_read)
+            self._encode([one for one in examined if one.kind != "zero"], self._stream.record_event(), take, on_read)
         found.update({place: one.record for place, one in zip(large, examined, strict=True)})
         return [found[place] for place in range(len(tensors))]
 
@@ -199,13 +199,14 @@ class GpuGradientEncoder:
                 one.kind, one.factor, one.values = ("bfloat16" if factor == 1.0 else "scaled"), factor, values
         return list(itertools.compress(examined, misses))
 
-    def _encode(self, examined: Sequence[Examined], ready: torch.cuda.Event, on_read: Callable[[], None]) -> None:
+    def _encode(
+        self, examined: Sequence[Examined], ready: torch.cuda.Event, take: Callable[[int], Bytes], on_read: Callable[[], None]
+    ) -> None:
         pieces, owners = self._cut(examined)
         if not pieces:
             on_read()
             return
         coded: dict[int, tuple[CodedChunk, Bytes, bytes]] = {}  # by number of the piece: its bytes, and their digest
-        self._reserve(sum(piece.nbytes for piece in pieces) + len(pieces))
 
         def emit(arrived: list[Arrived]) -> None:
             plan = self._encoder.plan
@@ -215,7 +216,8 @@ class GpuGradientEncoder:
             layout = self._layout[1]
             assert layout is not None
             chunks = [chunk for one in arrived for chunk in layout.chunks(one.message)]
-            copies = POOL.map(self._copy, chunks, [self._place(chunk) for chunk in chunks])
+            targets = [take(sum(size for _, _, size in chunk.parts)) for chunk in chunks]
+            copies = POOL.map(self._copy, chunks, targets)
             coded.update({int(chunk.info.name): (chunk, *copy) for chunk, copy in zip(chunks, copies, strict=True)})
             self._pinned.announced(run for one in arrived for run in one.runs)
 
@@ -243,17 +245,6 @@ class GpuGradientEncoder:
         if self._pieces[0] != key:
             self._pieces = key, pieces
         return self._pieces[1], owners
-
-    def _reserve(self, nbytes: int) -> None:
-        """Take the memory of the entry before the last one, whose pages are there."""
-        self._used = 0
-        self._arenas.reverse()
-        if self._arenas[0].size < nbytes:
-            self._arenas[0] = np.empty(nbytes, np.uint8)
-
-    def _place(self, chunk: CodedChunk) -> Bytes:
-        start, self._used = self._used, self._used + sum(size for _, _, size in chunk.parts)
-        return self._arenas[0][start : self._used]
 
     def _copy(self, chunk: CodedChunk, target: Bytes) -> tuple[Bytes, bytes]:
         """Copy a chunk out of the ring; return the copy and its digest, which the GPU may have computed."""

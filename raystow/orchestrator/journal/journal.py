@@ -7,9 +7,7 @@ import logging
 import queue
 import threading
 from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,6 @@ from ...storage.clock import SYSTEM
 from ...storage.errors import RaystowError, StateError
 from ...storage.log import about
 from ...storage.metrics import JOURNALED, STALL, UNRECORDED, record
-from ...storage.object_store import Buffer
 from ...workers.protocol.messages import START, EntryInfo, EntryKept, Generation, JournalVote, shortened
 from . import value_tree
 from .entry_encoder import CapturedEntry, EntryEncoder
@@ -36,7 +33,6 @@ from .tracked_state import TrackedState
 logger = logging.getLogger(__name__)
 
 _WHOLE = 16  # steps from one digest of all bytes to the next
-_UNSENT = 2  # encoded entries whose bytes are still used: see ``EntryEncoder.encode``
 _MOST_STEPS = 32  # of optimizers in an entry: each holds its gradients
 _LAG = 10.0  # seconds that a step waits for the copies of the step before
 
@@ -247,33 +243,23 @@ class Journal:
                 self._log.warning("the entry of the step before has no copies after %.0f s", _LAG, extra={"step": step})
 
     def _run(self) -> None:
-        """Encode entries, and hand them over on another thread, so that an entry is encoded while the one before is copied."""
-        with ThreadPoolExecutor(1, "raystow-entry") as sender:
-            sent = deque[Future[None]]()
-            while (work := self._work.get()) is not None:
-                if len(sent) == _UNSENT:
-                    sent.popleft().result()
-                released = _Once(self._release)
-                try:
-                    described, parts = self._encoder.encode(*work, released)
-                    sent.append(sender.submit(self._send, described, parts))
-                except Exception as error:
-                    self._failed(work[1], error)
-                finally:
-                    released()
+        """Encode entries and hand them over."""
+        while (work := self._work.get()) is not None:
+            released = _Once(self._release)
+            try:
+                info, parts = self._encoder.encode(*work, self._port.begin(), released)
+                record(JOURNALED, info.size, repository=self._identity.uri)
+                self._port.keep(info, parts, self._kept)
+            except Exception as error:
+                self._failed(work[1], error)
+            finally:
+                released()
 
     def _release(self) -> None:
         """The copies of an entry's gradients may be overwritten."""
         with self._changed:
             self._encoding -= 1
             self._changed.notify_all()
-
-    def _send(self, info: EntryInfo, parts: Sequence[Buffer]) -> None:
-        try:
-            record(JOURNALED, info.size, repository=self._identity.uri)
-            self._port.keep(info, parts, self._kept)
-        except Exception as error:
-            self._failed(info, error)
 
     def _failed(self, info: EntryInfo, error: Exception) -> None:
         if not isinstance(error, RaystowError):

@@ -38,9 +38,13 @@ class DecodedStep(NamedTuple):
 
 
 class StepReader:
-    """``fetch``: returns the bytes of an entry. Steps must be read in order. Call ``close`` at last."""
+    """Steps must be read in order. Call ``close`` at last.
 
-    def __init__(self, state: TrackedState, fetch: Callable[[EntryPlace], memoryview], world_size: int) -> None:
+    Args:
+        fetch: Returns the bytes of an entry, which are valid until it is called with the same number again.
+    """
+
+    def __init__(self, state: TrackedState, fetch: Callable[[EntryPlace, int], memoryview], world_size: int) -> None:
         self._state, self._fetch, self._world_size, self._decoder = state, fetch, world_size, EntryDecoder()
         self._layouts: dict[tuple[int, int], list[Box]] = {}  # by number of ranks and rank
         self._mine: list[Box] = []
@@ -50,7 +54,7 @@ class StepReader:
     def read(self, places: Sequence[EntryPlace]) -> DecodedStep:
         """Read a step. ``places``: the entry of this rank, or those of all ranks if they were another number."""
         if places[0].info.world_size == self._world_size:
-            entry = parse(places[0].info, self._fetch(places[0]))
+            entry = parse(places[0].info, self._fetch(places[0], 0))
             return self._decoded(entry, {entry.info.rank: entry}, None)
         entries, shards = self._covering({place.info.rank: place for place in places})
         return self._decoded(entries[0], entries, shards)
@@ -68,7 +72,7 @@ class StepReader:
         needed = ShardMap(self._mine, known).ranks()
         for rank in dict.fromkeys((0, *sorted(needed), *places)):
             place = places[rank]
-            entries[rank] = entry = parse(place.info, self._fetch(place))
+            entries[rank] = entry = parse(place.info, self._fetch(place, len(entries)))
             if entry.header.layout:
                 self._layouts[ranks, rank] = boxes(entry.header.layout)
             if len(self._layouts.get((ranks, rank), ())) != len(self._mine):

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...storage.object_store import Buffer
 from ..protocol.messages import START, EntryInfo, generation_of
-from .entry_memory import EntryMemory
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class KeptEntry:
     it as well."""
 
     info: EntryInfo
-    memory: EntryMemory
+    content: memoryview
     own: bool
     stored: bool = False
 
@@ -42,21 +42,19 @@ class EntryStore:
         self._saving: dict[str, int] = {}  # repository -> step of the newest save that has begun
         self._needless: dict[Line, int] = {}  # the newest step whose entry was dropped because nobody needs it
 
-    def add(self, info: EntryInfo, memory: EntryMemory, *, own: bool) -> str:
-        """Keep an entry; return why it is not kept, else an empty text. The memory belongs to the store then, or is closed."""
+    def add(self, info: EntryInfo, content: Buffer, *, own: bool) -> str:
+        """Keep an entry, whose bytes nobody changes from then on; return why it is not kept, else an empty text."""
         with self._lock:
             line = self._lines.setdefault(_line(info), {})
             if info.key in line:
                 line[info.key].own |= own
-                memory.close()
                 return ""
             self._drop([kept for kept in line.values() if info.replaces(kept.info)])
             problem = self._problem(info)
             if problem:
-                memory.close()
                 return problem
             line = self._lines.setdefault(_line(info), {})
-            line[info.key] = KeptEntry(info, memory, own)
+            line[info.key] = KeptEntry(info, memoryview(content).toreadonly(), own)
             self.used += info.size
             return ""
 
@@ -132,14 +130,12 @@ class EntryStore:
         """The bytes of an entry; None if it is not here."""
         with self._lock:
             kept = self._lines.get(_line(info), {}).get(info.key)
-            return None if kept is None else kept.memory.content
+            return None if kept is None else kept.content
 
-    def lend(self, repository: str, key: str) -> int | None:
-        """A descriptor of an entry's memory, for the caller to close; None if it is not here."""
+    def named(self, repository: str, key: str) -> memoryview | None:
+        """The bytes of the entry with a key; None if it is not here."""
         with self._lock:
-            found = (kept for kept in self._of(repository) if kept.info.key == key)
-            kept = next(found, None)
-            return None if kept is None else kept.memory.lend()
+            return next((kept.content for kept in self._of(repository) if kept.info.key == key), None)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -181,7 +177,6 @@ class EntryStore:
                 self._needless[_line(kept.info)] = max(kept.info.step, self._needless.get(_line(kept.info), START))
             if line.pop(kept.info.key, None) is not None:
                 self.used -= kept.info.size
-                kept.memory.close()
             if not line:
                 self._lines.pop(_line(kept.info), None)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
+
+import numpy as np
 
 from ...storage import background
 from ...storage.clock import Clock
@@ -18,23 +19,25 @@ from ..protocol.messages import (
     EntryInfo,
     EntryKept,
     EntryPlace,
+    EntryTaken,
     FetchedEntry,
     FetchEntry,
     KeepEntry,
     OpenJournal,
     PutEntry,
     SaveBegun,
+    ShareMemory,
     shortened,
 )
 from ..protocol.unix_channel import Connection
-from .entry_memory import EntryMemory, SpareMemory
+from .entry_bytes import SharedMemories
 from .entry_replicator import EntryPeers, EntryReplicator
 from .entry_store import EntryStore
 from .segment_writer import JournalRepository, SegmentWriter, read_entry
 
 logger = logging.getLogger(__name__)
 
-_CONNECTIONS = 4  # over which a large entry is read: one carries 3 to 4 GB/s
+_CONNECTIONS = 8  # over which a large entry is read: one carries 2 to 4 GB/s
 _LEAST = 32 << 20  # bytes over each of them
 
 
@@ -65,7 +68,7 @@ class NodeJournal:
         open_repository: Callable[[str], JournalRepository] = no_repository,
     ) -> None:
         self._node, self._budget, self._reader, self._open_repository = node, budget, reader, open_repository
-        self.store, self._spare, self._memory = EntryStore(budget), SpareMemory(), clock.token()
+        self.store, self._memory = EntryStore(budget), clock.token()
         self._uris: dict[str, str] = {}  # of the repositories whose steps are recorded here, by their ids
         self._replicator = EntryReplicator(node, self.store, peers, clock)
         background.repeat("raystow-entries", self._replicator.run)
@@ -79,21 +82,23 @@ class NodeJournal:
         self._uris[opening.repository] = opening.uri
         self.store.budget = self._budget if opening.budget is None else opening.budget
         self._replicator.want(opening.repository, opening.replicas)
-        segments = None
+        segments, shared = None, SharedMemories()
         if opening.durable_every:
             segments = SegmentWriter(self.store, opening, functools.partial(self._open_repository, opening.uri))
             background.repeat("raystow-segments", segments.run)
         try:
-            while (received := connection.receive(KeepEntry, SaveBegun, FetchEntry)) is not None:
+            while (received := connection.receive(ShareMemory, KeepEntry, SaveBegun, FetchEntry)) is not None:
                 message, descriptor = received
                 match message:
-                    case KeepEntry(info) if descriptor is not None:
-                        if self._keep(connection, info, EntryMemory.received(descriptor, info.size)) and segments is not None:
-                            segments.kept(info)
+                    case ShareMemory(number, size) if descriptor is not None:
+                        shared.share(number, size, descriptor)
+                    case KeepEntry():
+                        if self._keep(connection, message, shared) and segments is not None:
+                            segments.kept(message.info)
                     case SaveBegun(step):
                         self.store.save_begun(opening.repository, step)
-                    case FetchEntry(place):
-                        self._fetch(connection, opening.uri, place)
+                    case FetchEntry(place, number):
+                        connection.send(FetchedEntry(self._fetch(opening.uri, place, shared, number)))
         finally:
             if segments is not None:
                 segments.close()
@@ -106,21 +111,15 @@ class NodeJournal:
             return EntryKept(info.step, 1, memory=self._memory)
         if problem := self.store.problem(info):  # before its bytes are read
             return EntryKept(info.step, 0, shortened(problem), self._memory)
-        memory = self._spare.take(info.size)
-        try:
-            there = self._read(put.holder, info, memory.target)
-        except BaseException:
-            memory.close()
-            raise
-        if not there:
-            memory.close()
+        content = np.empty(info.size, np.uint8).data
+        if not self._read(put.holder, info, content):
             return EntryKept(info.step, 0, f"node {put.holder} has dropped it", self._memory)
-        problem = self.store.add(info, memory, own=False)
+        problem = self.store.add(info, content, own=False)
         return EntryKept(info.step, int(not problem), shortened(problem), self._memory)
 
-    def lend(self, repository: str, key: str) -> int | None:
-        """Return a descriptor of an entry's memory, for the caller to close; None if it is not here."""
-        return self.store.lend(repository, key)
+    def named(self, repository: str, key: str) -> memoryview | None:
+        """Return the bytes of the entry with a key; None if it is not here."""
+        return self.store.named(repository, key)
 
     def measure(self) -> None:
         """Set the gauges."""
@@ -132,39 +131,37 @@ class NodeJournal:
     def close(self) -> None:
         """Let go of everything."""
         self._replicator.close()
-        self._spare.close()
         self.store.close()
 
-    def _keep(self, connection: Connection, info: EntryInfo, memory: EntryMemory) -> bool:
-        problem = self.store.add(info, memory, own=True)
+    def _keep(self, connection: Connection, entry: KeepEntry, shared: SharedMemories) -> bool:
+        info = entry.info
+        problem = self.store.problem(info)  # before its bytes are copied
+        if not problem:
+            problem = self.store.add(info, shared.gathered(entry.memory, entry.spans, info.size).data, own=True)
+        connection.send(EntryTaken(info.step))
         if problem:
             connection.send(EntryKept(info.step, 0, shortened(problem)))
         else:
             self._replicator.submit(info, lambda kept: _tell(connection, kept))
         return not problem
 
-    def _fetch(self, connection: Connection, uri: str, place: EntryPlace) -> None:
-        """Answer with an entry, from here, another node or the store. It stays here if it fits, so that it has as many copies as
-        a new one."""
-        info, problem = place.info, ""
-        descriptor = self.store.lend(info.repository, info.key)
-        if descriptor is not None:
-            self.store.claim(info)
-        else:
-            try:
-                memory = self._copy(uri, place)
-                descriptor = memory.lend()
-                self.store.add(info, memory, own=True)
-            except RaystowError as error:
-                problem = str(error)
-        self._replicator.wake()
-        if descriptor is None:
-            connection.send(FetchedEntry(shortened(problem)))
-            return
+    def _fetch(self, uri: str, place: EntryPlace, shared: SharedMemories, number: int) -> str:
+        """Put an entry from here, another node or the store into shared memory; return why that failed, or an empty text. It
+        stays here if it fits, so that it has as many copies as a new one."""
+        info = place.info
+        content = self.store.view(info)
         try:
-            connection.send(FetchedEntry(), fd=descriptor)
+            if content is not None:
+                self.store.claim(info)
+            else:
+                content = self._copy(uri, place)
+                self.store.add(info, content, own=True)
+            shared.put(number, content)
+        except RaystowError as error:
+            return shortened(str(error))
         finally:
-            os.close(descriptor)
+            self._replicator.wake()
+        return ""
 
     def _read(self, node: str, info: EntryInfo, target: memoryview) -> bool:
         """Fill ``target`` with an entry of another node, over several connections if it is large; return whether it is there."""
@@ -179,29 +176,23 @@ class NodeJournal:
         with ThreadPoolExecutor(len(parts), "raystow-entry") as pool:
             return all([*pool.map(read, *zip(*parts, strict=True))])
 
-    def _copy(self, uri: str, place: EntryPlace) -> EntryMemory:
+    def _copy(self, uri: str, place: EntryPlace) -> memoryview:
         """Copy an entry from another node or, if none has it, from the store."""
         info, reasons = place.info, list[str]()
+        content = np.empty(info.size, np.uint8).data
         for node in place.nodes:
             if node in (self._node, STORE):
                 continue
-            memory = EntryMemory.empty(info.size)
             try:
-                if self._read(node, info, memory.target):
-                    return memory
+                if self._read(node, info, content):
+                    return content
                 reasons.append(f"node {node} has dropped it")
             except ClusterError as error:
                 reasons.append(str(error))
-            memory.close()
         if place.stored is None:
             raise ClusterError(f"no node has it: {'; '.join(reasons)}", subject=f"entry of step {info.step}")
-        memory = EntryMemory.empty(info.size)
-        try:
-            read_entry(self._open_repository(uri).store, place.stored, memory.target)
-        except RaystowError:
-            memory.close()
-            raise
-        return memory
+        read_entry(self._open_repository(uri).store, place.stored, content)
+        return content
 
 
 def _tell(connection: Connection, kept: EntryKept) -> None:

@@ -13,7 +13,6 @@ from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, DeadlineExceeded, ProtocolError
 from ..cache.fetcher import Fetcher
-from ..cache.lent_memory import LentMemory
 from ..protocol.messages import (
     JOURNAL,
     STAGED,
@@ -44,8 +43,8 @@ class EntryHost(Protocol):
     def accept(self, put: PutEntry) -> EntryKept:
         """Keep a copy of another node's entry, which is read from there. ``ClusterError`` if that does not answer."""
 
-    def lend(self, repository: str, key: str) -> int | None:
-        """Return a descriptor of an entry's memory, for the caller to close; None if it is not here."""
+    def named(self, repository: str, key: str) -> memoryview | None:
+        """Return the bytes of the entry with a key; None if it is not here."""
 
 
 class StateHost(Protocol):
@@ -166,12 +165,13 @@ class PeerServer:
         start, length = request.start, request.length
         try:
             if request.key.startswith(JOURNAL):
-                lent = _whole(self._journal.lend(request.repository, request.key))
-            elif request.key.startswith(STAGED):
-                self._send_state(channel, self._states.read(request.key, (start, start + length), _WAIT), length)
+                content = self._journal.named(request.repository, request.key)
+                self._send_content(channel, None if content is None else content[start : start + length], length)
                 return
-            else:
-                lent = self._fetcher.lend(request.repository, request.key, (start, start + length), _WAIT)
+            if request.key.startswith(STAGED):
+                self._send_content(channel, self._states.read(request.key, (start, start + length), _WAIT), length)
+                return
+            lent = self._fetcher.lend(request.repository, request.key, (start, start + length), _WAIT)
         except DeadlineExceeded:
             channel.send(ObjectState("pending"))
             return
@@ -185,15 +185,11 @@ class PeerServer:
         finally:
             lent.close()
 
-    def _send_state(self, channel: TcpChannel, content: memoryview | None, length: int) -> None:
+    def _send_content(self, channel: TcpChannel, content: memoryview | None, length: int) -> None:
         if content is None:
             channel.send(ObjectState("absent"))
             return
         if content.nbytes != length:
-            raise ConnectionError("the state ended")
+            raise ConnectionError("the object ends before what was requested")
         channel.send(ObjectState("present"))
         channel.send_bytes(content)  # half the time of ``send_file``, which passes on page after page
-
-
-def _whole(descriptor: int | None) -> LentMemory | None:
-    return None if descriptor is None else LentMemory(descriptor)

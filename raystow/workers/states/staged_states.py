@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from ...storage import background
 from ...storage.errors import DeadlineExceeded
-from ..journal.entry_memory import EntryMemory
 from ..protocol.messages import STAGED, DropState, MapState, ObjectState, OpenStates, StageState, StateRoom, StateStaged
 from ..protocol.unix_channel import Connection
+from ..shm.anonymous_memory import AnonymousMemory
 
 _WAIT = 5.0  # seconds that a process waits for a state; then it is told that it is not staged yet
 
@@ -23,7 +23,7 @@ class _Sender:
     """``content``: of the memory. ``staged``: how many of the first bytes are there."""
 
     step: int = -1
-    memory: EntryMemory | None = None
+    memory: AnonymousMemory | None = None
     content: memoryview | None = None
     staged: int = 0
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class StagedStates:
                 message, descriptor = received
                 match message:
                     case StageState() if descriptor is not None:
-                        memory = EntryMemory.received(descriptor, message.size)
+                        memory = AnonymousMemory.received(descriptor, message.size)
                         connection.send(StateRoom(self._announce(sender, message, memory)))
                     case StateStaged(size):
                         with self._changed:
@@ -120,7 +120,7 @@ class StagedStates:
         size = sender.memory.size
         return sender.staged < (size if span is None else min(size, span[1]))
 
-    def _announce(self, sender: _Sender, message: StageState, memory: EntryMemory) -> str:
+    def _announce(self, sender: _Sender, message: StageState, memory: AnonymousMemory) -> str:
         with self._changed:
             self._release(sender)
             used = sum(other.memory.size for other in self._senders.values() if other.memory is not None)

@@ -14,9 +14,9 @@ from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.coding.kernels import Bytes
 from ...storage.errors import ClusterError, DeadlineExceeded
-from ..journal.entry_memory import EntryMemory
 from ..protocol.messages import DropState, MapState, ObjectState, OpenStates, StageState, StateRoom, StateStaged, state_key
 from ..protocol.unix_channel import Connection
+from ..shm.anonymous_memory import AnonymousMemory
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class StateClient:
             ClusterError: The node worker is gone, or has no memory for the state.
             DeadlineExceeded: The node worker has not answered within ``seconds``.
         """
-        memory = EntryMemory.empty(size)
+        memory = AnonymousMemory.empty(size)
         try:
             descriptor = memory.lend()
             try:

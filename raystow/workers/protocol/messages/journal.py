@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from ..codec import Column, Digest, JsonText, Message, MessagePart, Packed, Shape, Text
+from .reads import Span
 
 START = -1
 """The step before the first one: the state that a training has built itself."""
@@ -218,10 +219,31 @@ class OpenJournal(Message, frozen=True):
     durable_every: int = 0
 
 
+class ShareMemory(Message, frozen=True):
+    """Shares memory of ``size`` bytes, through which entries pass in both directions. Its descriptor comes with the message. A
+    ``number`` that was shared before is other memory from then on."""
+
+    number: Annotated[int, Meta(ge=0)]
+    size: EntrySize
+
+
 class KeepEntry(Message, frozen=True):
-    """Hands an entry over, with a descriptor of its memory. The answer is ``EntryKept``."""
+    """Hands over an entry that is in shared memory. The answers are ``EntryTaken`` and ``EntryKept``.
+
+    Args:
+        memory: Its number.
+        spans: Where the bytes of the entry are in it, in their order.
+    """
 
     info: EntryInfo
+    memory: int
+    spans: Column[Span]
+
+
+class EntryTaken(Message, frozen=True):
+    """The node worker needs the shared memory of an entry no longer."""
+
+    step: int
 
 
 class EntryKept(Message, frozen=True):
@@ -246,13 +268,15 @@ class SaveBegun(Message, frozen=True):
 
 
 class FetchEntry(Message, frozen=True):
-    """Asks for an entry, which the node keeps from then on. The answer is ``FetchedEntry``, with a descriptor if it is found."""
+    """Asks for an entry, which the node keeps from then on. The answer is ``FetchedEntry``. ``memory``: number of the shared
+    memory whose first bytes the entry becomes."""
 
     place: EntryPlace
+    memory: int
 
 
 class FetchedEntry(Message, frozen=True):
-    """``problem``: why the entry could not be fetched; empty if its memory comes with the message."""
+    """``problem``: why the entry could not be fetched; empty if it is in the shared memory."""
 
     problem: Text = ""
 
