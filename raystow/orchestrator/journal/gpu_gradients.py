@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,7 @@ from ...workers.protocol.messages import ChunkInfo, CodedPart, RecordedTensor
 from ...workers.shm.coded_layout import CodedChunk, Layout
 from ...workers.shm.ring import DEVICE_SLOT, Ring
 from .entry_file import POOL
-from .gradient_coding import SMALL, Recorded, TensorEncoder, coded_part, divided, dtype_name, factors, sampled
+from .gradient_coding import SMALL, Recorded, coded_part, divided, dtype_name, factors, sampled, uncoded
 
 _RING = 8 * DEVICE_SLOT
 _MEMORY = 512 << 20  # device memory of the encoder
@@ -111,7 +111,6 @@ class GpuGradientEncoder:
             self._free.put(slot)
         self._pinned = PinnedRing(self._ring, take=self._take, release=self._free.put)
         self._encoder = Encoder(self._device, DEFLATE, self._pinned, size=memory)
-        self._host = TensorEncoder()
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device)
         self._factor = 1.0
@@ -125,10 +124,11 @@ class GpuGradientEncoder:
         memory for so many stored bytes. ``on_read`` is called when the tensors are not needed any more."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            large = [place for place, one in enumerate(tensors) if one.numel() * one.itemsize > self._small]
-            found: dict[int, Recorded] = {}
-            for place, copied in self._to_host([(place, one) for place, one in enumerate(tensors) if place not in {*large}]):
-                found[place] = self._host.encode(copied)
+            small, large = list[int](), list[int]()
+            for place, one in enumerate(tensors):
+                (large if one.numel() * one.itemsize > self._small else small).append(place)
+            copies = self._to_host([tensors[place] for place in small])
+            found = {place: uncoded(copied) for place, copied in zip(small, copies, strict=True)}
             examined = [Examined(tensors[place]) for place in large]
             self._examine(examined)
             self._encode([one for one in examined if one.kind != "zero"], self._stream.record_event(), take, on_read)
@@ -147,14 +147,13 @@ class GpuGradientEncoder:
         except queue.Empty:
             return None
 
-    def _to_host(self, tensors: Sequence[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy small tensors to host memory, by one copy for all."""
         if not tensors:
-            return
-        raw = torch.cat([one.reshape(-1).view(torch.uint8) for _, one in tensors]).cpu()
-        parts = raw.split([one.numel() * one.itemsize for _, one in tensors])
-        for (place, one), part in zip(tensors, parts, strict=True):
-            yield place, part.clone().view(one.dtype).reshape(one.shape)
+            return []
+        raw = torch.cat([one.reshape(-1).view(torch.uint8) for one in tensors]).cpu()
+        parts = raw.split([one.numel() * one.itemsize for one in tensors])
+        return [part.clone().view(one.dtype).reshape(one.shape) for one, part in zip(tensors, parts, strict=True)]
 
     def _examine(self, examined: list[Examined]) -> None:
         """Find tensors that are zero, and float32 tensors that can be stored as bfloat16 values.
