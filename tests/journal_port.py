@@ -54,6 +54,7 @@ class BoxPort:
 
     def __init__(self, box: EntryBox) -> None:
         self._box = box
+        self._fetched: dict[int, bytearray] = {}
 
     def begin(self) -> Callable[[int], Bytes]:
         return lambda nbytes: np.empty(nbytes, np.uint8)
@@ -71,7 +72,10 @@ class BoxPort:
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         if place.info not in self._box.entries:
             raise ClusterError("no node has the entry")
-        return memoryview(self._box.entries[place.info])
+        if (earlier := self._fetched.get(number)) is not None:
+            earlier[:] = bytes(len(earlier))  # not valid any more
+        self._fetched[number] = bytearray(self._box.entries[place.info])
+        return memoryview(self._fetched[number])
 
     def settle(self, vote: JournalVote) -> JournalChoice:
         box = self._box

@@ -78,6 +78,7 @@ AWAITED = {
     "orchestrator/integrations/torchft/transport.py": 1,
     "orchestrator/journal/entry_file.py": 1,
     "orchestrator/journal/replay.py": 1,
+    "orchestrator/journal/step_reader.py": 1,
     "orchestrator/restore/version_cache.py": 1,
     "orchestrator/standalone/writer.py": 2,
     "storage/copies/transfer.py": 1,

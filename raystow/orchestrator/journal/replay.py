@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -92,13 +92,13 @@ class Replayer:
         result = ReplayResult(self._base)
         self._parents.clear()
         with ThreadPoolExecutor(1, "raystow-replay") as pool:
-            coming: Future[DecodedStep] | None = pool.submit(self._reader.read, steps[0]) if steps else None
+            coming = pool.submit(self._reader.read, *steps[:2]) if steps else None
             for number, places in enumerate(steps):
                 assert coming is not None
                 touched, step = False, places[0].info.step
                 try:
                     decoded = coming.result()
-                    coming = pool.submit(self._reader.read, steps[number + 1]) if number + 1 < len(steps) else None
+                    coming = pool.submit(self._reader.read, *steps[number + 1 : number + 3]) if number + 1 < len(steps) else None
                     residue = self._check_before(decoded, result.step)
                     touched = True
                     residue += self._apply(decoded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -46,22 +47,45 @@ class StepReader:
 
     def __init__(self, state: TrackedState, fetch: Callable[[EntryPlace, int], memoryview], world_size: int) -> None:
         self._state, self._fetch, self._world_size, self._decoder = state, fetch, world_size, EntryDecoder()
+        self._fetching, self._fetches = ThreadPoolExecutor(1, "raystow-fetch"), 0
+        self._coming: tuple[EntryPlace, Future[memoryview]] | None = None
         self._layouts: dict[tuple[int, int], list[Box]] = {}  # by number of ranks and rank
         self._mine: list[Box] = []
         numbers = {id(parameter): number for number, parameter in enumerate(state.all_parameters())}
         self._numbers = [[numbers[id(one)] for one in state.parameters(at)] for at in range(len(state.optimizers))]
 
-    def read(self, places: Sequence[EntryPlace]) -> DecodedStep:
-        """Read a step. ``places``: the entry of this rank, or those of all ranks if they were another number."""
+    def read(self, places: Sequence[EntryPlace], following: Sequence[EntryPlace] = ()) -> DecodedStep:
+        """Read a step.
+
+        Args:
+            places: The entry of this rank, or those of all ranks if they were another number.
+            following: Those of the step that is read next; an entry of this rank is fetched while this step is decoded.
+        """
         if places[0].info.world_size == self._world_size:
-            entry = parse(places[0].info, self._fetch(places[0], 0))
+            content = self._fetched(places[0])
+            if following and following[0].info.world_size == self._world_size:
+                self._fetch_ahead(following[0])
+            entry = parse(places[0].info, content)
             return self._decoded(entry, {entry.info.rank: entry}, None)
         entries, shards = self._covering({place.info.rank: place for place in places})
         return self._decoded(entries[0], entries, shards)
 
     def close(self) -> None:
         """Free the memory for decoding."""
+        self._fetching.shutdown()
         self._decoder.close()
+
+    def _fetched(self, place: EntryPlace) -> memoryview:
+        """The bytes of this rank's entry, which may have been fetched ahead."""
+        if self._coming is None or self._coming[0] != place:
+            self._fetch_ahead(place)
+        assert self._coming is not None
+        (_, content), self._coming = self._coming, None
+        return content.result()
+
+    def _fetch_ahead(self, place: EntryPlace) -> None:
+        self._fetches += 1  # two entries at a time: one is decoded, one fetched
+        self._coming = place, self._fetching.submit(self._fetch, place, self._fetches % 2)
 
     def _covering(self, places: Mapping[int, EntryPlace]) -> tuple[dict[int, JournalEntry], ShardMap]:
         """The entry of rank 0, and those of ranks that have this rank's shards together. ``places``: the best guess first."""
@@ -72,7 +96,8 @@ class StepReader:
         needed = ShardMap(self._mine, known).ranks()
         for rank in dict.fromkeys((0, *sorted(needed), *places)):
             place = places[rank]
-            entries[rank] = entry = parse(place.info, self._fetch(place, len(entries)))
+            content = self._fetching.submit(self._fetch, place, len(entries)).result()
+            entries[rank] = entry = parse(place.info, content)
             if entry.header.layout:
                 self._layouts[ranks, rank] = boxes(entry.header.layout)
             if len(self._layouts.get((ranks, rank), ())) != len(self._mine):
