@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -17,31 +17,47 @@ from ...storage.object_store import Buffer, ObjectStore
 from ...storage.reader import BaseChunks, PackReader, Request
 from ..save.shards import words
 from .entry_file import POOL, StoredTensor
-from .gradient_coding import SMALL, checked_dtype, from_values
+from .gradient_coding import SMALL, WITHOUT_BYTES, checked_dtype, from_values, without_bytes
+
+_ALIGN = 16  # bytes: kernels read words of this size
 
 if TYPE_CHECKING:
     from ...workers.gpu.decode.decoder import Decoder
 
 
 class EntryDecoder:
-    """Decodes the tensors of entries, each to the device where it is needed; those for CPUs by several threads. For one thread.
-    It keeps the memory of its ``Decoder`` for each GPU until ``close``."""
+    """Decodes the tensors of entries, each to the device where it is needed; large ones for CPUs by several threads. For one
+    thread. It keeps the memory of its ``Decoder`` for each GPU until ``close``."""
 
     def __init__(self) -> None:
         self._decoders: dict[torch.device, Decoder] = {}
 
     def decode(self, tensors: Sequence[StoredTensor], devices: Sequence[torch.device]) -> list[torch.Tensor | None]:
-        """Return the recorded tensors, each on its device or in host memory. Raises ``Damaged`` if the bytes of one do not have
-        their digests, or do not fit its description."""
-        by_gpu, others = defaultdict[torch.device, list[int]](list), list[int]()
-        for place, (stored, device) in enumerate(zip(tensors, devices, strict=True)):
-            gpu = device.type == "cuda" and sum(part.nbytes for part in stored.recorded.parts) > SMALL
-            (by_gpu[device] if gpu else others).append(place)
+        """Return the recorded tensors, each on its device. Raises ``Damaged`` if the bytes of one do not have their digests, or
+        do not fit its description."""
         found: dict[int, torch.Tensor | None] = {}
+        by_gpu, large, small = defaultdict[torch.device, list[int]](list), list[int](), list[int]()
+        for place, (stored, device) in enumerate(zip(tensors, devices, strict=True)):
+            if stored.recorded.kind in WITHOUT_BYTES:
+                found[place] = without_bytes(stored.recorded, device)
+            elif sum(part.nbytes for part in stored.recorded.parts) <= SMALL:
+                small.append(place)
+            else:
+                (by_gpu[device] if device.type == "cuda" else large).append(place)
         for device, places in by_gpu.items():
             found.update(zip(places, self.on_gpu(device, [tensors[place] for place in places]), strict=True))
-        found.update(zip(others, POOL.map(StoredTensor.decode, [tensors[place] for place in others]), strict=True))
+        found.update(zip(large, POOL.map(StoredTensor.decode, [tensors[place] for place in large]), strict=True))
+        decoded = [cast(torch.Tensor, tensors[place].decode()) for place in small]  # threads would wait for each other
+        found.update(zip(small, _placed(decoded, [devices[place] for place in small]), strict=True))
         return [found[place] for place in range(len(tensors))]
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Allocate what decoding on these devices needs."""
+        from ...workers.gpu.decode.decoder import Decoder
+
+        for device in devices:
+            if device.type == "cuda" and device not in self._decoders:
+                self._decoders[device] = Decoder(device)
 
     def close(self) -> None:
         """Free all memory."""
@@ -51,10 +67,7 @@ class EntryDecoder:
 
     def on_gpu(self, device: torch.device, tensors: Sequence[StoredTensor]) -> Iterator[torch.Tensor]:
         """Yield tensors of one entry, decoded on a GPU. None of them may be empty."""
-        from ...workers.gpu.decode.decoder import Decoder
-
-        if device not in self._decoders:
-            self._decoders[device] = Decoder(device)
+        self.prepare([device])
         reader = PackReader(cast(ObjectStore, _EntryBytes(tensors[0].data)), 1, "0" * 16, bases=cast(BaseChunks, None))
         targets, requests = list[torch.Tensor](), list[Request]()
         for number, stored in enumerate(tensors):
@@ -67,6 +80,23 @@ class EntryDecoder:
         self._decoders[device].fill(reader, reader.runs(requests), lambda nbytes: None)
         for stored, target in zip(tensors, targets, strict=True):
             yield from_values(stored.recorded, target)
+
+
+def _placed(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """Small tensors on their devices, by one copy for each device."""
+    found, by_device = list(tensors), defaultdict[torch.device, list[int]](list)
+    for place, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
+        if tensor.device != device:
+            by_device[device].append(place)
+    for device, places in by_device.items():
+        raw = [tensors[place].reshape(-1).view(torch.uint8) for place in places]
+        padded = [-(-one.numel() // _ALIGN) * _ALIGN for one in raw]
+        packed = torch.empty(sum(padded), dtype=torch.uint8)
+        for one, part in zip(raw, packed.split(padded), strict=True):
+            part[: one.numel()] = one
+        for place, one, part in zip(places, raw, packed.to(device).split(padded), strict=True):
+            found[place] = part[: one.numel()].view(tensors[place].dtype).reshape(tensors[place].shape)
+    return found
 
 
 class _EntryBytes:

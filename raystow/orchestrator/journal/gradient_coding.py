@@ -29,6 +29,9 @@ hundreds."""
 
 NONE = RecordedTensor("none")
 
+WITHOUT_BYTES = ("none", "zero")
+"""Kinds of tensors of which nothing is stored."""
+
 _SAMPLE = 4096  # elements from which a factor is found
 _MOST = 128  # bfloat16 values have so many mantissas: a tensor of their multiples has no more
 _MANTISSA = (1 << 23) - 1
@@ -148,10 +151,8 @@ def decode(tensor: RecordedTensor, stored: Iterator[Bytes]) -> torch.Tensor | No
 
     Raises ``Damaged`` if the bytes do not have their digests, or do not fit the description.
     """
-    if tensor.kind == "none":
-        return None
-    if tensor.kind == "zero":
-        return torch.zeros(tensor.shape, dtype=getattr(torch, dtypes.dtype(tensor.dtype).name))
+    if tensor.kind in WITHOUT_BYTES:
+        return without_bytes(tensor, torch.device("cpu"))
     name = checked_dtype(tensor)
     raw = np.empty(sum(part.nbytes for part in tensor.parts), np.uint8)
     at = 0
@@ -160,6 +161,13 @@ def decode(tensor: RecordedTensor, stored: Iterator[Bytes]) -> torch.Tensor | No
         decode_part(part, name, next(stored), piece)
         at += part.nbytes
     return from_values(tensor, torch.from_numpy(raw).view(getattr(torch, name)))
+
+
+def without_bytes(tensor: RecordedTensor, device: torch.device) -> torch.Tensor | None:
+    """The recorded tensor, one of ``WITHOUT_BYTES``."""
+    if tensor.kind == "none":
+        return None
+    return torch.zeros(tensor.shape, dtype=getattr(torch, dtypes.dtype(tensor.dtype).name), device=device)
 
 
 def from_values(tensor: RecordedTensor, values: torch.Tensor) -> torch.Tensor:
