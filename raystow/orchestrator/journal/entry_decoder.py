@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -51,14 +51,6 @@ class EntryDecoder:
         found.update(zip(small, _placed(decoded, [devices[place] for place in small]), strict=True))
         return [found[place] for place in range(len(tensors))]
 
-    def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Allocate what decoding on these devices needs."""
-        from ...workers.gpu.decode.decoder import Decoder
-
-        for device in devices:
-            if device.type == "cuda" and device not in self._decoders:
-                self._decoders[device] = Decoder(device)
-
     def close(self) -> None:
         """Free all memory."""
         for decoder in self._decoders.values():
@@ -67,7 +59,10 @@ class EntryDecoder:
 
     def on_gpu(self, device: torch.device, tensors: Sequence[StoredTensor]) -> Iterator[torch.Tensor]:
         """Yield tensors of one entry, decoded on a GPU. None of them may be empty."""
-        self.prepare([device])
+        from ...workers.gpu.decode.decoder import Decoder
+
+        if device not in self._decoders:
+            self._decoders[device] = Decoder(device)
         reader = PackReader(cast(ObjectStore, _EntryBytes(tensors[0].data)), 1, "0" * 16, bases=cast(BaseChunks, None))
         targets, requests = list[torch.Tensor](), list[Request]()
         for number, stored in enumerate(tensors):

@@ -79,7 +79,6 @@ class StepReader:
         """The bytes of this rank's entry, which may have been fetched ahead."""
         if self._coming is None or self._coming[0] != place:
             self._fetch_ahead(place)
-            self._decoder.prepare({local(one).device for one in self._state.all_parameters()})
         assert self._coming is not None
         (_, content), self._coming = self._coming, None
         return content.result()
