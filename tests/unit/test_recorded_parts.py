@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from raystow.orchestrator.journal import gradient_coding
-from raystow.orchestrator.journal.gradient_coding import TensorEncoder, decode
+from raystow.orchestrator.journal.entry_decoder import _placed
+from raystow.orchestrator.journal.gradient_coding import TensorEncoder, decode, uncoded
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import Damaged
 
@@ -29,3 +30,19 @@ def test_damaged_bytes_are_not_decoded(part: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gradient_coding.chunk, "decode", lambda *of: next(calls)(*of))
     with pytest.raises(Damaged, match="stored bytes of a recorded tensor"):
         decode(recorded.tensor, iter(stored))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64])
+def test_small_tensors_are_stored_as_they_are(dtype: torch.dtype) -> None:
+    """All bits come back, also those of NaNs; several are placed together."""
+    tensors = [torch.arange(one).to(torch.uint8).repeat(16).view(dtype)[:one].reshape(-1, 1) for one in (1, 5, 7)]
+    if dtype == torch.float32:
+        tensors[2].view(torch.int32)[:] = 0x7FC12345  # a NaN
+    recorded = [uncoded(tensor) for tensor in tensors]
+    found = [decode(one.tensor, iter(one.stored)) for one in recorded]
+    for tensor, again in zip(tensors, found, strict=True):
+        assert again is not None
+        assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
+        assert again.view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
+    placed = _placed([one for one in found if one is not None], [torch.device("meta")] * 3)
+    assert [(one.device.type, one.dtype, one.shape) for one in placed] == [("meta", one.dtype, one.shape) for one in tensors]
