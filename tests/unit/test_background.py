@@ -76,7 +76,6 @@ AWAITED = {
     "orchestrator/client/version_callbacks.py": 1,  # each callback logs its error
     "orchestrator/coordinator/save_costs.py": 1,
     "orchestrator/integrations/torchft/transport.py": 1,
-    "orchestrator/journal/entry_file.py": 1,
     "orchestrator/journal/replay.py": 1,
     "orchestrator/journal/step_reader.py": 1,
     "orchestrator/restore/version_cache.py": 1,

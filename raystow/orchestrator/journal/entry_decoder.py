@@ -15,8 +15,9 @@ from ...storage.coding.kernels import Bytes
 from ...storage.format.manifest import Chunk
 from ...storage.object_store import Buffer, ObjectStore
 from ...storage.reader import BaseChunks, PackReader, Request
+from ...workers.journal.entry_bytes import POOL
 from ..save.shards import words
-from .entry_file import POOL, StoredTensor
+from .entry_file import StoredTensor
 from .gradient_coding import SMALL, WITHOUT_BYTES, checked_dtype, from_values, without_bytes
 
 _ALIGN = 16  # bytes: kernels read words of this size

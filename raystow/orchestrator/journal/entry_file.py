@@ -6,10 +6,8 @@ The header has the digest of the stored bytes of each part of a tensor, which is
 from __future__ import annotations
 
 import itertools
-import os
 import struct
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,9 +22,6 @@ from ...storage.object_store import Buffer
 from ...workers.protocol.messages import EntryHeader, EntryInfo, RecordedTensor, decode, encode
 from .gradient_coding import decode as decode_tensor
 from .gradient_coding import stored_sizes
-
-POOL = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "raystow-entry-bytes")
-"""Threads that copy and digest the bytes of entries; both let go of the interpreter."""
 
 _HEAD = struct.Struct("<Q32s")
 _MOST_HEADER = 256 << 20

@@ -22,10 +22,10 @@ from ...workers.gpu.encode.pinned_ring import PinnedRing
 from ...workers.gpu.encode.stages import Arrived
 from ...workers.gpu.encode_request import EncodeRequest
 from ...workers.gpu.kernels import bfloat16_kernels
+from ...workers.journal.entry_bytes import POOL
 from ...workers.protocol.messages import ChunkInfo, CodedPart, RecordedTensor
 from ...workers.shm.coded_layout import CodedChunk, Layout
 from ...workers.shm.ring import DEVICE_SLOT, Ring
-from .entry_file import POOL
 from .gradient_coding import SMALL, Recorded, coded_part, divided, dtype_name, factors, sampled, uncoded
 
 _RING = 8 * DEVICE_SLOT

@@ -20,9 +20,9 @@ from ..shm.anonymous_memory import AnonymousMemory
 
 _PIECE = 8 << 20  # bytes that a thread copies at a time
 _GROWTH = 1 << 30  # bytes by which memory grows; pages are allocated at their first use
-_COPIERS = min(8, os.cpu_count() or 1)
 
-_copiers: ThreadPoolExecutor | None = None
+POOL = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "raystow-entry")
+"""Threads that copy, digest and decode the bytes of entries, without the interpreter lock."""
 
 
 class SharedBuffer:
@@ -124,14 +124,7 @@ def copy_all(target: Bytes, parts: Sequence[Bytes]) -> None:
             pieces.append((target[at : at + piece.size], piece))
             at += piece.size
     if target.size > _PIECE:
-        list(_pool().map(np.copyto, *zip(*pieces, strict=True)))
+        list(POOL.map(np.copyto, *zip(*pieces, strict=True)))
     else:
         for there, piece in pieces:
             np.copyto(there, piece)
-
-
-def _pool() -> ThreadPoolExecutor:
-    global _copiers
-    if _copiers is None:
-        _copiers = ThreadPoolExecutor(_COPIERS, "raystow-entry")
-    return _copiers
