@@ -65,8 +65,7 @@ class SharedBuffer:
         return found
 
     def close(self) -> None:
-        """Let go of the memory."""
-        self._mapped.clear()
+        """Let go of the descriptor. The memory stays while an entry is put together in it."""
         self._memory.close()
 
     def _start(self, part: Bytes) -> int | None:
