@@ -64,7 +64,10 @@ class NodeCacheStore:
             return self.given[key]
         location = self.location(key)
         if location is None or location.size > max_bytes:
-            return self._store.get(key, max_bytes=max_bytes)
+            found = self._store.get(key, max_bytes=max_bytes)
+            with self._lock:
+                self.read["store"] += len(found)
+            return found
         return bytes(self.get_range(key, 0, location.size))
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
