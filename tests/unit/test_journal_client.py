@@ -123,7 +123,7 @@ def test_entries_are_lost_with_the_node_worker(node: Node) -> None:
         node.client.fetch(EntryPlace(info(1, 1), ("n",)), 0)
 
 
-def test_an_entry_that_was_begun_with_another_node_worker_is_lost(node: Node) -> None:
+def test_an_entry_begun_with_another_node_worker_is_lost(node: Node) -> None:
     with pytest.raises(ClusterError, match="died"):
         node.client.keep(info(1, 1), [b"1"], lambda _: None)
 
