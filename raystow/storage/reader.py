@@ -187,8 +187,7 @@ class PackReader:
         self._store, self._version, self._attempt, self._bases, self._turn = store, version, attempt, bases, turn
         self._range_bytes: int = getattr(store, "range_bytes", _RUN)
         # Threads that wait for a network leave cores free; those that read files do not, and only contend for the GIL.
-        self.reads_files = self._range_bytes < _RUN
-        per_core = 1 if self.reads_files else 2
+        per_core = 2 if self._range_bytes == _RUN else 1
         self.threads = threads or min(16, per_core * (os.cpu_count() or 1))
 
     def fill(self, requests: Iterable[Request], progress: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -202,7 +201,7 @@ class PackReader:
         MiB of stored bytes and one chunk for each thread, of which the caller's is one.
         """
         # Of a file, smaller ranges: they take less memory, and are as fast.
-        if self.reads_files:
+        if self._range_bytes < _RUN:
             runs = [part for run in runs for part in _coalesced(run.key, run.pieces, self._range_bytes)]
         threads = max(1, min(self.threads, len(runs)))
         left = deque[Run | None]([*runs, *[None] * threads])

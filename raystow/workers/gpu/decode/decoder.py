@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 _LANES, _FETCHING = 7, 4  # all lanes, and those that are filled at a time: more requests than a reader has threads
 _TOGETHER = 8  # lanes that are laid out together
-_READING = 3 / 4  # of the reader's threads, if they read files: the launching thread needs a core, and the interpreter lock
 
 Progress = Callable[[int], None]
 _Numbers = npt.NDArray[np.int64]
@@ -121,8 +120,7 @@ class Decoder:
         Earlier work of the current stream on the targets is waited for. Runs that do not fit into a lane are decoded on the CPU.
         """
         others = list[Run]()
-        threads = round(reader.threads * _READING) if reader.reads_files else reader.threads
-        with torch.cuda.device(self._device), contextlib.closing(LaneFetcher(reader, threads)) as fetcher:
+        with torch.cuda.device(self._device), contextlib.closing(LaneFetcher(reader, reader.threads)) as fetcher:
             try:
                 planned = enumerate(map(_Work, plan(runs, others), self._in_turn()))
                 works = dict(itertools.islice(planned, _FETCHING))
