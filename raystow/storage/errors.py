@@ -18,6 +18,7 @@
     ├── OutcomeUnknown         a save may or may not have become a version: call ``result()`` again, or list the versions
     ├── DeadlineExceeded       the wait ended before the operation did; also a TimeoutError
     └── ClusterError           Ray, a node worker or the coordinator cannot be reached
+        ├── RankRestarted      another process has taken a rank of a restore: ranks begin again by themselves
         └── ProtocolError      two processes do not speak the same protocol: restart what runs another version of raystow
 
 An error says what happened, to which object, and what to do. All of them survive pickling (Ray sends them between processes).
@@ -111,6 +112,10 @@ class DeadlineExceeded(RaystowError, TimeoutError):
 
 class ClusterError(RaystowError):
     """A part of the Ray cluster that raystow needs cannot be reached."""
+
+
+class RankRestarted(ClusterError):
+    """Another process has taken a rank while all ranks restored or replayed together."""
 
 
 class ProtocolError(ClusterError):

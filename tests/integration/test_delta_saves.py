@@ -180,7 +180,12 @@ def test_memory_restores_a_delta_while_the_store_is_down(uri: str, monkeypatch: 
         for operation in ("get", "get_tagged", "get_range", "get_range_into", "list"):
             monkeypatch.setattr(MemoryStore, operation, down)
         agreement = ClusterAgreement(
-            cluster.repository, Port(), RestoreVote(0, 1, "me", 1, 60.0), lambda: cluster.address(0), here="node-0"
+            cluster.repository,
+            Port(),
+            RestoreVote(0, 1, "me", 1, 60.0),
+            itertools.count(2),
+            lambda: cluster.address(0),
+            here="node-0",
         )
         into = {group: {name: torch.zeros_like(tensor) for name, tensor in of.items()} for group, of in state.items()}
         assert restore_agreed(cluster.repository, into, agreement) == newest

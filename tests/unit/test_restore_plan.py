@@ -4,6 +4,7 @@ order of the plan.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import threading
@@ -194,7 +195,12 @@ def test_a_restore_logs_its_plan_and_the_bytes_by_source(caplog):
         near = {info.node: ["node-0" if 0 in info.ranks else "node-1"] for info in saved.record.fragments}
         port = Port(RestoreChoice(saved.entry, near, record))
         agreement = ClusterAgreement(
-            cluster.repository, port, RestoreVote(0, 2, "me", 1, 60.0), lambda: cluster.address(0), here="node-0"
+            cluster.repository,
+            port,
+            RestoreVote(0, 2, "me", 1, 60.0),
+            itertools.count(2),
+            lambda: cluster.address(0),
+            here="node-0",
         )
         into = two_tensors(2)
         assert restore_agreed(cluster.repository, into, agreement, RestoreOptions(world_size=2)) == saved
@@ -224,6 +230,7 @@ def test_ranks_of_a_node_read_the_record_once():
                 restarted.repository,
                 Port(RestoreChoice(saved.entry)),
                 RestoreVote(i, 2, f"{i}", 1, 60.0),
+                itertools.count(2),
                 lambda: restarted.address(0),
             )
             for i in range(2)
@@ -245,7 +252,7 @@ def test_bytes_damaged_in_memory_are_read_from_the_store(caplog, near):
         saved = cluster.save(two_tensors(1), step=5)
         corrupt_chunk(cluster, saved)
         choice, alone = RestoreChoice(saved.entry, near=near), RestoreVote(0, 1, "me", 1, 60.0)
-        agreement = ClusterAgreement(cluster.repository, Port(choice), alone, lambda: cluster.address(0))
+        agreement = ClusterAgreement(cluster.repository, Port(choice), alone, itertools.count(2), lambda: cluster.address(0))
         into = two_tensors(2)
         assert restore_agreed(cluster.repository, into, agreement) == saved
     assert all(torch.equal(into[name], two_tensors(1)[name]) for name in "ab")
@@ -292,7 +299,11 @@ def test_chunks_stay_for_the_slower_ranks_of_the_node(caplog):
 
         def restore(rank: int) -> None:
             agreement = ClusterAgreement(
-                restarted.repository, port, RestoreVote(rank, 2, f"{rank}", 1, 60.0), lambda: restarted.address(0)
+                restarted.repository,
+                port,
+                RestoreVote(rank, 2, f"{rank}", 1, 60.0),
+                itertools.count(2),
+                lambda: restarted.address(0),
             )
             assert restore_agreed(restarted.repository, two_tensors(2), agreement, RestoreOptions(rank, 2)) == saved
 

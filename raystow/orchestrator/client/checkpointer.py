@@ -366,14 +366,13 @@ class Checkpointer:
         asked = selector_text(version, self._startup.wait().repository)
         self.fence()
         begun = SYSTEM.monotonic()
-        number = next(self._restores)
         vote = RestoreVote(
-            *(self.rank, self.world_size, self._incarnation, number, self._timeout),
+            *(self.rank, self.world_size, self._incarnation, next(self._restores), self._timeout),
             allow_uncommitted=allow_uncommitted,
             version=asked,
         )
         repository = self._repository()
-        agreement = ClusterAgreement(repository, self._port, vote, node_address, here=ray_cluster.node_here())
+        agreement = ClusterAgreement(repository, self._port, vote, self._restores, node_address, here=ray_cluster.node_here())
         options = RestoreOptions(self.rank, self.world_size, strict, cast)
         restored = restore_agreed(repository, into, agreement, options, progress=progress)
         self._restored = (START if restored is None else restored.step), asked == LATEST

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from ...storage.errors import Damaged, NotFound, RaystowError
+from ...storage.clock import SYSTEM
+from ...storage.errors import Damaged, NotFound, RankRestarted, RaystowError
 from ...storage.format import keys
 from ...storage.format.root import Entry
 from ...storage.log import about
@@ -106,13 +107,25 @@ class RestorePort(Protocol):
 class ClusterAgreement:
     """The agreement of all ranks of a run: the coordinator chooses and leases versions, and knows the contents of node memories.
 
-    ``opening``: this rank's first vote. ``address``: of its node worker, on the node with the id ``here``.
+    If the process of another rank is replaced meanwhile, the ranks begin again together; a rank that has restored the version
+    that they choose then does not read it again.
+
+    ``opening``: this rank's first vote; ``numbers``: those of later restores of its process. ``address``: of its node worker, on
+    the node with the id ``here``.
     """
 
     def __init__(
-        self, repository: Repository, port: RestorePort, opening: RestoreVote, address: Callable[[], str], *, here: str = ""
+        self,
+        repository: Repository,
+        port: RestorePort,
+        opening: RestoreVote,
+        numbers: Iterator[int],
+        address: Callable[[], str],
+        *,
+        here: str = "",
     ) -> None:
-        self._repository, self._port, self._address = repository, port, address
+        self._repository, self._port, self._numbers, self._address = repository, port, numbers, address
+        self._patience = SYSTEM.monotonic() + opening.timeout
         self._opening = replace(opening, node=here)
         self._here, self.sources = here, Sources()
         self._log = about(logger, repository=repository.uri, rank=opening.rank)
@@ -122,10 +135,26 @@ class ClusterAgreement:
     def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
         read = dict(self._cache.read) if self._cache is not None else {}
         try:  # the node worker keeps the data that was read until all ranks have finished
-            self._choice = self._port.settle(replace(self._opening, tried=tried, damage=damage, whole=whole, read=read))
+            self._choice = self._vote(replace(self._opening, tried=tried, damage=damage, whole=whole, read=read))
         finally:
             self._let_go()
         return None if self._choice is None else self._choice.entry
+
+    def _vote(self, vote: RestoreVote) -> RestoreChoice | None:
+        """Vote, in as many rounds as processes of other ranks are replaced during ``timeout``."""
+        while True:
+            try:
+                return self._port.settle(vote)
+            except RankRestarted as error:
+                if SYSTEM.monotonic() > self._patience:
+                    raise
+                self._log.warning("%s: all ranks agree on a version again", error.what)
+            self._opening = replace(self._opening, number=next(self._numbers))
+            with contextlib.suppress(RankRestarted):
+                choice = self._port.settle(self._opening)
+                if choice is None or choice.entry != vote.tried:
+                    return choice
+            vote = replace(vote, number=self._opening.number)
 
     def version(self, entry: Entry) -> Version:
         """The version, read through the node worker, which reads common data of its ranks once. A rank that restores alone reads

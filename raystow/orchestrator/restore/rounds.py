@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...storage.clock import Clock
-from ...storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RaystowError, StateError
+from ...storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RankRestarted, RaystowError, StateError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import RestoreInfo
 from ...storage.log import about
@@ -161,7 +161,7 @@ class RestoreRounds:
         """A new process has taken a rank: rounds of its previous process fail."""
         for round in list(self._open):
             if rank in round.members and round.members[rank][0] != incarnation:
-                self._fail(round, ClusterError(f"rank {rank} was restarted during the restore", remedy="restore again"))
+                self._fail(round, RankRestarted(f"rank {rank} was restarted during the restore", remedy="restore again"))
 
     def tick(self) -> None:
         """Fail the rounds that are past their deadline."""
@@ -179,7 +179,8 @@ class RestoreRounds:
             elif round.members.get(vote.rank, (vote.incarnation, vote.number)) == (vote.incarnation, vote.number):
                 return round
             else:
-                self._fail(round, ClusterError(f"rank {vote.rank} has begun another restore", remedy="restore again"))
+                kind = ClusterError if round.members[vote.rank][0] == vote.incarnation else RankRestarted
+                self._fail(round, kind(f"rank {vote.rank} has begun another restore", remedy="restore again"))
         root, said = self._known.root()
         round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
         round.store_down = not said
