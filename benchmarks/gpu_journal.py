@@ -9,8 +9,8 @@ slowly when it is used first.
 Peers are measured in the same way, in the same run: a version in every step, by raystow and by torch_checkpointing. The last row
 of the table is the journal with one version in ``VERSIONS`` steps.
 
-Before the windows, steps are recorded, the state before them is put back, and they are replayed: the result must have the
-same bits. ``--device cpu`` with a small model only tests the benchmark; its figures have no meaning.
+Before the windows, steps are recorded after a version; the version is restored, and the steps are replayed: the result must have
+the same bits. ``--device cpu`` with a small model only tests the benchmark; its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from rich.table import Table
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient
-from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.workers.node.actor import NAMESPACE, node_actor
 
 SHORT, LONG = 1, 8
@@ -87,23 +86,29 @@ def step(training: Training, journal: raystow.Journal | None, micro_batches: int
     return now() - start
 
 
+def whole_state(training: Training) -> dict[str, Any]:
+    """Return all that a step depends on, without copies."""
+    counts = [of["step"] for of in training.optimizer.state.values()]
+    return {**training.state(), "step": {str(number): count for number, count in enumerate(counts)}}
+
+
 def replay(training: Training, uri: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Record steps, put the state before them back, and replay them."""
-    tracked = TrackedState(training.model, [training.optimizer])
-    before = tracked.copy()
-    first = training.step
+    """Save a version and record steps; restore the version, and replay them."""
     with raystow.Checkpointer(uri, rank=0, world_size=1, **options) as recorder:
         journal = recorder.journal(training.model, training.optimizer)
         journal.replay()
+        step(training, journal, SHORT)
+        first = training.step
+        recorder.save(whole_state(training), step=first).result()
         times = [step(training, journal, SHORT) for _ in range(steps)]
         if not journal.flush(600) or journal.save_advised:
             raise SystemExit("the steps were not recorded: see the log")
         entries = entries_of(raystow.open(uri).id)
     after = [tensor.to("cpu", copy=True) for tensor in tensors_of(training.state())]
-    tracked.restore(before)
-    if same(tensors_of(training.state()), after):
-        raise SystemExit("the state before the steps is the one after them")
     with raystow.Checkpointer(uri, rank=0, world_size=1, **options) as restarted:
+        restarted.restore_latest(into=whole_state(training))
+        if same(tensors_of(training.state()), after):
+            raise SystemExit("the state before the steps is the one after them")
         journal = restarted.journal(training.model, training.optimizer)
         training.synchronize()
         start = now()
@@ -261,6 +266,7 @@ def main(
     replayed: Annotated[int, typer.Option(min=1, help="steps to replay")] = 10,
     memory: Annotated[float, typer.Option(help="GiB of each node's memory for entries")] = 8.0,
     replicas: Annotated[int, typer.Option(min=0, max=1, help="partner nodes")] = 1,
+    peers: Annotated[bool, typer.Option(help="whether to measure a version in every step, too")] = True,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a trial")] = "cuda",
     layers: Annotated[int, typer.Option(help="of the model")] = Size.layers,
     width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = Size.width,
@@ -300,7 +306,7 @@ def main(
                 console.print(f"{count} micro-batches: {measured['added ms']:.2f} ms of {measured['step ms']:.1f} ms a step")
                 report.keep(out, "gpu_journal", results)
         makers = field(Path(folder), ("deflate",), None)
-        for name in (TORCH_CHECKPOINTING, ours("deflate")):
+        for name in (TORCH_CHECKPOINTING, ours("deflate")) if peers else ():
             peer = makers[name]()
             for count in lengths:
                 saved = every_step(training, peer, Path(folder), windows=windows, micro=count)
@@ -308,7 +314,7 @@ def main(
                 console.print(f"{count} micro-batches, {name}: {saved['added ms']:.2f} ms of {saved['step ms']:.1f} ms a step")
                 report.keep(out, "gpu_journal", results)
             peer.close()
-        for count, rows in results["every step"].items():
+        for count, rows in results["every step"].items() if peers else ():
             entry, saved = results["replay"]["bytes of an entry"], rows[f"a version, {ours('deflate')}"]
             rows[f"journal, a version in {VERSIONS} steps"] = with_versions(results["steps"][count], saved, entry)
     results["claims"] = claims(results)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from raystow.orchestrator.journal.journal import Journal, JournalIdentity
@@ -15,8 +15,34 @@ from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError
-from raystow.storage.object_store import Buffer
 from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote
+from raystow.workers.shm.ring import Ring, SlotPart
+
+
+class MemorySink:
+    """An ``EntrySink`` whose ring is in this process. ``content``: the bytes of the entry."""
+
+    def __init__(self, slots: int = 2, slot_size: int = 4096) -> None:
+        self.ring, self.content = Ring.create(slots * slot_size, slot_size), bytearray()
+        self._free = deque(range(slots))
+
+    def take(self) -> int | None:
+        return self._free.popleft() if self._free else None
+
+    def release(self, slot: int) -> None:
+        self.ring.slot(slot)[:] = 0xEE
+        self._free.append(slot)
+
+    def add(self, parts: Sequence[SlotPart]) -> int:
+        start = len(self.content)
+        for slot, at, size in parts:
+            self.content += self.ring.slot(slot)[at : at + size].tobytes()
+        return start
+
+    def copy(self, content: Bytes) -> int:
+        start = len(self.content)
+        self.content += content.tobytes()
+        return start
 
 
 class EntryBox:
@@ -55,15 +81,17 @@ class BoxPort:
     def __init__(self, box: EntryBox) -> None:
         self._box = box
         self._fetched: dict[int, bytearray] = {}
+        self._sink = MemorySink()
 
-    def begin(self) -> Callable[[int], Bytes]:
-        return lambda nbytes: np.empty(nbytes, np.uint8)
+    def begin(self, most: int) -> MemorySink:
+        self._sink.content = bytearray()
+        return self._sink
 
-    def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
+    def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:
         if info.step in self._box.refuse:
             on_kept(EntryKept(info.step, 0, "the memory for entries is full"))
             return
-        self._box.entries[info] = b"".join(bytes(part) for part in parts)
+        self._box.entries[info] = bytes(self._sink.content)
         on_kept(EntryKept(info.step, 1))
 
     def save_begun(self, step: int) -> None:

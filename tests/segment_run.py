@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from journal_port import snapshot
+from journal_port import MemorySink, snapshot
 from torch import nn
 
 from raystow.orchestrator.coordinator.segments import Segments, stored_entries
@@ -17,12 +16,11 @@ from raystow.orchestrator.journal.journal import Journal, JournalIdentity
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.clock import SYSTEM
-from raystow.storage.coding.kernels import Bytes
 from raystow.storage.committer import Committer
 from raystow.storage.errors import ClusterError
 from raystow.storage.format.root import Root
 from raystow.storage.format.version_record import VersionRecord
-from raystow.storage.object_store import Buffer, ObjectStore
+from raystow.storage.object_store import ObjectStore
 from raystow.storage.repository import create_repository
 from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.journal.segment_writer import SegmentWriter, read_entry
@@ -112,13 +110,14 @@ class SegmentPort:
     """A ``JournalPort`` on a ``SegmentRun``."""
 
     def __init__(self, run: SegmentRun, rank: int) -> None:
-        self._run, self._rank = run, rank
+        self._run, self._rank, self._sink = run, rank, MemorySink()
 
-    def begin(self) -> Callable[[int], Bytes]:
-        return lambda nbytes: np.empty(nbytes, np.uint8)
+    def begin(self, most: int) -> MemorySink:
+        self._sink.content = bytearray()
+        return self._sink
 
-    def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
-        problem = self._run.memories[self._rank].add(info, b"".join(parts), own=True)
+    def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:
+        problem = self._run.memories[self._rank].add(info, bytes(self._sink.content), own=True)
         if not problem:
             self._run.writers[self._rank].kept(info)
         on_kept(EntryKept(info.step, 0, problem))

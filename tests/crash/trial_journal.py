@@ -5,15 +5,18 @@ from __future__ import annotations
 import queue
 from typing import Any
 
+import numpy as np
+
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import ClusterError
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.protocol.messages import EntryInfo, EntryKept, JournalVote, OpenJournal
+from raystow.workers.shm.ring import Ring
 
 EVERY = 2
 """Steps of a segment."""
-_SIZE, _PATIENCE = 4000, 60.0
+_SIZE, _SLOT, _PATIENCE = 4000, 1024, 60.0
 
 
 class TrialJournal:
@@ -29,7 +32,7 @@ class TrialJournal:
 
     def __init__(self, opening: OpenJournal, address: str, coordinator: Any, world_size: int, base: int) -> None:
         self._opening, self._world_size = opening, world_size
-        self._client = JournalClient(address, opening)
+        self._client = JournalClient(address, opening, Ring.create(4 * _SLOT, _SLOT))
         vote = (opening.rank, world_size, SYSTEM.token(), 1, _PATIENCE, base)
         choice = coordinator.settle_journal(JournalVote(*vote))
         places = [place for place in choice.entries if base < place.info.step <= choice.step]
@@ -45,8 +48,8 @@ class TrialJournal:
             opening = self._opening
             info = EntryInfo(opening.repository, opening.rank, self._world_size, step, self.step, self._lineage, _SIZE)
             try:
-                self._client.begin()
-                self._client.keep(info, [content(info)], kept.put)
+                self._client.begin(_SIZE).copy(np.frombuffer(content(info), np.uint8))
+                self._client.keep(info, kept.put)
             except ClusterError as error:
                 return str(error)
             if problem := kept.get(timeout=_PATIENCE).problem:

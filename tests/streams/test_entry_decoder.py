@@ -7,6 +7,7 @@ import pytest
 import torch
 from device import SEEDS
 from encoder_run import HERE, weights
+from journal_port import MemorySink
 from msgspec.structs import replace
 from test_decoding_streams import decoding
 
@@ -37,14 +38,16 @@ def values() -> list[torch.Tensor]:
 
 def entry(tensors: list[torch.Tensor]) -> list[StoredTensor]:
     """Return the tensors as stored in a journal entry."""
-    recorded = [TensorEncoder().encode(tensor) for tensor in tensors]
-    assert {one.tensor.kind for one in recorded} == {"plain", "bfloat16", "scaled"}
-    assert min(len(one.tensor.parts) for one in recorded) > 1
+    sink = MemorySink()
+    recorded = [TensorEncoder().encode(tensor).placed(sink.copy) for tensor in tensors]
+    assert {one.kind for one in recorded} == {"plain", "bfloat16", "scaled"}
+    assert min(len(one.parts) for one in recorded) > 1
     info = EntryInfo("r", 0, 1, 1, 0, (Generation("g", 0),), 0)
-    step = OptimizerStep(0, (), tuple(one.tensor for one in recorded), "")
+    step = OptimizerStep(0, (), tuple(recorded), "")
     header = EntryHeader(info, b"", (step,), (), "", (), b"", b"", False, ())
-    info, _, parts = entry_file.pack(header, [part for one in recorded for part in one.stored])
-    return list(entry_file.parse(info, memoryview(b"".join(parts))).tensors())
+    end, _ = entry_file.end_of(header)
+    sink.copy(end)
+    return list(entry_file.parse(replace(info, size=len(sink.content)), memoryview(sink.content)).tensors())
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -9,15 +9,14 @@ import pytest
 import torch
 from device import SEEDS, Device
 from encoder_run import HERE, KIB, MIB, weights
-from msgspec.structs import replace
+from journal_port import MemorySink
 
 from raystow.orchestrator.journal.entry_encoder import CapturedEntry, EntryEncoder
 from raystow.orchestrator.journal.entry_file import parse
-from raystow.orchestrator.journal.gpu_gradients import GpuGradientEncoder
+from raystow.orchestrator.journal.gpu_gradients import GpuGradientEncoder, SharedRing
 from raystow.orchestrator.journal.gradient_coding import decode
 from raystow.orchestrator.journal.state_digests import _whole_spans
 from raystow.storage.coding.digest import raw_digest
-from raystow.storage.coding.kernels import Bytes
 from raystow.workers.gpu.span_digests import SpanDigests
 from raystow.workers.protocol.messages import EntryInfo, Generation
 
@@ -50,46 +49,49 @@ def overwrite(buffers: list[torch.Tensor]) -> None:
         buffer.fill_(7)
 
 
-def memory(nbytes: int) -> Bytes:
-    return np.empty(nbytes, np.uint8)
-
-
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def test_gradients_are_decoded_bit_for_bit(gpu: Device) -> None:
     """The gradients of two steps are encoded from the same memory."""
-    encoder = GpuGradientEncoder(HERE, ring=32 * 64 * KIB, slot=64 * KIB, memory=24 * MIB, small=4 * KIB)
+    sink = MemorySink(32, 64 * KIB)
+    ring = SharedRing(sink.ring)
+    encoder = GpuGradientEncoder(HERE, ring, memory=24 * MIB, small=4 * KIB)
     buffers = copied(gradients(0))
     for step in (1, 2):
         values = gradients(step)
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
-        found = encoder.encode(buffers, gpu.default.record_event(), memory, lambda: overwrite(buffers))
+        found = encoder.encode(buffers, gpu.default.record_event(), sink, lambda: overwrite(buffers))
         gpu.synchronize()
         for value, recorded in zip(values, found, strict=True):
-            again = decode(recorded.tensor, iter(recorded.stored))
+            again = decode(recorded, np.frombuffer(sink.content, np.uint8))
             assert again is not None
             assert bits(again) == bits(value)
-        kinds = [recorded.tensor.kind for recorded in found]
+        kinds = [recorded.kind for recorded in found]
         assert kinds == ["scaled"] * 3 + ["plain", "zero", "plain", "plain", "plain", "bfloat16"]
-        sizes = [sum(sum(part.stored) for part in recorded.tensor.parts) for recorded in found]
+        sizes = [sum(sum(part.stored) for part in recorded.parts) for recorded in found]
         assert sizes[0] < 0.75 * 2 * values[0].numel()
+        sink.content = bytearray()
     encoder.close()
+    ring.close()
 
 
 def test_buffers_are_unchanged_after_they_are_recorded(gpu: Device) -> None:
     """The values are some that the GPU encoder would replace in place, and the elements are not contiguous."""
     encoder, info = EntryEncoder(), EntryInfo("0" * 16, 0, 1, 1, 0, (Generation("0", 1),))
     device: Any = None  # the key of tensors that represent tensors of a GPU
-    encoder._devices[device] = GpuGradientEncoder(HERE, ring=32 * 64 * KIB, slot=64 * KIB, memory=24 * MIB, small=4 * KIB)
+    sink = MemorySink(32, 64 * KIB)
+    encoder._ring = SharedRing(sink.ring)
+    encoder._devices[device] = GpuGradientEncoder(HERE, encoder._ring, memory=24 * MIB, small=4 * KIB)
     buffer = weights(12_000, torch.bfloat16).to(torch.float32).reshape(100, 120).t()
     for expected in (["running"], []):
         captured = CapturedEntry(buffers={"running": buffer.clone()}, fresh=False, ready={device: gpu.default.record_event()})
-        _, parts = encoder.encode(captured, info, memory)
+        sink.content = bytearray()
+        described = encoder.encode(captured, info, sink)
         gpu.synchronize()
-        entry = parse(replace(info, size=sum(memoryview(part).nbytes for part in parts)), memoryview(b"".join(parts)))
+        entry = parse(described, memoryview(sink.content))
         assert [name for name, _ in entry.header.buffers] == expected
         for stored in entry.tensors():
             again = stored.decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -12,24 +13,33 @@ import pytest
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import ClusterError
-from raystow.workers.journal import client as journal_client
+from raystow.workers.journal import entry_writer
 from raystow.workers.journal.client import JournalClient
-from raystow.workers.journal.entry_bytes import SharedMemories
+from raystow.workers.journal.entry_bytes import ArrivingEntry, SharedMemories
+from raystow.workers.journal.entry_writer import EntryWriter
 from raystow.workers.protocol.messages import (
+    RECORDING,
+    AppendEntry,
+    BeginEntry,
     EntryInfo,
     EntryKept,
     EntryPlace,
-    EntryTaken,
     FetchedEntry,
     FetchEntry,
     Generation,
     KeepEntry,
+    Message,
     OpenJournal,
     ShareMemory,
+    SlotFilled,
+    SlotFree,
 )
 from raystow.workers.protocol.unix_channel import Connection, Listener
+from raystow.workers.shm.ring import Ring
 
 OPENING = OpenJournal("file:///somewhere", "r", 0, 0)
+SLOTS, SLOT = 3, 4096
+DATA = os.urandom(SLOTS * SLOT)
 
 
 def info(step: int, size: int) -> EntryInfo:
@@ -37,14 +47,16 @@ def info(step: int, size: int) -> EntryInfo:
 
 
 class Node:
-    """A node worker that answers only when it is told to."""
+    """A node worker that handles messages only when it is told to."""
 
     def __init__(self) -> None:
-        self.shared, self.received = SharedMemories(), queue.SimpleQueue[KeepEntry | FetchEntry]()
+        self.shared, self.received = SharedMemories(), queue.SimpleQueue[Message]()
+        self.arriving = ArrivingEntry(0)
         self._listener, opened = Listener(f"raystow-test-{SYSTEM.token()}"), queue.SimpleQueue[Connection]()
         self._thread = threading.Thread(target=self._run, args=(opened,))
         self._thread.start()
-        self.client = JournalClient(self._listener.name, OPENING)
+        self.ring = Ring.create(SLOTS * SLOT, SLOT)
+        self.client = JournalClient(self._listener.name, OPENING, self.ring)
         self.connection = opened.get(timeout=10)
 
     def _run(self, opened: queue.SimpleQueue[Connection]) -> None:
@@ -53,7 +65,8 @@ class Node:
         connection.handshake("the process")
         connection.receive(OpenJournal)
         opened.put(connection)
-        while (received := connection.receive(ShareMemory, KeepEntry, FetchEntry)) is not None:
+        kinds = ShareMemory, BeginEntry, AppendEntry, SlotFilled, KeepEntry, FetchEntry
+        while (received := connection.receive(*kinds)) is not None:
             message, descriptor = received
             if isinstance(message, ShareMemory):
                 assert descriptor is not None
@@ -63,15 +76,32 @@ class Node:
         connection.close()
 
     def content(self) -> bytes:
-        """Return the bytes of the next entry."""
-        entry = self.received.get(timeout=10)
-        assert isinstance(entry, KeepEntry)
-        return self.shared.gathered(entry.memory, entry.spans, entry.info.size).tobytes()
+        """Handle the messages up to the end of an entry; return its bytes."""
+        while not isinstance(message := self.received.get(timeout=10), KeepEntry):
+            self.handle(message)
+        assert self.arriving.size == message.info.size
+        return bytes(self.arriving.content())
+
+    def handle(self, message: Message) -> None:
+        match message:
+            case BeginEntry(most):
+                self.arriving = ArrivingEntry(most)
+            case AppendEntry(spans):
+                self.arriving.append(self.shared.parts(RECORDING, spans))
+            case SlotFilled(slot):
+                self.connection.send(SlotFree(slot))
+
+    def handle_soon(self) -> threading.Timer:
+        """Handle all messages of an entry in another thread, after a while."""
+        timer = threading.Timer(0.1, self.content)
+        timer.start()
+        return timer
 
     def close(self) -> None:
         self.client.close()
         self._thread.join()
         self._listener.close()
+        self.ring.close()
 
 
 @pytest.fixture
@@ -80,62 +110,96 @@ def node() -> Iterator[Node]:
         yield found
 
 
-def keep(node: Node, step: int, data: bytes, *parts: bytes) -> queue.SimpleQueue[EntryKept]:
-    """Record an entry of which ``data`` is in the shared memory."""
-    kept, target = queue.SimpleQueue[EntryKept](), node.client.begin()(len(data))
-    target[:] = np.frombuffer(data, np.uint8)
-    node.client.keep(info(step, len(data) + sum(map(len, parts))), [*parts, target.data], kept.put)
+def keep(node: Node, step: int, *parts: bytes) -> queue.SimpleQueue[EntryKept]:
+    """Record an entry."""
+    kept, writer, at = queue.SimpleQueue[EntryKept](), node.client.begin(1 << 20), 0
+    for part in parts:
+        assert writer.copy(np.frombuffer(part, np.uint8)) == at
+        at += len(part)
+    node.client.keep(info(step, at), kept.put)
     return kept
 
 
-def test_an_entry_is_in_memory_that_the_node_shares(node: Node) -> None:
-    kept = keep(node, 1, b"gradients", b"header ")
-    assert node.content() == b"header gradients"
+def take_all(writer: EntryWriter) -> None:
+    """Take slots until an error is raised."""
+    while True:
+        writer.take()
+
+
+def test_an_entry_passes_through_the_ring(node: Node) -> None:
+    kept = keep(node, 1, b"gradients", b" header")
+    assert node.content() == b"gradients header"
     node.connection.send(EntryKept(1, 2))
     assert kept.get(timeout=10) == EntryKept(1, 2)
 
 
-def test_memory_is_used_again_only_after_the_node_has_copied_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two entries have memory of their own. The third one waits for that of the first."""
-    for step in (1, 2):
+def test_bytes_in_the_ring_are_added_between_copied_ones(node: Node) -> None:
+    """Spans that follow each other are one."""
+    writer = node.client.begin(1 << 20)
+    assert writer.copy(np.frombuffer(b"first", np.uint8)) == 0
+    slot = writer.take()
+    assert slot is not None
+    node.ring.slot(slot)[:6] = np.frombuffer(b"middle", np.uint8)
+    assert writer.add([(slot, 3, 3), (slot, 0, 3), (slot, 3, 3)]) == 5
+    writer.release(slot)
+    assert writer.copy(np.frombuffer(b"last", np.uint8)) == 14
+    node.client.keep(info(1, 18), lambda _: None)
+    assert node.content() == b"firstdlemiddlelast"
+
+
+def test_an_entry_may_be_larger_than_the_ring(node: Node) -> None:
+    """Slots are used again once the node worker has emptied them."""
+    timer = node.handle_soon()
+    keep(node, 1, DATA[:100], DATA, DATA)
+    timer.join()
+    assert node.arriving.content() == DATA[:100] + DATA + DATA
+
+
+def test_a_slot_is_filled_again_only_when_the_node_has_copied_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry_writer, "_PATIENCE", 0.05)
+    for step in range(SLOTS):
         keep(node, step, b"%d" % step)
-    monkeypatch.setattr(journal_client, "_TAKING", 0.05)
-    with pytest.raises(ClusterError, match="has not copied the entry of step 1"):
-        node.client.begin()
-    assert [node.content(), node.content()] == [b"1", b"2"]
-    monkeypatch.setattr(journal_client, "_TAKING", 10.0)
-    node.connection.send(EntryTaken(1))
-    keep(node, 3, b"3")
-    assert node.content() == b"3"
+    with pytest.raises(ClusterError, match="has not copied parts of an entry"):
+        keep(node, SLOTS, b"more")
+    assert [node.content() for _ in range(SLOTS)] == [b"0", b"1", b"2"]
+    keep(node, 4, b"4")
+    assert node.content() == b"4"
+
+
+def test_an_entry_that_was_not_kept_is_dropped(node: Node) -> None:
+    node.client.begin(10).copy(np.frombuffer(b"failed", np.uint8))
+    keep(node, 2, b"2")
+    assert node.content() == b"2"
 
 
 def test_entries_are_lost_with_the_node_worker(node: Node) -> None:
     """Those that wait for an answer, and later ones."""
-    kept = keep(node, 1, b"1")
-    node.client.begin()
+    kept, writer = keep(node, 1, b"1"), node.client.begin(10)
     node.connection.shut()
     assert "died" in kept.get(timeout=10).problem
-    with pytest.raises(ClusterError, match="is gone"):
-        node.client.keep(info(2, 1), [b"2"], lambda _: None)
     with pytest.raises(ClusterError, match="died"):
-        node.client.begin()
+        take_all(writer)
+    with pytest.raises(ClusterError, match="died"):
+        node.client.keep(info(2, 0), lambda _: None)
+    with pytest.raises(ClusterError, match="died"):
+        node.client.begin(10)
     with pytest.raises(ClusterError):
         node.client.fetch(EntryPlace(info(1, 1), ("n",)), 0)
 
 
 def test_an_entry_begun_with_another_node_worker_is_lost(node: Node) -> None:
     with pytest.raises(ClusterError, match="died"):
-        node.client.keep(info(1, 1), [b"1"], lambda _: None)
+        node.client.keep(info(1, 1), lambda _: None)
 
 
 def test_an_entry_is_fetched_into_shared_memory(node: Node) -> None:
-    """Memory that only replays use is gone with the next recorded entry."""
+    """The memory is gone with the next recorded entry."""
     with answering(node, (b"first", ""), (b"other", "")):
         found = [bytes(node.client.fetch(EntryPlace(info(1, 5), ("n",)), number)) for number in (1, 3)]
     assert found == [b"first", b"other"]
-    assert {*node.client._buffers} == {1, 3}
-    node.client.begin()
-    assert {*node.client._buffers} == {0, 1}
+    assert len(node.client._memories) == 2
+    node.client.begin(10)
+    assert not node.client._memories
 
 
 def test_an_entry_that_cannot_be_fetched_raises_cluster_error(node: Node) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from journal_port import MemorySink
 
 from raystow.orchestrator.journal import gradient_coding
 from raystow.orchestrator.journal.entry_decoder import _placed
 from raystow.orchestrator.journal.gradient_coding import TensorEncoder, decode, uncoded
-from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import Damaged
 
 
@@ -20,16 +20,17 @@ def refuse(*_: object) -> None:
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_damaged_bytes_are_not_decoded(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
-    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000))
-    stored: list[Bytes] = [np.array(one) for one in recorded.stored]
-    assert len(stored) == 3
-    assert decode(recorded.tensor, iter(stored)) is not None
-    stored[part][-1] ^= 1
+    sink = MemorySink()
+    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000)).placed(sink.copy)
+    data = np.frombuffer(sink.content, np.uint8)
+    assert len(recorded.parts) == 3
+    assert decode(recorded, data) is not None
+    data[recorded.parts[part].start] ^= 1
     decoded = gradient_coding.chunk.decode
     calls = iter([decoded] * part + [refuse])
     monkeypatch.setattr(gradient_coding.chunk, "decode", lambda *of: next(calls)(*of))
     with pytest.raises(Damaged, match="stored bytes of a recorded tensor"):
-        decode(recorded.tensor, iter(stored))
+        decode(recorded, data)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64])
@@ -38,8 +39,9 @@ def test_small_tensors_are_stored_as_they_are(dtype: torch.dtype) -> None:
     tensors = [torch.arange(one).to(torch.uint8).repeat(16).view(dtype)[:one].reshape(-1, 1) for one in (1, 5, 7)]
     if dtype == torch.float32:
         tensors[2].view(torch.int32)[:] = 0x7FC12345  # a NaN
-    recorded = [uncoded(tensor) for tensor in tensors]
-    found = [decode(one.tensor, iter(one.stored)) for one in recorded]
+    sink = MemorySink()
+    recorded = [uncoded(tensor).placed(sink.copy) for tensor in tensors]
+    found = [decode(one, np.frombuffer(sink.content, np.uint8)) for one in recorded]
     for tensor, again in zip(tensors, found, strict=True):
         assert again is not None
         assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)

@@ -8,9 +8,8 @@ from typing import Protocol
 
 import torch
 
-from ...storage.coding.kernels import Bytes
-from ...storage.object_store import Buffer
 from ...workers.journal.client import JournalClient
+from ...workers.journal.entry_writer import EntryWriter, entry_ring
 from ...workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote, OpenJournal
 from .journal import Journal, JournalIdentity
 from .tracked_state import TrackedState
@@ -41,12 +40,13 @@ class ClusterPort:
         self._opening, self._address, self._coordinator = opening, address, coordinator
         self._lock = threading.Lock()
         self._client: JournalClient | None = None
+        self._ring = entry_ring()
 
-    def begin(self) -> Callable[[int], Bytes]:
-        return self._connected().begin()
+    def begin(self, most: int) -> EntryWriter:
+        return self._connected().begin(most)
 
-    def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
-        self._connected().keep(info, parts, on_kept)
+    def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:
+        self._connected().keep(info, on_kept)
 
     def save_begun(self, step: int) -> None:
         self._connected().save_begun(step)
@@ -62,6 +62,7 @@ class ClusterPort:
             if self._client is not None:
                 self._client.close()
                 self._client = None
+            self._ring.close()
 
     def _connected(self) -> JournalClient:
         with self._lock:
@@ -69,5 +70,5 @@ class ClusterPort:
                 self._client.close()
                 self._client = None
             if self._client is None:
-                self._client = JournalClient(self._address(), self._opening)
+                self._client = JournalClient(self._address(), self._opening, self._ring)
             return self._client

@@ -110,11 +110,10 @@ class _EntryBytes:
 
 def _chunks(name: str, dtype: str, size: int, stored: StoredTensor) -> Iterator[Chunk]:
     """The parts of a tensor as rows of a manifest."""
-    at, start = 0, stored.start
+    at = 0
     for part in stored.recorded.parts:
         coding = Coding(part.planes, part.rotated, part.codecs, part.stored, part.streams, part.stream)
         extent = part.nbytes // dtypes.dtype(dtype).itemsize
         box = (size,), (at,), (extent,)
-        yield Chunk(name, name, "tensor", dtype, *box, 0, "other", 0, start, coding, part.digest, part.stored_digest)
+        yield Chunk(name, name, "tensor", dtype, *box, 0, "other", 0, part.start, coding, part.digest, part.stored_digest)
         at += extent
-        start += coding.size

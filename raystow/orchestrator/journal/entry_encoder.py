@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
 
-from ...storage.coding.kernels import Bytes
 from ...storage.errors import StateError
-from ...storage.object_store import Buffer
-from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep, ShardBox
+from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep, RecordedTensor, ShardBox
 from . import entry_file, value_tree
-from .gradient_coding import Recorded, TensorEncoder
+from .gradient_coding import TensorEncoder
+from .port import EntrySink
 from .state_digests import StateDigests
 from .step_hooks import CapturedStep
+
+if TYPE_CHECKING:
+    from .gpu_gradients import GpuGradientEncoder, SharedRing
 
 
 @dataclass
@@ -35,6 +38,13 @@ class CapturedEntry:
     layout: tuple[ShardBox, ...] = ()
     ready: dict[int, torch.cuda.Event] = field(default_factory=dict)
 
+    @property
+    def most(self) -> int:
+        """The most bytes that the entry can have."""
+        tensors = [gradient for step in self.steps for gradient in step.gradients if gradient is not None]
+        nbytes: int = sum(one.numel() * one.itemsize for one in (*tensors, *self.buffers.values()))
+        return entry_file.OVERHEAD + nbytes
+
     def mark_ready(self) -> None:
         """Note that all of it has been launched on the current streams; ``ready`` gets an event for each GPU."""
         tensors = [gradient for step in self.steps for gradient in step.gradients if gradient is not None]
@@ -48,38 +58,22 @@ class CapturedEntry:
             self.ready[device] = torch.cuda.current_stream(device).record_event()
 
 
-class GradientEncoder(Protocol):
-    """Encodes tensors of one device."""
-
-    def encode(
-        self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event, take: Callable[[int], Bytes], on_read: Callable[[], None]
-    ) -> list[Recorded]:
-        """Return the records of tensors, which are there after the event ``ready``, and may be overwritten after ``on_read``.
-        ``take`` returns memory for so many stored bytes."""
-
-    def close(self) -> None:
-        """Free all memory."""
-
-
 class EntryEncoder:
     """``encode`` is called by one thread. Digests of headers chain the entries."""
 
     def __init__(self) -> None:
         self._host = TensorEncoder()
-        self._devices: dict[int, GradientEncoder] = {}
+        self._ring: SharedRing | None = None
+        self._devices: dict[int, GpuGradientEncoder] = {}
         self._groups: dict[tuple[int, int], str] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self.parent = b""
 
     def encode(
-        self, captured: CapturedEntry, info: EntryInfo, take: Callable[[int], Bytes], on_read: Callable[[], None] = lambda: None
-    ) -> tuple[EntryInfo, list[Buffer]]:
-        """Return the description of an entry and its bytes in parts.
-
-        Args:
-            take: Returns memory for so many stored bytes: those of tensors in device memory are copied there.
-            on_read: Called when the captured tensors may be overwritten.
-        """
+        self, captured: CapturedEntry, info: EntryInfo, sink: EntrySink, on_read: Callable[[], None] = lambda: None
+    ) -> EntryInfo:
+        """Add all bytes of an entry to ``sink``; return its description. ``on_read``: called when the captured tensors may be
+        overwritten."""
         for event in captured.ready.values():  # small tensors are read on streams of this thread
             event.synchronize()
         if captured.fresh:
@@ -87,9 +81,10 @@ class EntryEncoder:
             self._buffers.clear()
         buffers = self._changed_buffers(captured)
         gradients = [gradient for step in captured.steps for gradient in step.gradients]
-        recorded = self._encode(gradients, captured.ready, take, on_read)
-        recorded += [self._host.encode(buffer.cpu()) for _, buffer in buffers]  # a GPU's encoder would overwrite them
-        records = iter([one.tensor for one in recorded])
+        recorded = self._encode(gradients, captured.ready, sink, on_read)
+        # A GPU's encoder would overwrite buffers.
+        recorded += [self._host.encode(buffer.cpu()).placed(sink.copy) for _, buffer in buffers]
+        records = iter(recorded)
         steps = tuple(
             OptimizerStep(
                 step.optimizer,
@@ -111,30 +106,32 @@ class EntryEncoder:
             whole=captured.whole,
             layout=captured.layout,
         )
-        stored: list[Bytes] = [part for one in recorded for part in one.stored]
-        described, self.parent, parts = entry_file.pack(header, stored)
-        return described, parts
+        end, self.parent = entry_file.end_of(header)
+        return replace(info, size=sink.copy(end) + end.size)
 
     def close(self) -> None:
         """Free the memory of the devices' encoders."""
         for encoder in self._devices.values():
             encoder.close()
         self._devices.clear()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
     def _encode(
         self,
         tensors: Sequence[torch.Tensor | None],
         ready: Mapping[int, torch.cuda.Event],
-        take: Callable[[int], Bytes],
+        sink: EntrySink,
         on_read: Callable[[], None],
-    ) -> list[Recorded]:
-        found: list[Recorded | None] = [None] * len(tensors)
+    ) -> list[RecordedTensor]:
+        found: list[RecordedTensor | None] = [None] * len(tensors)
         devices = dict[int, list[int]]()
         for place, tensor in enumerate(tensors):
             if tensor is not None and tensor.device.index in ready:
                 devices.setdefault(tensor.device.index, []).append(place)
             else:
-                found[place] = self._host.encode(None if tensor is None else tensor.cpu())
+                found[place] = self._host.encode(None if tensor is None else tensor.cpu()).placed(sink.copy)
         if not devices:
             on_read()
         unread = len(devices)
@@ -147,15 +144,17 @@ class EntryEncoder:
 
         for device, places in devices.items():
             here = [tensor for place in places if (tensor := tensors[place]) is not None]
-            for place, one in zip(places, self._of_device(device).encode(here, ready[device], take, read), strict=True):
+            for place, one in zip(places, self._of_device(device, sink).encode(here, ready[device], sink, read), strict=True):
                 found[place] = one
         return [one for one in found if one is not None]
 
-    def _of_device(self, device: int) -> GradientEncoder:
-        if device not in self._devices:
-            from .gpu_gradients import GpuGradientEncoder
+    def _of_device(self, device: int, sink: EntrySink) -> GpuGradientEncoder:
+        from .gpu_gradients import GpuGradientEncoder, SharedRing
 
-            self._devices[device] = GpuGradientEncoder(torch.device("cuda", device))
+        if self._ring is None:
+            self._ring = SharedRing(sink.ring)
+        if device not in self._devices:
+            self._devices[device] = GpuGradientEncoder(torch.device("cuda", device), self._ring)
         return self._devices[device]
 
     def _changed_buffers(self, captured: CapturedEntry) -> list[tuple[str, torch.Tensor]]:

@@ -7,28 +7,27 @@ copies.
 from __future__ import annotations
 
 import itertools
-import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
+import numpy as np
 import torch
 
 from ...storage.coding import dtypes
 from ...storage.coding.chunk import DEFLATE
 from ...storage.coding.digest import stored_digest
-from ...storage.coding.kernels import Bytes
 from ...workers.gpu.encode.encoder import Encoder
 from ...workers.gpu.encode.pinned_ring import PinnedRing
 from ...workers.gpu.encode.stages import Arrived
 from ...workers.gpu.encode_request import EncodeRequest
 from ...workers.gpu.kernels import bfloat16_kernels
-from ...workers.journal.entry_bytes import POOL
 from ...workers.protocol.messages import ChunkInfo, CodedPart, RecordedTensor
 from ...workers.shm.coded_layout import CodedChunk, Layout
-from ...workers.shm.ring import DEVICE_SLOT, Ring
-from .gradient_coding import SMALL, Recorded, coded_part, divided, dtype_name, factors, sampled, uncoded
+from ...workers.shm.ring import Ring
+from .gradient_coding import SMALL, coded_part, divided, dtype_name, factors, sampled, uncoded
+from .port import EntrySink
 
-_RING = 8 * DEVICE_SLOT
 _MEMORY = 512 << 20  # device memory of the encoder
 _PIECE = 16 << 20  # raw bytes of a part
 _SAMPLED, _SAMPLE = 4, 1024  # tensors and elements from which a factor is found
@@ -89,28 +88,33 @@ class Examined:
     factor: float = 1.0
     values: torch.Tensor | None = None
     parts: list[CodedPart] = field(default_factory=list)
-    stored: list[Bytes] = field(default_factory=list)
 
     @property
-    def record(self) -> Recorded:
+    def record(self) -> RecordedTensor:
         """The record of the tensor, once its parts have arrived."""
         name, shape = dtype_name(self.tensor.dtype), tuple(self.tensor.shape)
-        return Recorded(RecordedTensor(self.kind, name, shape, self.factor, tuple(self.parts)), self.stored)  # type: ignore[arg-type]
+        return RecordedTensor(self.kind, name, shape, self.factor, tuple(self.parts))  # type: ignore[arg-type]
+
+
+class SharedRing:
+    """The ring that all GPUs of this process copy entries to, one after the other. ``sink``: of the entry under way."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring, self.sink = ring, cast(EntrySink, None)
+        self.pinned = PinnedRing(ring, take=lambda: self.sink.take(), release=lambda slot: self.sink.release(slot))
+
+    def close(self) -> None:
+        """Unpin the memory."""
+        self.pinned.close()
 
 
 class GpuGradientEncoder:
-    """Encodes tensors of one GPU. For one thread. ``ring``, ``slot``: bytes of the pinned ring that they pass through, and of its
-    slots. ``memory``: bytes of device memory of the encoder."""
+    """Encodes tensors of one GPU. For one thread. ``memory``: bytes of device memory of the encoder. ``small``: bytes of the
+    largest tensors that are stored as they are."""
 
-    def __init__(
-        self, device: torch.device, *, ring: int = _RING, slot: int = DEVICE_SLOT, memory: int = _MEMORY, small: int = SMALL
-    ) -> None:
-        self._device, self._small = device, small
-        self._ring, self._free = Ring.create(ring, slot), queue.SimpleQueue[int]()
-        for slot in range(self._ring.slots):
-            self._free.put(slot)
-        self._pinned = PinnedRing(self._ring, take=self._take, release=self._free.put)
-        self._encoder = Encoder(self._device, DEFLATE, self._pinned, size=memory)
+    def __init__(self, device: torch.device, ring: SharedRing, *, memory: int = _MEMORY, small: int = SMALL) -> None:
+        self._device, self._ring, self._small = device, ring, small
+        self._encoder = Encoder(self._device, DEFLATE, ring.pinned, size=memory)
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device)
         self._factor = 1.0
@@ -118,34 +122,26 @@ class GpuGradientEncoder:
         self._layout: tuple[object, Layout | None] = (None, None)
 
     def encode(
-        self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event, take: Callable[[int], Bytes], on_read: Callable[[], None]
-    ) -> list[Recorded]:
-        """Return the records of tensors, which are there after the event ``ready``. They may be overwritten. ``take`` returns
-        memory for so many stored bytes. ``on_read`` is called when the tensors are not needed any more."""
+        self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event, sink: EntrySink, on_read: Callable[[], None]
+    ) -> list[RecordedTensor]:
+        """Add tensors, which are there after the event ``ready``, to an entry; return their records. They may be overwritten.
+        ``on_read`` is called when they are not needed any more."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             small, large = list[int](), list[int]()
             for place, one in enumerate(tensors):
                 (large if one.numel() * one.itemsize > self._small else small).append(place)
             copies = self._to_host([tensors[place] for place in small])
-            found = {place: uncoded(copied) for place, copied in zip(small, copies, strict=True)}
+            found = {place: uncoded(copied).placed(sink.copy) for place, copied in zip(small, copies, strict=True)}
             examined = [Examined(tensors[place]) for place in large]
             self._examine(examined)
-            self._encode([one for one in examined if one.kind != "zero"], self._stream.record_event(), take, on_read)
+            self._encode([one for one in examined if one.kind != "zero"], self._stream.record_event(), sink, on_read)
         found.update({place: one.record for place, one in zip(large, examined, strict=True)})
         return [found[place] for place in range(len(tensors))]
 
     def close(self) -> None:
         """Free all memory."""
         self._encoder.close()
-        self._pinned.close()
-        self._ring.close()
-
-    def _take(self) -> int | None:
-        try:
-            return self._free.get(timeout=0.001)
-        except queue.Empty:
-            return None
 
     def _to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy small tensors to host memory, by one copy for all."""
@@ -199,13 +195,13 @@ class GpuGradientEncoder:
         return list(itertools.compress(examined, misses))
 
     def _encode(
-        self, examined: Sequence[Examined], ready: torch.cuda.Event, take: Callable[[int], Bytes], on_read: Callable[[], None]
+        self, examined: Sequence[Examined], ready: torch.cuda.Event, sink: EntrySink, on_read: Callable[[], None]
     ) -> None:
         pieces, owners = self._cut(examined)
         if not pieces:
             on_read()
             return
-        coded: dict[int, tuple[CodedChunk, Bytes, bytes]] = {}  # by number of the piece: its bytes, and their digest
+        coded, ring, pinned = dict[int, CodedPart](), self._ring.ring, self._ring.pinned  # by number of the piece
 
         def emit(arrived: list[Arrived]) -> None:
             plan = self._encoder.plan
@@ -215,21 +211,22 @@ class GpuGradientEncoder:
             layout = self._layout[1]
             assert layout is not None
             chunks = [chunk for one in arrived for chunk in layout.chunks(one.message)]
-            targets = [take(sum(size for _, _, size in chunk.parts)) for chunk in chunks]
-            copies = POOL.map(self._copy, chunks, targets)
-            coded.update({int(chunk.info.name): (chunk, *copy) for chunk, copy in zip(chunks, copies, strict=True)})
-            self._pinned.announced(run for one in arrived for run in one.runs)
+            start = sink.add([part for chunk in chunks for part in chunk.parts])
+            for chunk in chunks:
+                number, digest = int(chunk.info.name), chunk.stored_digest or _digest(ring, chunk)
+                coded[number] = coded_part(chunk.coding, pieces[number].nbytes, chunk.digest, digest, start)
+                start += chunk.coding.size
+            pinned.announced(run for one in arrived for run in one.runs)
 
+        self._ring.sink = sink
         try:
             self._encoder.encode(EncodeRequest(pieces, ready, on_read), emit)
-            self._pinned.end()
+            pinned.end()
         except BaseException:
-            self._pinned.abandon()
+            pinned.abandon()
             raise
-        for number, (piece, owner) in enumerate(zip(pieces, owners, strict=True)):
-            chunk, stored, digest = coded[number]
-            owner.parts.append(coded_part(chunk.coding, piece.nbytes, chunk.digest, digest))
-            owner.stored.append(stored)
+        for number, owner in enumerate(owners):
+            owner.parts.append(coded[number])
 
     def _cut(self, examined: Sequence[Examined]) -> tuple[list[GradientPiece], list[Examined]]:
         """Cut tensors into parts; the same list as before if they are the same, so that the encoder reuses its plan."""
@@ -245,10 +242,7 @@ class GpuGradientEncoder:
             self._pieces = key, pieces
         return self._pieces[1], owners
 
-    def _copy(self, chunk: CodedChunk, target: Bytes) -> tuple[Bytes, bytes]:
-        """Copy a chunk out of the ring; return the copy and its digest, which the GPU may have computed."""
-        done = 0
-        for slot, at, size in chunk.parts:
-            target[done : done + size] = self._ring.slot(slot)[at : at + size]
-            done += size
-        return target, chunk.stored_digest or stored_digest(target)
+
+def _digest(ring: Ring, chunk: CodedChunk) -> bytes:
+    """The digest of a chunk's stored bytes, if the GPU has not computed it."""
+    return stored_digest(np.concatenate([ring.slot(slot)[at : at + size] for slot, at, size in chunk.parts]))

@@ -8,11 +8,12 @@ compared bit for bit. They take the bytes of bfloat16 values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from ...storage.coding import chunk, dtypes
 from ...storage.coding.digest import raw_digest, stored_digest
@@ -39,10 +40,15 @@ _ONE = 127 << 23  # the exponent of values from 1 to 2
 
 
 class Recorded(NamedTuple):
-    """A tensor in an entry, and its stored bytes."""
+    """A tensor, and the stored bytes of its parts, which are not in an entry yet."""
 
     tensor: RecordedTensor
     stored: list[Bytes]
+
+    def placed(self, add: Callable[[Bytes], int]) -> RecordedTensor:
+        """The tensor in the entry that its bytes were added to. ``add``: adds bytes, and returns where they begin."""
+        parts = (replace(part, start=add(stored)) for part, stored in zip(self.tensor.parts, self.stored, strict=True))
+        return replace(self.tensor, parts=tuple(parts))
 
 
 class TensorEncoder:
@@ -141,13 +147,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return dtypes.dtype(str(dtype).removeprefix("torch.")).name
 
 
-def coded_part(of: chunk.Coding, nbytes: int, digest: int, stored: bytes) -> CodedPart:
+def coded_part(of: chunk.Coding, nbytes: int, digest: int, stored: bytes, start: int = 0) -> CodedPart:
     """The description of a part. ``stored``: the digest of its stored bytes."""
-    return CodedPart(nbytes, digest, stored, of.planes, of.rotated, of.codecs, of.stored, of.streams, of.stream)
+    return CodedPart(nbytes, digest, stored, of.planes, of.rotated, of.codecs, of.stored, of.streams, of.stream, start)
 
 
-def decode(tensor: RecordedTensor, stored: Iterator[Bytes]) -> torch.Tensor | None:
-    """Return the recorded tensor in host memory. ``stored``: the bytes of its parts, which are taken from it.
+def decode(tensor: RecordedTensor, data: Bytes) -> torch.Tensor | None:
+    """Return the recorded tensor in host memory. ``data``: the bytes of the entry.
 
     Raises ``Damaged`` if the bytes do not have their digests, or do not fit the description.
     """
@@ -158,7 +164,7 @@ def decode(tensor: RecordedTensor, stored: Iterator[Bytes]) -> torch.Tensor | No
     at = 0
     for part in tensor.parts:
         piece = raw[at : at + part.nbytes]
-        decode_part(part, name, next(stored), piece)
+        decode_part(part, name, data[part.start : part.start + sum(part.stored)], piece)
         at += part.nbytes
     return from_values(tensor, torch.from_numpy(raw).view(getattr(torch, name)))
 
@@ -199,8 +205,3 @@ def decode_part(part: CodedPart, name: str, stored: Bytes, raw: Bytes) -> None:
     chunk.decode(coding, dtypes.dtype(name), stored, raw)
     if raw_digest(raw) != part.digest:
         raise Damaged("a recorded tensor does not have its digest")
-
-
-def stored_sizes(tensors: Sequence[RecordedTensor]) -> list[int]:
-    """The stored bytes of all parts of these tensors, in order."""
-    return [sum(part.stored) for tensor in tensors for part in tensor.parts]

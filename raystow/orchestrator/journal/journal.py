@@ -194,8 +194,8 @@ class Journal:
         self._work.put(None)
         self._thread.join()
         self.flush(_LAG)
-        self._port.close()
         self._encoder.close()
+        self._port.close()
 
     def _restart_chain(self, step: int) -> None:
         """The next entry starts from the state after ``step``, which a version may hold."""
@@ -247,9 +247,9 @@ class Journal:
         while (work := self._work.get()) is not None:
             released = _Once(self._release)
             try:
-                info, parts = self._encoder.encode(*work, self._port.begin(), released)
+                info = self._encoder.encode(*work, self._port.begin(work[0].most), released)
                 record(JOURNALED, info.size, repository=self._identity.uri)
-                self._port.keep(info, parts, self._kept)
+                self._port.keep(info, self._kept)
             except Exception as error:
                 self._failed(work[1], error)
             finally:

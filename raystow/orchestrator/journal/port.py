@@ -6,20 +6,36 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...storage.coding.kernels import Bytes
-from ...storage.object_store import Buffer
 from ...workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote
+from ...workers.shm.ring import Ring, SlotPart
+
+
+class EntrySink(Protocol):
+    """Takes the bytes of one entry. Methods raise ``ClusterError`` if the node worker is gone. ``ring``: a GPU may copy to it."""
+
+    ring: Ring
+
+    def take(self) -> int | None:
+        """A free slot of the ring; None after a moment without one."""
+
+    def release(self, slot: int) -> None:
+        """Nothing more in a slot will be added."""
+
+    def add(self, parts: Sequence[SlotPart]) -> int:
+        """Add bytes that are in the ring; return where they begin in the entry."""
+
+    def copy(self, content: Bytes) -> int:
+        """Add a copy of bytes; return where they begin in the entry."""
 
 
 class JournalPort(Protocol):
     """Methods raise ``ClusterError`` if the other end does not answer."""
 
-    def begin(self) -> Callable[[int], Bytes]:
-        """Begin an entry; return a function that returns memory for so many bytes of it. Waits until the node does not
-        need the entry that was there."""
+    def begin(self, most: int) -> EntrySink:
+        """Begin an entry of at most ``most`` bytes."""
 
-    def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
-        """Hand over the entry that was begun. Parts that are not in its memory are copied there. ``on_kept`` is called from
-        another thread."""
+    def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:
+        """Keep the entry that was begun. ``on_kept`` is called from another thread."""
 
     def save_begun(self, step: int) -> None:
         """Tell that a save of the state after a step is under way."""

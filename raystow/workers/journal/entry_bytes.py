@@ -1,4 +1,4 @@
-"""The bytes of entries on their way between a training process and the worker of its node.
+"""The bytes of entries in a node worker, on their way from and to training processes.
 
 Both processes map the same memory, which is used again for later entries: its pages are there, and mapped. The node worker copies
 entries into memory of its own, for which the system may give huge pages.
@@ -7,7 +7,7 @@ entries into memory of its own, for which the system may give huge pages.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,62 +19,28 @@ from ..protocol.messages import Span
 from ..shm.anonymous_memory import AnonymousMemory
 
 _PIECE = 8 << 20  # bytes that a thread copies at a time
-_GROWTH = 1 << 30  # bytes by which memory grows; pages are allocated at their first use
 
 POOL = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "raystow-entry")
-"""Threads that copy, digest and decode the bytes of entries, without the interpreter lock."""
+"""Threads that copy and decode the bytes of entries, without the interpreter lock."""
 
 
-class SharedBuffer:
-    """The bytes of one entry in a training process, until the node worker has copied them.
+class ArrivingEntry:
+    """An entry that a training process hands over part by part, at most ``most`` bytes."""
 
-    Args:
-        share: Called with the memory when it is new or has grown.
-    """
+    def __init__(self, most: int) -> None:
+        self._bytes, self.size = np.empty(most, np.uint8), 0  # pages are allocated at their first use
 
-    def __init__(self, share: Callable[[AnonymousMemory], None]) -> None:
-        self._share, self._memory = share, AnonymousMemory.empty(0)
-        self._mapped, self._used = list[Bytes](), 0
+    def append(self, parts: Sequence[Bytes]) -> None:
+        """Copy the next bytes."""
+        first, self.size = self.size, self.size + sum(part.size for part in parts)
+        if self.size > self._bytes.size:
+            raise ProtocolError(f"{self.size} bytes of an entry arrive, at most {self._bytes.size} were announced")
+        copy_all(self._bytes[first : self.size], parts)
 
-    def clear(self) -> None:
-        """Begin another entry."""
-        self._used = 0
-        del self._mapped[:-1]
-
-    def take(self, nbytes: int) -> Bytes:
-        """The next bytes, to be filled."""
-        first, self._used = self._used, self._used + nbytes
-        if self._used > self._memory.size or not self._mapped:
-            self._memory.grow(-(-max(self._used, 1) // _GROWTH) * _GROWTH)
-            self._mapped.append(np.frombuffer(self._memory.target, np.uint8))
-            self._share(self._memory)
-        return self._mapped[-1][first : self._used]
-
-    def spans(self, parts: Sequence[Buffer]) -> list[Span]:
-        """Where the bytes of these parts are. Parts that are not from ``take`` are copied."""
-        arrays = [np.frombuffer(part, np.uint8) for part in parts]
-        starts = [self._start(array) for array in arrays]
-        others = [array for array, start in zip(arrays, starts, strict=True) if start is None]
-        at = self._used
-        copy_all(self.take(sum(array.size for array in others)), others)
-        found = list[Span]()
-        for array, start in zip(arrays, starts, strict=True):
-            if start is None:
-                start, at = at, at + array.size
-            found.append((start, start + array.size))
-        return found
-
-    def close(self) -> None:
-        """Let go of the descriptor. The memory stays while an entry is put together in it."""
-        self._memory.close()
-
-    def _start(self, part: Bytes) -> int | None:
-        """Where a part is; earlier mappings begin at the same byte."""
-        for mapped in self._mapped:
-            start = part.ctypes.data - mapped.ctypes.data
-            if 0 <= start < mapped.size:
-                return start
-        return None
+    def content(self) -> memoryview:
+        """The bytes of the entry. There is no more to come."""
+        self._bytes.resize(self.size, refcheck=False)  # gives back the pages behind it
+        return self._bytes.data
 
 
 class SharedMemories:
@@ -91,15 +57,14 @@ class SharedMemories:
         finally:
             memory.close()
 
-    def gathered(self, number: int, spans: Iterable[Span], size: int) -> Bytes:
-        """A copy of the bytes in these spans, ``size`` together. ``ProtocolError`` if the memory does not have them."""
-        shared = self._of(number)
-        parts = [shared[first:last] for first, last in spans if 0 <= first <= last <= shared.size]
-        if sum(part.size for part in parts) != size:
-            raise ProtocolError(f"an entry of {size} bytes is not in the memory that is shared")
-        copied = np.empty(size, np.uint8)
-        copy_all(copied, parts)
-        return copied
+    def parts(self, number: int, spans: Iterable[Span]) -> list[Bytes]:
+        """The bytes in these spans. ``ProtocolError`` if the memory does not have them."""
+        shared, found = self._of(number), list[Bytes]()
+        for first, last in spans:
+            if not 0 <= first <= last <= shared.size:
+                raise ProtocolError(f"the bytes {first} to {last} of an entry are not in the memory that is shared")
+            found.append(shared[first:last])
+        return found
 
     def put(self, number: int, content: Buffer) -> None:
         """Copy an entry into memory. ``ProtocolError`` if that is too small."""

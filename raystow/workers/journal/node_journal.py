@@ -12,14 +12,16 @@ import numpy as np
 
 from ...storage import background
 from ...storage.clock import Clock
-from ...storage.errors import ClusterError, RaystowError
+from ...storage.errors import ClusterError, ProtocolError, RaystowError
 from ...storage.metrics import JOURNAL_MEMORY, RECORDED_STEP, record
 from ..protocol.messages import (
+    RECORDING,
     STORE,
+    AppendEntry,
+    BeginEntry,
     EntryInfo,
     EntryKept,
     EntryPlace,
-    EntryTaken,
     FetchedEntry,
     FetchEntry,
     KeepEntry,
@@ -27,10 +29,12 @@ from ..protocol.messages import (
     PutEntry,
     SaveBegun,
     ShareMemory,
+    SlotFilled,
+    SlotFree,
     shortened,
 )
 from ..protocol.unix_channel import Connection
-from .entry_bytes import SharedMemories
+from .entry_bytes import ArrivingEntry, SharedMemories
 from .entry_replicator import EntryPeers, EntryReplicator
 from .entry_store import EntryStore
 from .segment_writer import JournalRepository, SegmentWriter, read_entry
@@ -39,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECTIONS = 8  # over which a large entry is read: one carries 2 to 4 GB/s
 _LEAST = 32 << 20  # bytes over each of them
+_REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotFilled, KeepEntry, SaveBegun, FetchEntry)
 
 
 class EntryReader(Protocol):
@@ -82,19 +87,26 @@ class NodeJournal:
         self._uris[opening.repository] = opening.uri
         self.store.budget = self._budget if opening.budget is None else opening.budget
         self._replicator.want(opening.repository, opening.replicas)
-        segments, shared = None, SharedMemories()
+        segments, shared, arriving = None, SharedMemories(), ArrivingEntry(0)
         if opening.durable_every:
             segments = SegmentWriter(self.store, opening, functools.partial(self._open_repository, opening.uri))
             background.repeat("raystow-segments", segments.run)
         try:
-            while (received := connection.receive(ShareMemory, KeepEntry, SaveBegun, FetchEntry)) is not None:
+            while (received := connection.receive(*_REQUESTS)) is not None:
                 message, descriptor = received
                 match message:
                     case ShareMemory(number, size) if descriptor is not None:
                         shared.share(number, size, descriptor)
-                    case KeepEntry():
-                        if self._keep(connection, message, shared) and segments is not None:
-                            segments.kept(message.info)
+                    case BeginEntry(most):
+                        arriving = ArrivingEntry(most)
+                    case AppendEntry(spans):
+                        arriving.append(shared.parts(RECORDING, spans))
+                    case SlotFilled(slot):
+                        connection.send(SlotFree(slot))
+                    case KeepEntry(info):
+                        if self._keep(connection, info, arriving) and segments is not None:
+                            segments.kept(info)
+                        arriving = ArrivingEntry(0)
                     case SaveBegun(step):
                         self.store.save_begun(opening.repository, step)
                     case FetchEntry(place, number):
@@ -133,12 +145,10 @@ class NodeJournal:
         self._replicator.close()
         self.store.close()
 
-    def _keep(self, connection: Connection, entry: KeepEntry, shared: SharedMemories) -> bool:
-        info = entry.info
-        problem = self.store.problem(info)  # before its bytes are copied
-        if not problem:
-            problem = self.store.add(info, shared.gathered(entry.memory, entry.spans, info.size).data, own=True)
-        connection.send(EntryTaken(info.step))
+    def _keep(self, connection: Connection, info: EntryInfo, arrived: ArrivingEntry) -> bool:
+        if arrived.size != info.size:
+            raise ProtocolError(f"{arrived.size} bytes have arrived of an entry of {info.size}")
+        problem = self.store.add(info, arrived.content(), own=True)
         if problem:
             connection.send(EntryKept(info.step, 0, shortened(problem)))
         else:

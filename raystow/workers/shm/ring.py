@@ -52,7 +52,7 @@ class Ring:
         slots, kept = max(2, size // slot_size), -(-keep // slot_size)
         if kept:
             slots = max(slots, kept + min(slots, WORKING // slot_size))
-        fd = os.memfd_create("raystow-ring", os.MFD_CLOEXEC)
+        fd = os.memfd_create("raystow-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, slots * slot_size)
         return Ring(fd, slots, slot_size, kept=kept)
 

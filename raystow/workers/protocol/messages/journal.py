@@ -20,6 +20,9 @@ STORE = "store"
 JOURNAL = "journal/"
 """What the names of entries begin with; no object of a store has such a name."""
 
+RECORDING = 0
+"""Number of the shared memory through which new entries pass."""
+
 MAX_ENTRY = 1 << 38
 """Bytes of an entry."""
 
@@ -90,7 +93,7 @@ class ShardBox(MessagePart, frozen=True):
 
 class CodedPart(MessagePart, frozen=True):
     """A piece of a recorded tensor: the fields of its ``Coding``, and the digests of its ``nbytes`` raw bytes (``digest``) and of
-    the stored ones (``stored_digest``)."""
+    the stored ones (``stored_digest``), which begin at byte ``start`` of the entry."""
 
     nbytes: int
     digest: Digest
@@ -101,6 +104,7 @@ class CodedPart(MessagePart, frozen=True):
     stored: Annotated[tuple[int, ...], Meta(max_length=16)]
     streams: Packed
     stream: int
+    start: int
 
 
 class RecordedTensor(MessagePart, frozen=True):
@@ -136,7 +140,7 @@ class OptimizerStep(MessagePart, frozen=True):
 
 
 class EntryHeader(Message, frozen=True):
-    """The beginning of an entry; the bytes of its tensors follow.
+    """The end of an entry, after the bytes of its tensors.
 
     Args:
         parent: Digest of the header of the entry before, if the same process has recorded it.
@@ -220,30 +224,30 @@ class OpenJournal(Message, frozen=True):
 
 
 class ShareMemory(Message, frozen=True):
-    """Shares memory of ``size`` bytes, through which entries pass in both directions. Its descriptor comes with the message. A
-    ``number`` that was shared before is other memory from then on."""
+    """Shares memory of ``size`` bytes, through which entries pass. Its descriptor comes with the message. A ``number`` that was
+    shared before is other memory from then on; ``RECORDING`` is the ring in which new entries come."""
 
     number: Annotated[int, Meta(ge=0)]
     size: EntrySize
 
 
-class KeepEntry(Message, frozen=True):
-    """Hands over an entry that is in shared memory. The answers are ``EntryTaken`` and ``EntryKept``.
+class BeginEntry(Message, frozen=True):
+    """The bytes of a new entry follow, at most ``most``. One that was not kept is dropped."""
 
-    Args:
-        memory: Its number.
-        spans: Where the bytes of the entry are in it, in their order.
-    """
+    most: EntrySize
 
-    info: EntryInfo
-    memory: int
+
+class AppendEntry(Message, frozen=True):
+    """Hands over the next bytes of an entry, which are in the ring. They are needed there until ``SlotFree`` answers
+    ``SlotFilled`` for their slot."""
+
     spans: Column[Span]
 
 
-class EntryTaken(Message, frozen=True):
-    """The node worker needs the shared memory of an entry no longer."""
+class KeepEntry(Message, frozen=True):
+    """All bytes of an entry were handed over. The answer is ``EntryKept``."""
 
-    step: int
+    info: EntryInfo
 
 
 class EntryKept(Message, frozen=True):
