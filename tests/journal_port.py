@@ -22,7 +22,7 @@ from raystow.workers.shm.ring import Ring, SlotPart
 class MemorySink:
     """An ``EntrySink`` whose ring is in this process. ``content``: the bytes of the entry."""
 
-    def __init__(self, slots: int = 2, slot_size: int = 4096) -> None:
+    def __init__(self, slots: int = 8, slot_size: int = 4 << 20) -> None:
         self.ring, self.content = Ring.create(slots * slot_size, slot_size), bytearray()
         self._free = deque(range(slots))
 
