@@ -6,6 +6,7 @@ copies.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from ...workers.gpu.encode.encoder import Encoder
 from ...workers.gpu.encode.pinned_ring import PinnedRing
 from ...workers.gpu.encode.stages import Arrived
 from ...workers.gpu.encode_request import EncodeRequest
-from ...workers.gpu.kernels import bfloat16_kernels
+from ...workers.gpu.kernels import bfloat16_kernels, copy_kernels
 from ...workers.protocol.messages import ChunkInfo, CodedPart, RecordedTensor
 from ...workers.shm.coded_layout import CodedChunk, Layout
 from ...workers.shm.ring import Ring
@@ -114,9 +115,9 @@ class GpuGradientEncoder:
 
     def __init__(self, device: torch.device, ring: SharedRing, *, memory: int = _MEMORY, small: int = SMALL) -> None:
         self._device, self._ring, self._small = device, ring, small
-        self._encoder = Encoder(self._device, DEFLATE, ring.pinned, size=memory)
+        self._encoder = Encoder(self._device, DEFLATE, ring.pinned, size=memory, priority=-1)  # the next step waits for it
         with torch.cuda.device(self._device):
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device, priority=-5)  # the host waits for it
         self._factor = 1.0
         self._pieces: tuple[object, list[GradientPiece]] = (None, [])
         self._layout: tuple[object, Layout | None] = (None, None)
@@ -131,11 +132,20 @@ class GpuGradientEncoder:
             small, large = list[int](), list[int]()
             for place, one in enumerate(tensors):
                 (large if one.numel() * one.itemsize > self._small else small).append(place)
-            copies = self._to_host([tensors[place] for place in small])
-            found = {place: uncoded(copied).placed(sink.copy) for place, copied in zip(small, copies, strict=True)}
+            raw = self._to_host([tensors[place] for place in small])
             examined = [Examined(tensors[place]) for place in large]
             self._examine(examined)
-            self._encode([one for one in examined if one.kind != "zero"], self._stream.record_event(), sink, on_read)
+            self._stream.synchronize()
+            found = dict[int, RecordedTensor]()
+
+            def record_small() -> None:
+                parts = raw.split([tensors[place].numel() * tensors[place].itemsize for place in small])
+                for place, part in zip(small, parts, strict=True):
+                    copied = part.clone().view(tensors[place].dtype).reshape(tensors[place].shape)
+                    found[place] = uncoded(copied).placed(sink.copy)
+
+            request = EncodeRequest((), self._stream.record_event(), on_read, meanwhile=record_small)
+            self._encode([one for one in examined if one.kind != "zero"], request, sink)
         found.update({place: one.record for place, one in zip(large, examined, strict=True)})
         return [found[place] for place in range(len(tensors))]
 
@@ -143,18 +153,18 @@ class GpuGradientEncoder:
         """Free all memory."""
         self._encoder.close()
 
-    def _to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy small tensors to host memory, by one copy for all."""
-        if not tensors:
-            return []
-        raw = torch.cat([one.reshape(-1).view(torch.uint8) for one in tensors]).cpu()
-        parts = raw.split([one.numel() * one.itemsize for one in tensors])
-        return [part.clone().view(one.dtype).reshape(one.shape) for one, part in zip(tensors, parts, strict=True)]
+    def _to_host(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Enqueue a copy of the bytes of small tensors to host memory; return them."""
+        parts = [one.reshape(-1).view(torch.uint8) for one in tensors]
+        nbytes = sum(map(len, parts))
+        padding = torch.zeros(-nbytes % 8, dtype=torch.uint8, device=self._device)
+        return copy_kernels.to_host(torch.cat([*parts, padding]).view(torch.int64)).view(torch.uint8)[:nbytes]
 
     def _examine(self, examined: list[Examined]) -> None:
         """Find tensors that are zero, and float32 tensors that can be stored as bfloat16 values.
 
-        The host waits for the device a few times only: kernels of the training go first, so every wait may take milliseconds.
+        The host waits for the device a few times only, since every wait may take milliseconds. Most often the factor is that of
+        the step before.
         """
         floats = [one for one in examined if one.tensor.dtype == torch.float32]
         others = [one for one in examined if one.tensor.dtype != torch.float32]
@@ -163,18 +173,19 @@ class GpuGradientEncoder:
             for one, norm in zip(others, norms, strict=True):
                 if norm == 0.0 and not bool(one.tensor.reshape(-1).view(torch.uint8).any()):
                     one.kind = "zero"
-        if floats:
-            self._factor = self._common_factor([one.tensor for one in floats])
-            left = self._replace(floats, self._factor)
-            if self._factor != 1.0:
-                self._replace(left, 1.0)
+        tried = self._factor
+        left = self._replace(floats, tried)
+        if left:
+            self._factor = self._common_factor([one.tensor for one in left])
+            for factor in dict.fromkeys((self._factor, 1.0)):
+                left = self._replace(left, factor) if factor != tried else left
 
     def _common_factor(self, tensors: Sequence[torch.Tensor]) -> float:
         """The factor that fits a sample of one of the largest tensors; 1 if there is none."""
         largest = sorted(tensors, key=torch.numel, reverse=True)[:_SAMPLED]
         words = torch.stack([sampled(tensor.reshape(-1).view(torch.int32))[:_SAMPLE] for tensor in largest]).cpu()
         for sample in words:
-            for factor in dict.fromkeys((self._factor, 1.0, *factors(sample))):
+            for factor in dict.fromkeys((1.0, *factors(sample))):
                 if bool(sample.any()) and divided(sample.view(torch.float32), factor) is not None:
                     return factor
         return 1.0
@@ -194,12 +205,11 @@ class GpuGradientEncoder:
                 one.kind, one.factor, one.values = ("bfloat16" if factor == 1.0 else "scaled"), factor, values
         return list(itertools.compress(examined, misses))
 
-    def _encode(
-        self, examined: Sequence[Examined], ready: torch.cuda.Event, sink: EntrySink, on_read: Callable[[], None]
-    ) -> None:
+    def _encode(self, examined: Sequence[Examined], request: EncodeRequest, sink: EntrySink) -> None:
         pieces, owners = self._cut(examined)
         if not pieces:
-            on_read()
+            request.meanwhile()
+            request.on_read()
             return
         coded, ring, pinned = dict[int, CodedPart](), self._ring.ring, self._ring.pinned  # by number of the piece
 
@@ -220,7 +230,7 @@ class GpuGradientEncoder:
 
         self._ring.sink = sink
         try:
-            self._encoder.encode(EncodeRequest(pieces, ready, on_read), emit)
+            self._encoder.encode(dataclasses.replace(request, pieces=pieces), emit)
             pinned.end()
         except BaseException:
             pinned.abandon()

@@ -74,9 +74,7 @@ class Replayer:
 
     def go_to(self, step: int, entries: Sequence[EntryPlace]) -> ReplayResult:
         """Replay entries up to a step, from the state of the base; returns how far the checks agreed."""
-        if self._kept is None:
-            self._kept = self._state.copy()
-        else:
+        if self._kept is not None:
             self._state.restore(self._kept)
         by_step = itertools.groupby(entries, key=lambda place: place.info.step)
         wanted = [tuple(places) for number, places in by_step if number <= step]
@@ -84,6 +82,7 @@ class Replayer:
             result, exact = self._run(wanted)
             if exact:
                 return result
+            assert self._kept is not None
             self._state.restore(self._kept)
             wanted = [places for places in wanted if places[0].info.step <= result.step]
 
@@ -93,6 +92,8 @@ class Replayer:
         self._parents.clear()
         with ThreadPoolExecutor(1, "raystow-replay") as pool:
             coming = pool.submit(self._reader.read, *steps[:2]) if steps else None
+            if self._kept is None:
+                self._kept = self._state.copy()
             for number, places in enumerate(steps):
                 assert coming is not None
                 touched, step = False, places[0].info.step

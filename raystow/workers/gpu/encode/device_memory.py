@@ -23,12 +23,13 @@ _ALIGN = 512  # bytes
 
 
 class EncoderStreams:
-    """The CUDA streams of an encoder. ``urgent`` replaces ``read`` and ``pack`` while the training waits."""
+    """The CUDA streams of an encoder. ``urgent`` replaces ``read`` and ``pack`` while the training waits. ``coding``: priority of
+    the streams that code."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, coding: int = 0) -> None:
         self.read, self.pack = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self.urgent = torch.cuda.Stream(device, priority=-5)
-        self.code, self.copy, self.hash = (torch.cuda.Stream(device) for _ in range(3))
+        self.code, self.copy, self.hash = (torch.cuda.Stream(device, priority=coding) for _ in range(3))
 
 
 class EncoderMemory:

@@ -37,12 +37,13 @@ class Encoder:
         codec: The codec of planes; None to store all chunks raw.
         ring: Receives the encoded chunks.
         size: Bytes of device memory to allocate.
+        priority: CUDA priority of coding; the training has 0, and lower numbers go first.
     """
 
-    def __init__(self, device: torch.device, codec: str | None, ring: PinnedRing, *, size: int = SIZE) -> None:
+    def __init__(self, device: torch.device, codec: str | None, ring: PinnedRing, *, size: int = SIZE, priority: int = 0) -> None:
         self._device = device
         with torch.cuda.device(device):
-            streams, found = EncoderStreams(device), coder(codec) if codec else None
+            streams, found = EncoderStreams(device, priority), coder(codec) if codec else None
             self._resources = EncoderResources(found, EncoderMemory(device, found, size, ring.capacity), streams, ring)
             torch.cuda.current_stream(device).synchronize()
         self.plan: EncodePlan | None = None
