@@ -29,7 +29,7 @@ from ...workers.shm.ring import Ring
 from .gradient_coding import SMALL, coded_part, divided, dtype_name, factors, sampled, uncoded
 from .port import EntrySink
 
-_MEMORY = 512 << 20  # device memory of the encoder
+_MEMORY = 768 << 20  # device memory of the encoder
 _PIECE = 16 << 20  # raw bytes of a part
 _SAMPLED, _SAMPLE = 4, 1024  # tensors and elements from which a factor is found
 

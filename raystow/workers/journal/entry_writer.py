@@ -19,7 +19,7 @@ from .entry_bytes import copy_all
 
 DIED = "the node worker of this rank died"
 
-_SLOTS = 8
+_SLOTS = 16
 _WAIT = 0.02  # seconds that ``take`` waits
 _PATIENCE = 10.0  # seconds within which the node worker must have emptied a slot
 
