@@ -1,0 +1,113 @@
+"""A node worker keeps the entries of its training processes: over a real socket, without other nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from polling import wait_until
+
+from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import ClusterError
+from raystow.workers.journal.client import JournalClient
+from raystow.workers.journal.node_journal import NodeJournal
+from raystow.workers.node.node import NoNodePeers
+from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, Generation, OpenJournal
+from raystow.workers.protocol.unix_channel import Listener
+from raystow.workers.replication.peers import Peers
+from raystow.workers.shm.ring import Ring
+
+SLOT = 16 << 10
+BUDGET = 1 << 20
+DATA = os.urandom(10 * SLOT + 7)
+
+
+def info(step: int, size: int) -> EntryInfo:
+    return EntryInfo("r", 0, 1, step, step - 1, (Generation("g", 0),), size)
+
+
+class Node:
+    """A node worker's journal, and training processes that connect to it one after another."""
+
+    def __init__(self) -> None:
+        self.journal = NodeJournal("me", BUDGET, Peers(no_node, SYSTEM), NoNodePeers(), SYSTEM)
+        self._listener = Listener(f"raystow-test-{SYSTEM.token()}")
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self.ring = Ring.create(4 * SLOT, SLOT)
+        self.client = self.connect()
+
+    def connect(self) -> JournalClient:
+        return JournalClient(self._listener.name, OpenJournal("file:///somewhere", "r", 0, 0), self.ring)
+
+    def _run(self) -> None:
+        while (connection := self._listener.accept()) is not None:
+            connection.handshake("the process")
+            received = connection.receive(OpenJournal)
+            assert received is not None
+            with contextlib.suppress(Exception):
+                self.journal.serve(connection, received[0])
+            connection.close()
+
+    def record(self, step: int, data: bytes) -> EntryKept:
+        """Record an entry; return what has become of it."""
+        kept = queue.SimpleQueue[EntryKept]()
+        self.client.begin(len(data)).copy(np.frombuffer(data, np.uint8))
+        self.client.keep(info(step, len(data)), kept.put)
+        return kept.get(timeout=10)
+
+    def close(self) -> None:
+        self.client.close()
+        self._listener.close()
+        self._thread.join()
+        self.journal.close()
+        self.ring.close()
+
+
+def no_node(name: str) -> object:
+    raise AssertionError(f"node {name} is asked")
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with contextlib.closing(Node()) as found:
+        yield found
+
+
+def test_entries_larger_than_the_ring_are_kept_and_fetched(node: Node) -> None:
+    """Two entries of different sizes, fetched by another process."""
+    for step, data in ((1, DATA), (2, DATA[:100])):
+        assert node.record(step, data) == EntryKept(step, 0)
+        assert node.journal.named("r", info(step, 0).key) == data
+    node.client.close()
+    node.client = node.connect()
+    for number, (step, data) in enumerate(((1, DATA), (2, DATA[:100]))):
+        assert node.client.fetch(EntryPlace(info(step, len(data)), ("me",)), number) == data
+
+
+def test_an_entry_that_does_not_fit_is_refused(node: Node) -> None:
+    assert "is full" in node.record(1, bytes(BUDGET + 1)).problem
+    assert node.journal.store.used == 0
+    assert node.record(1, DATA) == EntryKept(1, 0)
+
+
+def test_an_unfinished_entry_is_dropped(node: Node) -> None:
+    """Its process ends."""
+    node.client.begin(len(DATA)).copy(np.frombuffer(DATA, np.uint8))
+    node.client.close()
+    node.client = node.connect()
+    assert node.record(1, b"whole") == EntryKept(1, 0)
+    assert node.journal.named("r", info(1, 0).key) == b"whole"
+
+
+def test_more_bytes_than_announced_close_the_connection(node: Node) -> None:
+    node.client.begin(10).copy(np.frombuffer(DATA[: 2 * SLOT], np.uint8))
+    wait_until(lambda: node.client.lost, "the connection is closed")
+    with pytest.raises(ClusterError, match="died"):
+        node.client.begin(10)
+    assert node.journal.store.used == 0
