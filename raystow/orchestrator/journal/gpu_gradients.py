@@ -36,11 +36,16 @@ _SAMPLED, _SAMPLE = 4, 1024  # tensors and elements from which a factor is found
 
 @dataclass(frozen=True, eq=False)
 class GradientPiece:
-    """A part of a tensor in device memory: a ``Source``. ``name``: its number."""
+    """A part of a tensor in device memory: a ``Source``."""
 
-    name: str
+    number: int
     words: torch.Tensor
     kind: str
+
+    @property
+    def name(self) -> str:
+        """A name whose last part is that of all pieces: the encoder reads sources with one last part together."""
+        return f"{self.number}.gradient"
 
     @property
     def dtype(self) -> dtypes.DType:
@@ -70,7 +75,7 @@ class GradientPiece:
 
     @property
     def identity(self) -> object:
-        return self.name, self.kind, self.nbytes
+        return self.number, self.kind, self.nbytes
 
     def describe(self) -> ChunkInfo:
         shape = (self.words.numel(),)
@@ -163,8 +168,7 @@ class GpuGradientEncoder:
     def _examine(self, examined: list[Examined]) -> None:
         """Find tensors that are zero, and float32 tensors that can be stored as bfloat16 values.
 
-        The host waits for the device a few times only, since every wait may take milliseconds. Most often the factor is that of
-        the step before.
+        The host waits for the device a few times only, since every wait may take milliseconds.
         """
         floats = [one for one in examined if one.tensor.dtype == torch.float32]
         others = [one for one in examined if one.tensor.dtype != torch.float32]
@@ -173,18 +177,21 @@ class GpuGradientEncoder:
             for one, norm in zip(others, norms, strict=True):
                 if norm == 0.0 and not bool(one.tensor.reshape(-1).view(torch.uint8).any()):
                     one.kind = "zero"
-        tried = self._factor
-        left = self._replace(floats, tried)
+        unscaled = self._factor == 1.0  # in the step before, and most likely in this one
+        left = self._replace(floats, 1.0) if unscaled else floats
         if left:
             self._factor = self._common_factor([one.tensor for one in left])
-            for factor in dict.fromkeys((self._factor, 1.0)):
-                left = self._replace(left, factor) if factor != tried else left
+            left = self._replace(left, self._factor) if self._factor != 1.0 else left
+            if not unscaled:
+                self._replace(left, 1.0)
 
     def _common_factor(self, tensors: Sequence[torch.Tensor]) -> float:
         """The factor that fits a sample of one of the largest tensors; 1 if there is none."""
         largest = sorted(tensors, key=torch.numel, reverse=True)[:_SAMPLED]
-        words = torch.stack([sampled(tensor.reshape(-1).view(torch.int32))[:_SAMPLE] for tensor in largest]).cpu()
-        for sample in words:
+        words = torch.stack([sampled(tensor.reshape(-1).view(torch.int32))[:_SAMPLE] for tensor in largest])
+        copied = copy_kernels.to_host(words.view(torch.int64)).view(torch.int32)
+        self._stream.synchronize()
+        for sample in copied:
             for factor in dict.fromkeys((1.0, *factors(sample))):
                 if bool(sample.any()) and divided(sample.view(torch.float32), factor) is not None:
                     return factor
@@ -223,7 +230,7 @@ class GpuGradientEncoder:
             chunks = [chunk for one in arrived for chunk in layout.chunks(one.message)]
             start = sink.add([part for chunk in chunks for part in chunk.parts])
             for chunk in chunks:
-                number, digest = int(chunk.info.name), chunk.stored_digest or _digest(ring, chunk)
+                number, digest = int(chunk.info.name.partition(".")[0]), chunk.stored_digest or _digest(ring, chunk)
                 coded[number] = coded_part(chunk.coding, pieces[number].nbytes, chunk.digest, digest, start)
                 start += chunk.coding.size
             pinned.announced(run for one in arrived for run in one.runs)
@@ -245,7 +252,7 @@ class GpuGradientEncoder:
             words = one.tensor.reshape(-1) if one.values is None else one.values
             kind = dtype_name(words.dtype)
             for part in words.split(_PIECE // words.itemsize):
-                pieces.append(GradientPiece(str(len(pieces)), part, kind))
+                pieces.append(GradientPiece(len(pieces), part, kind))
                 owners.append(one)
         key = [(piece.kind, piece.address, piece.nbytes) for piece in pieces]
         if self._pieces[0] != key:
