@@ -79,7 +79,7 @@ def chunks(draw: st.DrawFn, most: int, of: Sequence[dtypes.DType] = DTYPES) -> C
     dtype = draw(st.sampled_from(of))
     words = draw(st.one_of(st.integers(1, most), st.integers(1, min(most, SMALL)), st.just(most)))
     address = draw(st.one_of(st.none(), *[st.integers(1, 1 << 47)] * 3))
-    name, low = draw(st.sampled_from(["w", "a.w", "a.b"])), draw(st.sets(st.integers(0, dtype.width - 1)))
+    name, low = draw(st.sampled_from(["w", "a.w", "a.b", "a.0", "1"])), draw(st.sets(st.integers(0, dtype.width - 1)))
     high = draw(st.sampled_from([(), tuple(sorted(low | {dtype.width - 1}))]))
     followed = draw(st.sampled_from(["", "bfloat16", "float16"])) if dtype.name == "float32" else ""
     return Chunk(name, dtype, words * dtype.width, address, draw(st.integers()), high, followed)
@@ -129,7 +129,7 @@ def test_each_chunk_is_in_one_batch_of_its_kind(it: Case) -> None:
         assert {job.width for job in jobs} == {batch.width}
         assert {job.coded and job.dtype.rotate for job in jobs} == {batch.rotate}
         assert {job.address is None for job in jobs} == {batch.scattered}
-        assert len({(job.high, job.name.rpartition(".")[2]) for job in jobs}) == 1
+        assert len({job.kind for job in jobs}) == 1
         assert {job.followed for job in jobs} == {batch.followed}
         assert {it.sources[job.index].followed for job in jobs if job.coded} <= {batch.followed}, (
             "the kernel would not compute the rounded copy"
@@ -197,6 +197,12 @@ def test_only_chunks_of_different_kinds_are_in_separate_batches() -> None:
     plan = case(sources, Limits(1 << 20, 1 << 20, 1 << 20, 500, 512)).plan
     assert len(plan.batches) == (len(DTYPES) - 2) * 2 * 2
     assert [group.batches for group in plan.groups] == [len(plan.batches)]
+
+
+@pytest.mark.parametrize(("name", "batches"), [("layers.{}", 1), ("{}", 1), ("layers.{}.weight", 1), ("weight{}", 9)])
+def test_members_of_a_list_are_read_together(name: str, batches: int) -> None:
+    sources = [Chunk(name.format(i), dtypes.dtype("float32"), 4 * SMALL, 16 * i + 16) for i in range(9)]
+    assert len(case(sources, Limits(1 << 20, 1 << 20, 1 << 20, 64, 1024)).plan.batches) == batches
 
 
 def test_a_batch_has_at_most_as_many_rows_as_the_table() -> None:

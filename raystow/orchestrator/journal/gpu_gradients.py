@@ -36,16 +36,11 @@ _SAMPLED, _SAMPLE = 4, 1024  # tensors and elements from which a factor is found
 
 @dataclass(frozen=True, eq=False)
 class GradientPiece:
-    """A part of a tensor in device memory: a ``Source``."""
+    """A part of a tensor in device memory: a ``Source``. ``name``: its number."""
 
-    number: int
+    name: str
     words: torch.Tensor
     kind: str
-
-    @property
-    def name(self) -> str:
-        """A name whose last part is that of all pieces: the encoder reads sources with one last part together."""
-        return f"{self.number}.gradient"
 
     @property
     def dtype(self) -> dtypes.DType:
@@ -75,7 +70,7 @@ class GradientPiece:
 
     @property
     def identity(self) -> object:
-        return self.number, self.kind, self.nbytes
+        return self.name, self.kind, self.nbytes
 
     def describe(self) -> ChunkInfo:
         shape = (self.words.numel(),)
@@ -230,7 +225,7 @@ class GpuGradientEncoder:
             chunks = [chunk for one in arrived for chunk in layout.chunks(one.message)]
             start = sink.add([part for chunk in chunks for part in chunk.parts])
             for chunk in chunks:
-                number, digest = int(chunk.info.name.partition(".")[0]), chunk.stored_digest or _digest(ring, chunk)
+                number, digest = int(chunk.info.name), chunk.stored_digest or _digest(ring, chunk)
                 coded[number] = coded_part(chunk.coding, pieces[number].nbytes, chunk.digest, digest, start)
                 start += chunk.coding.size
             pinned.announced(run for one in arrived for run in one.runs)
@@ -252,7 +247,7 @@ class GpuGradientEncoder:
             words = one.tensor.reshape(-1) if one.values is None else one.values
             kind = dtype_name(words.dtype)
             for part in words.split(_PIECE // words.itemsize):
-                pieces.append(GradientPiece(len(pieces), part, kind))
+                pieces.append(GradientPiece(str(len(pieces)), part, kind))
                 owners.append(one)
         key = [(piece.kind, piece.address, piece.nbytes) for piece in pieces]
         if self._pieces[0] != key:

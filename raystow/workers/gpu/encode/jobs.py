@@ -73,7 +73,8 @@ class Job:
         """The sort key of jobs: those of one kind can be read by one launch.
 
         Jobs without coding come first, and those with most coding last, since coding goes on while later chunks are read. The
-        last part of the name brings tensors together that are never negative.
+        last part of the name brings tensors together that are never negative, unless it is a number in a list.
         """
         scattered, last = self.address is None, self.name.rpartition(".")[2]
-        return self.coded, -self.width, self.dtype.rotate, scattered, self.high, self.followed, last
+        role = "" if last.isdecimal() else last
+        return self.coded, -self.width, self.dtype.rotate, scattered, self.high, self.followed, role
