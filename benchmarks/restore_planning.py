@@ -8,6 +8,7 @@ the first read of a pack. The state consists of DTensors on a mesh of all ranks;
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing
 import statistics
@@ -131,7 +132,9 @@ def plan(folder: str, entry: Entry, rank: int, world: int, pipe: Any) -> None:
     coordinator = Coordinator(entry, Path(folder, "record").read_bytes())
     before, wall, cpu = peak_memory(), time.perf_counter(), time.process_time()
     vote = RestoreVote(rank, world, "process", 1, 600.0)
-    agreement = ClusterAgreement(repository, coordinator, vote, lambda: "nobody", here=f"node-{rank // RANKS}")
+    agreement = ClusterAgreement(
+        repository, coordinator, vote, itertools.count(2), lambda: "nobody", here=f"node-{rank // RANKS}"
+    )
     chosen = agreement.settle(None, "")
     assert chosen is not None
     made = plan_restore(agreement.version(chosen), into, RestoreOptions(rank, world), sources=agreement.sources)
