@@ -175,4 +175,4 @@ def test_each_missing_wait_is_detected(saved: tuple[Version, State], bug: str) -
             except (Damaged, RuntimeError, AssertionError, ValueError):
                 return False
 
-    assert not all(comes_back(seed) for seed in range(6))
+    assert not all(comes_back(seed) for seed in range(24))  # one or two find it, most often
