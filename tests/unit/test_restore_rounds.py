@@ -9,7 +9,7 @@ from fake_clock import FakeClock
 from raystow.orchestrator.restore.rounds import RestoreRound, RestoreRounds
 from raystow.orchestrator.restore.version_cache import VersionCache
 from raystow.storage.committer import Committer
-from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, StateError, StoreUnavailable
+from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RankRestarted, StateError, StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.format.root import Entry
 from raystow.storage.retention.policy import Policy
@@ -215,7 +215,7 @@ def test_a_restarted_process_ends_the_round_of_its_old_process(run):
     run.rounds.left(0, "a0")
     assert not round.failure
     run.rounds.left(0, "b0")
-    with pytest.raises(ClusterError, match="rank 0 was restarted"):
+    with pytest.raises(RankRestarted, match="rank 0 was restarted"):
         round.answer(None)
 
 

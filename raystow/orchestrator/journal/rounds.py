@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...storage.clock import Clock
-from ...storage.errors import ClusterError, DeadlineExceeded, RankRestarted, RaystowError, StateError
+from ...storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
 from ...workers.protocol.messages import EntryInfo, Generation, JournalChoice, JournalVote
 from .entry_plan import EntryPlan, continued, plan_entries
 
@@ -81,7 +81,7 @@ class JournalRounds:
         """A new process has taken a rank: the round of its previous process fails."""
         round = self._open
         if round is not None and rank in round.votes and round.votes[rank].incarnation != incarnation:
-            self._fail(round, RankRestarted(f"rank {rank} was restarted during the replay", remedy="restore again"))
+            self._fail(round, ClusterError(f"rank {rank} was restarted during the replay", remedy="restore again"))
 
     def tick(self) -> None:
         """Fail the round if it is past its deadline."""
@@ -96,7 +96,7 @@ class JournalRounds:
         if round is not None and vote.rank in round.votes:
             known = round.votes[vote.rank]
             if (known.incarnation, known.number) != (vote.incarnation, vote.number):
-                self._fail(round, RankRestarted(f"rank {vote.rank} was restarted during the replay", remedy="restore again"))
+                self._fail(round, ClusterError(f"rank {vote.rank} was restarted during the replay", remedy="restore again"))
                 round = None
         if round is None or round.failure is not None or round.world_size != vote.world_size:
             if vote.reached is not None:

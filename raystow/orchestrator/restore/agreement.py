@@ -141,20 +141,20 @@ class ClusterAgreement:
         return None if self._choice is None else self._choice.entry
 
     def _vote(self, vote: RestoreVote) -> RestoreChoice | None:
-        """Vote, in as many rounds as processes of other ranks are replaced during ``timeout``."""
+        """Vote, and begin again whenever the process of another rank is replaced, until ``timeout`` is over."""
+        asked = vote
         while True:
             try:
-                return self._port.settle(vote)
+                choice = self._port.settle(asked)
             except RankRestarted as error:
                 if SYSTEM.monotonic() > self._patience:
                     raise
                 self._log.warning("%s: all ranks agree on a version again", error.what)
-            self._opening = replace(self._opening, number=next(self._numbers))
-            with contextlib.suppress(RankRestarted):
-                choice = self._port.settle(self._opening)
-                if choice is None or choice.entry != vote.tried:
-                    return choice
-            vote = replace(vote, number=self._opening.number)
+                asked = self._opening = replace(self._opening, number=next(self._numbers))
+                continue
+            if asked is not self._opening or choice is None or choice.entry != vote.tried:
+                return choice
+            asked = replace(vote, number=self._opening.number)  # it has tried the version that is chosen again
 
     def version(self, entry: Entry) -> Version:
         """The version, read through the node worker, which reads common data of its ranks once. A rank that restores alone reads

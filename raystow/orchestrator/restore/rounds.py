@@ -179,8 +179,7 @@ class RestoreRounds:
             elif round.members.get(vote.rank, (vote.incarnation, vote.number)) == (vote.incarnation, vote.number):
                 return round
             else:
-                kind = ClusterError if round.members[vote.rank][0] == vote.incarnation else RankRestarted
-                self._fail(round, kind(f"rank {vote.rank} has begun another restore", remedy="restore again"))
+                self._fail(round, ClusterError(f"rank {vote.rank} has begun another restore", remedy="restore again"))
         root, said = self._known.root()
         round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
         round.store_down = not said
