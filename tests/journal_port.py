@@ -26,7 +26,7 @@ class MemorySink:
         self.ring, self.content = Ring.create(slots * slot_size, slot_size), bytearray()
         self._free = deque(range(slots))
 
-    def take(self) -> int | None:
+    def take_soon(self) -> int | None:
         return self._free.popleft() if self._free else None
 
     def release(self, slot: int) -> None:
@@ -83,7 +83,7 @@ class BoxPort:
         self._fetched: dict[int, bytearray] = {}
         self._sink = MemorySink()
 
-    def begin(self, most: int) -> MemorySink:
+    def begin(self, info: EntryInfo, most: int) -> MemorySink:
         self._sink.content = bytearray()
         return self._sink
 

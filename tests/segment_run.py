@@ -112,7 +112,7 @@ class SegmentPort:
     def __init__(self, run: SegmentRun, rank: int) -> None:
         self._run, self._rank, self._sink = run, rank, MemorySink()
 
-    def begin(self, most: int) -> MemorySink:
+    def begin(self, info: EntryInfo, most: int) -> MemorySink:
         self._sink.content = bytearray()
         return self._sink
 

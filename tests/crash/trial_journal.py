@@ -48,7 +48,7 @@ class TrialJournal:
             opening = self._opening
             info = EntryInfo(opening.repository, opening.rank, self._world_size, step, self.step, self._lineage, _SIZE)
             try:
-                self._client.begin(_SIZE).copy(np.frombuffer(content(info), np.uint8))
+                self._client.begin(info, _SIZE).copy(np.frombuffer(content(info), np.uint8))
                 self._client.keep(info, kept.put)
             except ClusterError as error:
                 return str(error)

@@ -54,12 +54,12 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def test_gradients_are_decoded_bit_for_bit(gpu: Device) -> None:
-    """The gradients of two steps are encoded from the same memory."""
+    """The gradients of two steps are encoded from the same memory, and then those of another GPU through the same ring."""
     sink = MemorySink(32, 64 * KIB)
     ring = SharedRing(sink.ring)
-    encoder = GpuGradientEncoder(HERE, ring, memory=24 * MIB, small=4 * KIB)
+    first, other = (GpuGradientEncoder(HERE, ring, memory=24 * MIB, small=4 * KIB) for _ in range(2))
     buffers = copied(gradients(0))
-    for step in (1, 2):
+    for step, encoder in ((1, first), (2, first), (2, other)):
         values = gradients(step)
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
@@ -74,7 +74,8 @@ def test_gradients_are_decoded_bit_for_bit(gpu: Device) -> None:
         sizes = [sum(sum(part.stored) for part in recorded.parts) for recorded in found]
         assert sizes[0] < 0.75 * 2 * values[0].numel()
         sink.content = bytearray()
-    encoder.close()
+    first.close()
+    other.close()
     ring.close()
 
 

@@ -59,6 +59,17 @@ def test_no_more_bytes_arrive_than_were_announced() -> None:
         entry.append(memories.parts(7, [(6, 11)]))
 
 
+def test_a_refused_entry_takes_no_more_memory() -> None:
+    """Its other bytes are counted only."""
+    entry, memories = ArrivingEntry(1 << 30, lambda size: "is full" if size > 1000 else ""), shared()
+    for first in (0, 1000, 2000):
+        entry.append(memories.parts(7, [(first, first + 1000)]))
+        assert (entry.problem, entry._bytes.size) == (("", 1 << 30) if first == 0 else ("is full", 0))
+    assert entry.size == 3000
+    with pytest.raises(ProtocolError, match="were announced"):
+        entry.append(memories.parts(7, [(0, len(DATA))] * 4000))
+
+
 def test_an_entry_is_put_into_memory() -> None:
     memories = shared(bytes(len(DATA)))
     memories.put(7, DATA[:-5])

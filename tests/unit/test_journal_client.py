@@ -84,7 +84,7 @@ class Node:
 
     def handle(self, message: Message) -> None:
         match message:
-            case BeginEntry(most):
+            case BeginEntry(_, most):
                 self.arriving = ArrivingEntry(most)
             case AppendEntry(spans):
                 self.arriving.append(self.shared.parts(RECORDING, spans))
@@ -112,7 +112,7 @@ def node() -> Iterator[Node]:
 
 def keep(node: Node, step: int, *parts: bytes) -> queue.SimpleQueue[EntryKept]:
     """Record an entry."""
-    kept, writer, at = queue.SimpleQueue[EntryKept](), node.client.begin(1 << 20), 0
+    kept, writer, at = queue.SimpleQueue[EntryKept](), node.client.begin(info(step, 0), 1 << 20), 0
     for part in parts:
         assert writer.copy(np.frombuffer(part, np.uint8)) == at
         at += len(part)
@@ -135,7 +135,7 @@ def test_an_entry_passes_through_the_ring(node: Node) -> None:
 
 def test_bytes_in_the_ring_are_added_between_copied_ones(node: Node) -> None:
     """Spans that follow each other are one."""
-    writer = node.client.begin(1 << 20)
+    writer = node.client.begin(info(1, 0), 1 << 20)
     assert writer.copy(np.frombuffer(b"first", np.uint8)) == 0
     slot = writer.take()
     assert slot is not None
@@ -167,14 +167,14 @@ def test_a_slot_is_filled_again_only_when_the_node_has_copied_it(node: Node, mon
 
 
 def test_an_entry_that_was_not_kept_is_dropped(node: Node) -> None:
-    node.client.begin(10).copy(np.frombuffer(b"failed", np.uint8))
+    node.client.begin(info(2, 0), 10).copy(np.frombuffer(b"failed", np.uint8))
     keep(node, 2, b"2")
     assert node.content() == b"2"
 
 
 def test_entries_are_lost_with_the_node_worker(node: Node) -> None:
     """Those that wait for an answer, and later ones."""
-    kept, writer = keep(node, 1, b"1"), node.client.begin(10)
+    kept, writer = keep(node, 1, b"1"), node.client.begin(info(2, 0), 10)
     node.connection.shut()
     assert "died" in kept.get(timeout=10).problem
     with pytest.raises(ClusterError, match="died"):
@@ -182,7 +182,7 @@ def test_entries_are_lost_with_the_node_worker(node: Node) -> None:
     with pytest.raises(ClusterError, match="died"):
         node.client.keep(info(2, 0), lambda _: None)
     with pytest.raises(ClusterError, match="died"):
-        node.client.begin(10)
+        node.client.begin(info(2, 0), 10)
     with pytest.raises(ClusterError):
         node.client.fetch(EntryPlace(info(1, 1), ("n",)), 0)
 
@@ -198,7 +198,7 @@ def test_an_entry_is_fetched_into_shared_memory(node: Node) -> None:
         found = [bytes(node.client.fetch(EntryPlace(info(1, 5), ("n",)), number)) for number in (1, 3)]
     assert found == [b"first", b"other"]
     assert len(node.client._memories) == 2
-    node.client.begin(10)
+    node.client.begin(info(2, 0), 10)
     assert not node.client._memories
 
 

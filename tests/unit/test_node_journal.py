@@ -6,14 +6,16 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 from polling import wait_until
 
 from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError
+from raystow.workers.journal import entry_bytes
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.node_journal import NodeJournal
 from raystow.workers.node.node import NoNodePeers
@@ -57,7 +59,7 @@ class Node:
     def record(self, step: int, data: bytes) -> EntryKept:
         """Record an entry; return what has become of it."""
         kept = queue.SimpleQueue[EntryKept]()
-        self.client.begin(len(data)).copy(np.frombuffer(data, np.uint8))
+        self.client.begin(info(step, 0), len(data)).copy(np.frombuffer(data, np.uint8))
         self.client.keep(info(step, len(data)), kept.put)
         return kept.get(timeout=10)
 
@@ -90,15 +92,24 @@ def test_entries_larger_than_the_ring_are_kept_and_fetched(node: Node) -> None:
         assert node.client.fetch(EntryPlace(info(step, len(data)), ("me",)), number) == data
 
 
-def test_an_entry_that_does_not_fit_is_refused(node: Node) -> None:
-    assert "is full" in node.record(1, bytes(BUDGET + 1)).problem
+def test_an_entry_that_does_not_fit_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of it is copied than fits."""
+    copied, copy = list[int](), entry_bytes.copy_all
+
+    def counted(target: Bytes, parts: Sequence[Bytes]) -> None:
+        copied.append(target.size)
+        copy(target, parts)
+
+    monkeypatch.setattr(entry_bytes, "copy_all", counted)
+    assert "is full" in node.record(1, bytes(3 * BUDGET)).problem
+    assert 0 < sum(copied) <= BUDGET
     assert node.journal.store.used == 0
     assert node.record(1, DATA) == EntryKept(1, 0)
 
 
 def test_an_unfinished_entry_is_dropped(node: Node) -> None:
     """Its process ends."""
-    node.client.begin(len(DATA)).copy(np.frombuffer(DATA, np.uint8))
+    node.client.begin(info(1, 0), len(DATA)).copy(np.frombuffer(DATA, np.uint8))
     node.client.close()
     node.client = node.connect()
     assert node.record(1, b"whole") == EntryKept(1, 0)
@@ -106,8 +117,8 @@ def test_an_unfinished_entry_is_dropped(node: Node) -> None:
 
 
 def test_more_bytes_than_announced_close_the_connection(node: Node) -> None:
-    node.client.begin(10).copy(np.frombuffer(DATA[: 2 * SLOT], np.uint8))
+    node.client.begin(info(1, 0), 10).copy(np.frombuffer(DATA[: 2 * SLOT], np.uint8))
     wait_until(lambda: node.client.lost, "the connection is closed")
     with pytest.raises(ClusterError, match="died"):
-        node.client.begin(10)
+        node.client.begin(info(1, 0), 10)
     assert node.journal.store.used == 0

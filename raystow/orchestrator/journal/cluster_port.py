@@ -42,8 +42,8 @@ class ClusterPort:
         self._client: JournalClient | None = None
         self._ring = entry_ring()
 
-    def begin(self, most: int) -> EntryWriter:
-        return self._connected().begin(most)
+    def begin(self, info: EntryInfo, most: int) -> EntryWriter:
+        return self._connected().begin(info, most)
 
     def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:
         self._connected().keep(info, on_kept)

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 import torch
@@ -100,13 +99,23 @@ class Examined:
 class SharedRing:
     """The ring that all GPUs of this process copy entries to, one after the other. ``sink``: of the entry under way."""
 
+    sink: EntrySink | None
+
     def __init__(self, ring: Ring) -> None:
-        self.ring, self.sink = ring, cast(EntrySink, None)
-        self.pinned = PinnedRing(ring, take=lambda: self.sink.take(), release=lambda slot: self.sink.release(slot))
+        self.ring, self.sink = ring, None
+        self.pinned = PinnedRing(ring, take=self._take, release=self._release)
 
     def close(self) -> None:
         """Unpin the memory."""
         self.pinned.close()
+
+    def _take(self) -> int | None:
+        assert self.sink is not None
+        return self.sink.take_soon()
+
+    def _release(self, slot: int) -> None:
+        assert self.sink is not None
+        self.sink.release(slot)
 
 
 class GpuGradientEncoder:

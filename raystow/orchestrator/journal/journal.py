@@ -246,12 +246,13 @@ class Journal:
         """Encode entries and hand them over."""
         while (work := self._work.get()) is not None:
             released = _Once(self._release)
+            entry, begun = work
             try:
-                info = self._encoder.encode(*work, self._port.begin(work[0].most), released)
+                info = self._encoder.encode(entry, begun, self._port.begin(begun, entry.most), released)
                 record(JOURNALED, info.size, repository=self._identity.uri)
                 self._port.keep(info, self._kept)
             except Exception as error:
-                self._failed(work[1], error)
+                self._failed(begun, error)
             finally:
                 released()
 

@@ -15,7 +15,7 @@ class EntrySink(Protocol):
 
     ring: Ring
 
-    def take(self) -> int | None:
+    def take_soon(self) -> int | None:
         """A free slot of the ring; None after a moment without one."""
 
     def release(self, slot: int) -> None:
@@ -31,8 +31,8 @@ class EntrySink(Protocol):
 class JournalPort(Protocol):
     """Methods raise ``ClusterError`` if the other end does not answer."""
 
-    def begin(self, most: int) -> EntrySink:
-        """Begin an entry of at most ``most`` bytes."""
+    def begin(self, info: EntryInfo, most: int) -> EntrySink:
+        """Begin an entry of at most ``most`` bytes. ``info``: without the size."""
 
     def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:
         """Keep the entry that was begun. ``on_kept`` is called from another thread."""

@@ -26,8 +26,9 @@ from ..protocol.messages import (
 )
 from ..protocol.unix_channel import Connection
 from ..shm.anonymous_memory import AnonymousMemory
+from ..shm.free_slots import DIED
 from ..shm.ring import Ring
-from .entry_writer import DIED, EntryWriter
+from .entry_writer import EntryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,16 @@ class JournalClient:
         self.lost = False
         self._thread = background.start("raystow-journal-answers", self._listen)
 
-    def begin(self, most: int) -> EntryWriter:
-        """Begin an entry of at most ``most`` bytes; return what writes it. Fetched entries are gone."""
+    def begin(self, info: EntryInfo, most: int) -> EntryWriter:
+        """Begin an entry of at most ``most`` bytes; return what writes it. Fetched entries are gone.
+
+        ``info``: without the size.
+        """
         if self.lost:
             raise ClusterError(DIED)
         while self._memories:
             self._memories.popitem()[1][0].close()
-        self._writer.begin(most)
+        self._writer.begin(info, most)
         return self._writer
 
     def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:

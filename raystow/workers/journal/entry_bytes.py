@@ -7,7 +7,7 @@ entries into memory of its own, for which the system may give huge pages.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -25,20 +25,34 @@ POOL = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "raystow-entry")
 
 
 class ArrivingEntry:
-    """An entry that a training process hands over part by part, at most ``most`` bytes."""
+    """An entry that a training process hands over part by part.
 
-    def __init__(self, most: int) -> None:
-        self._bytes, self.size = np.empty(most, np.uint8), 0  # pages are allocated at their first use
+    Args:
+        most: The most bytes that it can have.
+        refused: Returns why an entry of so many bytes cannot be kept, else an empty text. The rest is not copied then.
+
+    Attributes:
+        size: Bytes that have arrived.
+        problem: Why the entry is not kept.
+    """
+
+    def __init__(self, most: int, refused: Callable[[int], str] = lambda size: "") -> None:
+        self._bytes, self._most, self._refused = np.empty(most, np.uint8), most, refused  # pages are allocated at their first use
+        self.size, self.problem = 0, ""
 
     def append(self, parts: Sequence[Bytes]) -> None:
-        """Copy the next bytes."""
+        """Copy the next bytes, unless the entry is refused."""
         first, self.size = self.size, self.size + sum(part.size for part in parts)
-        if self.size > self._bytes.size:
-            raise ProtocolError(f"{self.size} bytes of an entry arrive, at most {self._bytes.size} were announced")
-        copy_all(self._bytes[first : self.size], parts)
+        if self.size > self._most:
+            raise ProtocolError(f"{self.size} bytes of an entry arrive, at most {self._most} were announced")
+        self.problem = self.problem or self._refused(self.size)
+        if self.problem:
+            self._bytes = np.empty(0, np.uint8)
+        else:
+            copy_all(self._bytes[first : self.size], parts)
 
     def content(self) -> memoryview:
-        """The bytes of the entry. There is no more to come."""
+        """The bytes of an entry without a problem. There is no more to come."""
         self._bytes.resize(self.size, refcheck=False)  # gives back the pages behind it
         return self._bytes.data
 

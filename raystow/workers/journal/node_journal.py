@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from ...storage import background
 from ...storage.clock import Clock
@@ -97,8 +98,8 @@ class NodeJournal:
                 match message:
                     case ShareMemory(number, size) if descriptor is not None:
                         shared.share(number, size, descriptor)
-                    case BeginEntry(most):
-                        arriving = ArrivingEntry(most)
+                    case BeginEntry(info, most):
+                        arriving = ArrivingEntry(most, functools.partial(self._refused, info))
                     case AppendEntry(spans):
                         arriving.append(shared.parts(RECORDING, spans))
                     case SlotFilled(slot):
@@ -145,10 +146,13 @@ class NodeJournal:
         self._replicator.close()
         self.store.close()
 
+    def _refused(self, begun: EntryInfo, size: int) -> str:
+        return self.store.problem(replace(begun, size=size))
+
     def _keep(self, connection: Connection, info: EntryInfo, arrived: ArrivingEntry) -> bool:
         if arrived.size != info.size:
             raise ProtocolError(f"{arrived.size} bytes have arrived of an entry of {info.size}")
-        problem = self.store.add(info, arrived.content(), own=True)
+        problem = arrived.problem or self.store.add(info, arrived.content(), own=True)
         if problem:
             connection.send(EntryKept(info.step, 0, shortened(problem)))
         else:

@@ -32,16 +32,14 @@ from ..protocol.messages import (
     shortened,
 )
 from ..protocol.unix_channel import Connection
+from ..shm.free_slots import DIED
 from ..shm.ring import Ring
-from .free_slots import FreeSlots
 from .gpu import DeviceStaging
 from .host import stage_host
 from .plan import Preparation, SaveOrder, StagingPlan
+from .staging_slots import StagingSlots
 
 logger = logging.getLogger(__name__)
-
-
-_DIED = "the node worker of this rank died"
 
 
 class Staging:
@@ -56,13 +54,13 @@ class Staging:
         if answer is None or answer[1] is None:
             raise ClusterError("the node worker closed the connection", subject=address)
         opened, descriptor = answer[0], answer[1]
-        self._slots = FreeSlots(Ring(descriptor, opened.slots, opened.slot_size, kept=opened.kept), self._connection.post)
+        self._slots = StagingSlots(Ring(descriptor, opened.slots, opened.slot_size, kept=opened.kept), self._connection.post)
         self._devices = DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened.store_rate)
         self._orders: queue.SimpleQueue[SaveOrder | Preparation | None] = queue.SimpleQueue()
         self._open: dict[int, SaveOrder] = {}
         self._told: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows
         self._lock = threading.Lock()
-        self.lost, self._why = False, _DIED
+        self.lost, self._why = False, DIED
         self._threads = [
             background.start("raystow-stage", self._stage),
             background.start("raystow-listen", self._listen),
@@ -87,7 +85,7 @@ class Staging:
 
         Saves that are not staged within ``patience`` seconds fail, for the reason ``why``.
         """
-        self._why = why or _DIED
+        self._why = why or DIED
         self._orders.put(None)
         self._threads[0].join(patience)
         if self._threads[0].is_alive():

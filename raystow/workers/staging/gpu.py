@@ -13,8 +13,8 @@ from ...storage.errors import ClusterError
 from ..gpu.encode_request import EncodeRequest
 from ..gpu.node_mode.refusal import EncodingRefused
 from ..protocol.messages import BaseDigests, DeviceAnswer, Message, StageDerived
-from .free_slots import FreeSlots
 from .plan import ChunkSource, SaveOrder, StagingPlan
+from .staging_slots import StagingSlots
 
 if TYPE_CHECKING:
     from ..gpu.codec_choice import Choice
@@ -36,7 +36,7 @@ class DeviceStaging:
     ``answers`` receives the node worker's messages about devices.
     """
 
-    def __init__(self, slots: FreeSlots, post: Callable[[Message], None], codec: str, process: str, store_rate: float) -> None:
+    def __init__(self, slots: StagingSlots, post: Callable[[Message], None], codec: str, process: str, store_rate: float) -> None:
         self._slots, self._post, self._codec, self._process, self._store_rate = slots, post, codec, process, store_rate
         self.answers: queue.SimpleQueue[DeviceAnswer | None] = queue.SimpleQueue()
         self.bases: dict[int, BaseDigests] = {}

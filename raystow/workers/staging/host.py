@@ -11,11 +11,11 @@ from ...storage.coding.derived import followed
 from ...storage.coding.kernels import Bytes
 from ..protocol.messages import DerivedChunk, Message, RawChunk, StageDerived, StageRaw
 from ..shm.ring import ALIGN
-from .free_slots import FreeSlots
 from .plan import DerivedSource, SourceGroup, StagingPlan
+from .staging_slots import StagingSlots
 
 
-def stage_host(plan: StagingPlan, group: SourceGroup, slots: FreeSlots, post: Callable[[Message], None]) -> None:
+def stage_host(plan: StagingPlan, group: SourceGroup, slots: StagingSlots, post: Callable[[Message], None]) -> None:
     """Copy the chunks of ``group``, and announce each slot when it is full."""
     followers: dict[int, list[DerivedSource]] = defaultdict(list)
     for follower in group.followers:

@@ -232,8 +232,9 @@ class ShareMemory(Message, frozen=True):
 
 
 class BeginEntry(Message, frozen=True):
-    """The bytes of a new entry follow, at most ``most``. One that was not kept is dropped."""
+    """The bytes of a new entry follow, at most ``most``. One that was not kept is dropped. ``info``: without the size."""
 
+    info: EntryInfo
     most: EntrySize
 
 

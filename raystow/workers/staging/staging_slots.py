@@ -1,0 +1,34 @@
+"""The slots of the staging ring that this process may fill."""
+
+from __future__ import annotations
+
+from ..protocol.messages import FlushPacks
+from ..shm.free_slots import FreeSlots
+from .plan import SaveOrder
+
+
+class StagingSlots(FreeSlots):
+    """``order`` is the save that is being staged."""
+
+    order: SaveOrder | None = None
+
+    def on_wait(self, seconds: float) -> None:
+        """Ask the node worker to upload what it has. Raises ``SaveFailed`` if the save has failed meanwhile: chunks of other
+        saves may occupy the slots for minutes."""
+        self._post(FlushPacks())
+        if self.order is not None:
+            self.order.check()
+
+    def lend(self) -> int:
+        """Leave all slots but the first few to the node worker for good. Return the first slot that it gets."""
+        first = max(1, self.ring.slots // 4)
+        kept, lent = list[int](), 0
+        while lent < self.ring.slots - first:
+            slot = self.take()
+            if slot < first:
+                kept.append(slot)
+            else:
+                lent += 1
+        for slot in kept:
+            self._free.put(slot)
+        return first
