@@ -21,6 +21,7 @@ _EXTRAS = {
     "torchtitan": "torchtitan",
     "torchft": "torchft",
     "opentelemetry": "torchft",
+    "xxhash": "torchft",
     "verl": "verl",
     "lightning": "lightning",
     "transformers": "huggingface",

@@ -50,7 +50,6 @@ OF_ONE = {
     "raystow-listen": "receives for one process; an error ends the connection and its saves",
     "raystow-attempt": "drives one attempt; an error fails it",
     "raystow-alarm": "reports one attempt that is too late; the coordinator has a deadline, too",
-    "raystow-warm": "loads what digests need, which else the first of them loads",
     "raystow-states": "listens for one sender of a state, or ends a wait for one",
     "raystow-report": "reports one failed save",
     "raystow-due": "asks the coordinator once; an error is raised where the answer is awaited",

@@ -12,6 +12,7 @@ from polling import wait_until
 
 from raystow.storage import background
 from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError, DeadlineExceeded
 from raystow.workers.cache.fetcher import Fetcher, NoPeers
 from raystow.workers.cache.tier import MemoryTier
@@ -80,11 +81,18 @@ def write(descriptor: int, staged: Callable[[int], None]) -> None:
     assert os.pwrite(descriptor, DATA, 0) == len(DATA)
 
 
+def whole(receiver: StateClient, sender: str, step: int) -> Bytes:
+    """Map a state, and wait until all of it is there."""
+    state = receiver.map(sender, step, 30)
+    state.wait(len(DATA))
+    return state.content
+
+
 def test_a_state_is_read_by_other_nodes_and_mapped_by_this_one(worker: Worker, client: Callable[[str], StateClient]) -> None:
     sender, receiver = client("sender"), client("receiver")
     sender.stage(3, len(DATA), 30, write)
     assert worker.read("sender", 3) == DATA
-    mapped = receiver.map("sender", 3, 30)
+    mapped = whole(receiver, "sender", 3)
     assert mapped.tobytes() == DATA
     mapped[0] ^= 1  # the mapping is private
     sender.drop()
@@ -101,7 +109,7 @@ def test_a_state_outlives_its_process_for_some_seconds(worker: Worker, client: C
     dying.stage(3, len(DATA), 1.0, write)
     dying._connection.shut()
     assert worker.read("dying", 3) == DATA
-    assert client("receiver").map("dying", 3, 30).tobytes() == DATA
+    assert whole(client("receiver"), "dying", 3).tobytes() == DATA
     wait_until(lambda: not worker.states._senders.keys() & {"dying"}, "the state is forgotten")
     with pytest.raises(ClusterError, match="has died, or has no state of step 3 any more"):
         client("other").map("dying", 3, 30)
@@ -123,7 +131,9 @@ def test_a_state_that_was_not_staged_whole_is_not_read(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("end", ["staged", "dropped", "dead"])
-def test_first_bytes_are_read_before_the_others_are_staged(worker: Worker, end: str) -> None:
+def test_first_bytes_are_read_before_the_others_are_staged(
+    worker: Worker, client: Callable[[str], StateClient], end: str
+) -> None:
     def write_in_parts(descriptor: int, staged: Callable[[int], None]) -> None:
         os.pwrite(descriptor, DATA[:1000], 0)
         staged(1000)
@@ -144,25 +154,30 @@ def test_first_bytes_are_read_before_the_others_are_staged(worker: Worker, end: 
     with closing(sender), closing(StateReader(worker.server.contact, "sender", 3, 30)) as reader:
         first, last = bytearray(1000), bytearray(1000)
         reader.read(0, memoryview(first))
-        assert first == DATA[:1000]
+        mapped = client("receiver").map("sender", 3, 30)
+        mapped.wait(1000)
+        assert first == mapped.content[:1000].tobytes() == DATA[:1000]
         with pytest.raises(DeadlineExceeded), closing(StateReader(worker.server.contact, "sender", 3, 0.2)) as other:
             other.read(1, memoryview(first))
         background.after(0.1, "raystow-go-on", go_on.set)
         if end == "staged":
             reader.read(len(DATA) - 1000, memoryview(last))
-            assert last == DATA[-1000:]
+            mapped.wait(len(DATA))
+            assert last == mapped.content[-1000:].tobytes() == DATA[-1000:]
             with pytest.raises(ClusterError, match="its node does not answer"):
                 reader.read(len(DATA) - 999, memoryview(last))
         else:
             with pytest.raises(ClusterError, match="sender of the state: has died, or has no state of step 3 any more"):
                 reader.read(len(DATA) - 1000, memoryview(last))
+            with pytest.raises(ClusterError, match="sender of the state: has died, or has no state of step 3 any more"):
+                mapped.wait(len(DATA))
         staging.join()
 
 
 def test_a_receiver_waits_for_a_step_and_gets_no_other(worker: Worker, client: Callable[[str], StateClient]) -> None:
     sender, receiver = client("sender"), client("receiver")
     timer = background.after(0.2, "raystow-later", lambda: sender.stage(5, len(DATA), 30, write))
-    assert receiver.map("sender", 5, 30).tobytes() == DATA
+    assert whole(receiver, "sender", 5).tobytes() == DATA
     timer.join()
     for step, error in ((4, ClusterError), (6, DeadlineExceeded)):
         with pytest.raises(error):

@@ -59,8 +59,8 @@ class StagedStates:
                             self._changed.notify_all()
                     case DropState():
                         self._drop(sender)
-                    case MapState(key):
-                        self._answer(connection, key)
+                    case MapState(key, staged):
+                        self._answer(connection, key, staged)
         finally:
             if sender.complete:
                 background.after(sender.seconds, "raystow-states", lambda: self._forget(opening.sender, sender))
@@ -83,10 +83,10 @@ class StagedStates:
             for sender in self._senders.values():
                 self._release(sender)
 
-    def _answer(self, connection: Connection, key: str) -> None:
+    def _answer(self, connection: Connection, key: str, staged: int) -> None:
         try:
             with self._changed:
-                sender = self._await(key, None, _WAIT)
+                sender = self._await(key, (staged, staged), _WAIT)
                 descriptor = None if sender is None or sender.memory is None else sender.memory.lend()
         except DeadlineExceeded:
             connection.send(ObjectState("pending"))
@@ -99,8 +99,8 @@ class StagedStates:
         finally:
             os.close(descriptor)
 
-    def _await(self, key: str, span: tuple[int, int] | None, seconds: float) -> _Sender | None:
-        """Return the sender whose memory has these bytes, or with None all of them; None if they will not come."""
+    def _await(self, key: str, span: tuple[int, int], seconds: float) -> _Sender | None:
+        """Return the sender whose memory has these bytes; None if they will not come."""
         name, _, number = key.removeprefix(STAGED).rpartition("/")
         step = int(number) if number.isdecimal() else -1
         self._changed.wait_for(lambda: not self._may_come(name, step, span), seconds)
@@ -109,16 +109,15 @@ class StagedStates:
         sender = self._senders.get(name)
         return None if sender is None or sender.memory is None or sender.step != step else sender
 
-    def _may_come(self, name: str, step: int, span: tuple[int, int] | None) -> bool:
+    def _may_come(self, name: str, step: int, span: tuple[int, int]) -> bool:
         """Whether a living sender has no state of this step yet, nor of a later one, or not these bytes of it. A request for
         later bytes follows a read of the first ones, so a state without memory has been dropped by then."""
         sender = self._senders.get(name)
         if sender is None or sender.step != step:
             return sender is not None and sender.step < step
         if sender.memory is None:
-            return span is None or span[0] == 0
-        size = sender.memory.size
-        return sender.staged < (size if span is None else min(size, span[1]))
+            return span[0] == 0
+        return sender.staged < min(sender.memory.size, span[1])
 
     def _announce(self, sender: _Sender, message: StageState, memory: AnonymousMemory) -> str:
         with self._changed:

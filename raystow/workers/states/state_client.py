@@ -7,6 +7,7 @@ import mmap
 import os
 import queue
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,6 +25,15 @@ logger = logging.getLogger(__name__)
 def absent(step: int) -> ClusterError:
     """Return the error of a state that will not come."""
     return ClusterError(f"has died, or has no state of step {step} any more", subject="the sender of the state")
+
+
+@dataclass(frozen=True)
+class MappedState:
+    """``content``: the memory of a state; changes to it are private. ``wait`` returns when so many of its first bytes are there,
+    and raises the same errors as ``StateClient.map``."""
+
+    content: Bytes
+    wait: Callable[[int], None]
 
 
 class StateClient:
@@ -74,25 +84,32 @@ class StateClient:
         self._connection.close()
         self._thread.join()
 
-    def map(self, sender: str, step: int, seconds: float) -> Bytes:
-        """Return the memory of a state that a process of this node has staged, as soon as it has. Changes to it are private.
+    def map(self, sender: str, step: int, seconds: float) -> MappedState:
+        """Return the memory of a state as soon as a process of this node begins to stage it.
 
         Raises:
             ClusterError: The sender is gone, or the node worker is.
             DeadlineExceeded: The time is over.
         """
-        end, state, descriptor = SYSTEM.monotonic() + seconds, "pending", None
-        while state == "pending":
-            self._connection.send(MapState(state_key(sender, step)))
-            answer, descriptor = self._await(f"the state of step {step} did not come within {seconds:.1f} s", end)
-            state = answer.state if isinstance(answer, ObjectState) else "absent"
-        if descriptor is None:
-            raise absent(step)
+        end = SYSTEM.monotonic() + seconds
+
+        def lent(staged: int) -> int:
+            state, descriptor = "pending", None
+            while state == "pending":
+                self._connection.send(MapState(state_key(sender, step), staged))
+                answer, descriptor = self._await(f"the state of step {step} did not come within {seconds:.1f} s", end)
+                state = answer.state if isinstance(answer, ObjectState) else "absent"
+            if descriptor is None:
+                raise absent(step)
+            return descriptor
+
+        descriptor = lent(0)
         try:
             flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-            return np.frombuffer(mmap.mmap(descriptor, 0, flags, access), np.uint8)
+            content = np.frombuffer(mmap.mmap(descriptor, 0, flags, access), np.uint8)
         finally:
             os.close(descriptor)
+        return MappedState(content, lambda staged: os.close(lent(staged)))
 
     def _staged(self, size: int) -> None:
         self._connection.send(StateStaged(size))

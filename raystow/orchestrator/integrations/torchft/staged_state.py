@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 from torch.distributed.tensor import DTensor
 
 from ....storage.coding import dtypes
-from ....storage.coding.digest import digest_pair, stored_digest
+from ....storage.coding.digest import stored_digest
 from ....storage.coding.kernels import Bytes
 from ....storage.errors import Damaged, ProtocolError
 from ....storage.format import manifest, values
@@ -37,7 +38,7 @@ _HEAD = struct.Struct("<Q32s")  # the first bytes of a staged state: the size of
 
 _TABLE_DIGEST = 32
 _MOST_HEADER = 256 << 20
-_DIGEST = struct.Struct("<2Q")
+_DIGEST = 16
 _PAGE = 4096
 _SUBJECT = "the staged state"
 
@@ -110,8 +111,10 @@ def _parsed(body: bytes, step: int) -> StateHeader:
 
 
 def chunk_digest(content: Bytes) -> bytes:
-    """Return the digest of a chunk: ``digest_pair``, which takes half the time of BLAKE3."""
-    return _DIGEST.pack(*digest_pair(content))
+    """Return the digest of a chunk: XXH3 of 128 bits, which takes a fifth of the time of BLAKE3. No protection from an attacker,
+    whom TLS keeps off."""
+    digest: bytes = xxhash.xxh3_128_digest(content.data)
+    return digest
 
 
 def tail(digests: Sequence[bytes]) -> bytes:
@@ -122,17 +125,17 @@ def tail(digests: Sequence[bytes]) -> bytes:
 
 def whole_size(header: StateHeader) -> int:
     """Return the size of all of it."""
-    return len(head(header)) + header.size + _DIGEST.size * chunks_of(header) + _TABLE_DIGEST
+    return len(head(header)) + header.size + _DIGEST * chunks_of(header) + _TABLE_DIGEST
 
 
 def read_digests(read: Read, header: StateHeader, start: int) -> list[bytes]:
     """Return the digest of each chunk. ``start``: where the bytes of the tensors begin."""
-    whole = bytearray(_DIGEST.size * chunks_of(header) + _TABLE_DIGEST)
+    whole = bytearray(_DIGEST * chunks_of(header) + _TABLE_DIGEST)
     read(start + header.size, memoryview(whole))
     table = bytes(whole[:-_TABLE_DIGEST])
     if stored_digest(table) != whole[-_TABLE_DIGEST:]:
         raise Damaged("the digests do not have their digest", subject=_SUBJECT)
-    return [table[at : at + _DIGEST.size] for at in range(0, len(table), _DIGEST.size)]
+    return [table[at : at + _DIGEST] for at in range(0, len(table), _DIGEST)]
 
 
 def check_chunks(found: Sequence[bytes], digests: Sequence[bytes]) -> None:

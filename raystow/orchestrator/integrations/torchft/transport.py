@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
@@ -15,14 +15,13 @@ from typing import TypeVar
 import numpy as np
 from torchft.checkpointing import transport
 
-from ....storage import background
 from ....storage.clock import SYSTEM
 from ....storage.coding.kernels import Bytes
 from ....storage.errors import Damaged, DeadlineExceeded
 from ....storage.extras import check_methods
 from ....workers.node.actor import contact_of
 from ....workers.protocol.messages import StateHeader
-from ....workers.states.state_client import StateClient
+from ....workers.states.state_client import MappedState, StateClient
 from ....workers.states.state_reader import StateReader
 from ... import ray_cluster
 from ...client.startup import node_address
@@ -79,7 +78,6 @@ class CheckpointTransport(transport.CheckpointTransport[State]):
         self._state_dict, self._name, self._node = state_dict, SYSTEM.token(), ray_cluster.node_here()
         self._client: StateClient | None = None
         self.received = 0
-        background.start("raystow-warm", chunk_digest, np.zeros(CHUNK, np.uint8))  # loads what digests need
         self._connected()
 
     def metadata(self) -> str:
@@ -184,17 +182,25 @@ class _Receiver:
         return self.data[chunk * CHUNK : (chunk + 1) * CHUNK]
 
 
-def _mapped(whole: Bytes, step: int) -> tuple[StateHeader, Bytes]:
-    """Return the header and the bytes of a state in memory, after a check of all digests."""
+def _mapped(state: MappedState, step: int) -> tuple[StateHeader, Bytes]:
+    """Return the header and the bytes of a state in memory, after a check of all digests, which begins while it is staged."""
 
     def read(start: int, target: memoryview) -> None:
-        if start + target.nbytes > whole.size:
+        end = start + target.nbytes
+        if end > state.content.size:
             raise Damaged("the header is longer than the memory", subject="the received state")
-        target[:] = whole[start : start + target.nbytes].data
+        state.wait(end)
+        target[:] = state.content[start:end].data
+
+    def staged() -> Iterator[int]:
+        for chunk in range(chunks_of(header)):
+            if chunk % _STEP == 0:
+                state.wait(start + min((chunk + _STEP) * CHUNK, header.size))
+            yield chunk
 
     header, start = read_header(read, step)
-    data = whole[start : start + header.size]
-    found = _each(lambda chunk: chunk_digest(data[chunk * CHUNK : (chunk + 1) * CHUNK]), range(chunks_of(header)))
+    data = state.content[start : start + header.size]
+    found = _each(lambda chunk: chunk_digest(data[chunk * CHUNK : (chunk + 1) * CHUNK]), staged())
     check_chunks(found, read_digests(read, header, start))
     return header, data
 
@@ -234,7 +240,7 @@ def _write_all(descriptor: int, part: memoryview, at: int) -> None:
 
 def _each(
     do: Callable[[int], _Result],
-    numbers: Sequence[int],
+    numbers: Iterable[int],
     *,
     then: Callable[[int], None] = lambda done: None,
     on_error: Callable[[], None] = lambda: None,

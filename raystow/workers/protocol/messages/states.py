@@ -98,10 +98,15 @@ class StageState(Message, frozen=True):
 
 
 class MapState(Message, frozen=True):
-    """Asks for the memory of a state that a process of this node has staged. The answer is ``ObjectState``, with a descriptor if
-    it is present."""
+    """Asks for the memory of a state that a process of this node stages, once its first bytes are there. The answer is
+    ``ObjectState``, with a descriptor if they are.
+
+    Args:
+        staged: How many of the first bytes; 0: none.
+    """
 
     key: Text
+    staged: StateSize
 
 
 class StateRoom(Message, frozen=True):
@@ -111,10 +116,10 @@ class StateRoom(Message, frozen=True):
 
 
 class StateStaged(Message, frozen=True):
-    """The first bytes of the announced state are there: other nodes may read them.
+    """The first bytes of the announced state are there, and may be read.
 
     Args:
-        size: How many. Processes of this node get the memory when it is complete.
+        size: How many.
     """
 
     size: StateSize
