@@ -58,3 +58,22 @@ def test_a_tensor_changed_during_its_save_is_named(uri: str, options: dict[str, 
         assert raystow.restore_latest(cluster.uri, into=into).id == version.id
     for name, tensor in state.items():
         assert torch.equal(into[name], tensor), name
+
+
+def test_a_small_tensor_changed_during_its_save_is_named() -> None:
+    state = {f"layer{i}": torch.randn(32 * MIB, device="cuda") * 0.02 for i in range(8)} | {
+        "small": torch.zeros(9, device="cuda")
+    }
+
+    def change() -> None:
+        threading.Event().wait(0.03)
+        state["small"].add_(1)
+        torch.cuda.synchronize()
+
+    with LocalCluster(f"memory://changed-{SYSTEM.token()}", memory=128 * MIB, threads=1) as cluster:
+        cluster.save(state, step=0)
+        changing = threading.Thread(target=change)
+        changing.start()
+        with pytest.raises(raystow.SaveFailed, match=r"small.*changed while it was being saved"):
+            cluster.save(state, step=1)
+        changing.join()

@@ -115,6 +115,34 @@ def test_small_tensors_are_copied(other: Any) -> None:
     assert not out.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2, torch.bool])
+@pytest.mark.parametrize("layout", ["transposed", "strided", "expanded", "conjugated"])
+def test_small_tensors_of_any_layout_are_copied(dtype: torch.dtype, layout: str) -> None:
+    whole = torch.arange(1, 61).view(6, 10).to(dtype)
+    views = {
+        "transposed": whole.t(),
+        "strided": whole[:, 1::3],
+        "expanded": whole[:, :1].expand(6, 4),
+        "conjugated": whole.conj(),
+    }
+    tensor, plan = views[layout], planned(x=views[layout])
+    before = tensor.clone().resolve_conj().contiguous().view(torch.uint8).numpy().tobytes()
+    whole.view(torch.uint8).zero_()
+    assert plan.changed() == ""
+    out = np.ones(len(before), np.uint8)
+    plan.pieces[0].copy(out)
+    assert out.tobytes() == before
+
+
+def test_a_write_to_a_small_tensor_beyond_the_copies_is_detected() -> None:
+    many = {f"p{number:04}": torch.zeros(SMALL // 4) for number in range(1025)}
+    plan = planned(**many)
+    many["p1023"] += 1  # the last that is copied
+    assert plan.changed() == ""
+    many["p1024"] += 1
+    assert plan.changed() == "p1024"
+
+
 def test_a_write_to_an_inference_tensor_is_detected() -> None:
     with torch.inference_mode():
         tensor = torch.randn(COUNT)

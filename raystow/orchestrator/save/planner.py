@@ -162,8 +162,8 @@ def plan_save(
         raise StateError(what, subject=show(largest.path), remedy="make it an array")
     views = planner.shards.look([box for leaf in leaves if leaf.is_tensor for box in boxes(leaf)], rank)
     ready = {device: _record_event(device) for device in {view.shard.device for view in views} if device is not None}
-    views = copy_small(views)
-    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, WriteCheck(views))
+    views, writes = copy_small(views)
+    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, writes)
 
 
 def _record_event(device: int) -> torch.cuda.Event:

@@ -71,6 +71,14 @@ class Shard:
         other.hold(leaf, local)
         return other
 
+    def in_own_memory(self) -> Shard:
+        """The shard of a copy of its elements, which has no gaps between them."""
+        if self.reach <= math.prod(self.extent):
+            return self
+        other = copy.copy(self)
+        other.reach = 0
+        return other
+
     def release(self) -> None:
         self.hold(self.leaf._replace(value=None), None)
         self.findings.clear()

@@ -1,8 +1,8 @@
 """Finds tensors that the training changes between ``save`` and the end of their staging: their version would mix two steps.
 
 ``save`` copies small tensors of the host, such as the statistics of a batch norm, which change in the next forward pass. Of each
-other tensor it notes torch's version counter, which every operation in place increases. Writes that do not count there (through
-``.data``, numpy, shared memory) are found by a sample of the elements of tensors in host memory.
+other tensor, also of small ones on a GPU, it notes torch's version counter, which every operation in place increases. Writes that
+do not count there (through ``.data``, numpy, shared memory) are found by a sample of the elements of tensors in host memory.
 """
 
 from __future__ import annotations
@@ -24,22 +24,27 @@ _COPIED = 64 << 20  # bytes that one save copies at most
 _SAMPLE = 64  # elements
 
 
-def copy_small(views: Iterable[TensorView]) -> tuple[TensorView, ...]:
+def copy_small(views: Iterable[TensorView]) -> tuple[tuple[TensorView, ...], WriteCheck]:
     """Replace the elements of small tensors in host memory by a copy, which the training cannot change.
 
-    Raises ``StateError`` if the memory of a tensor of the host was freed.
+    Returns:
+        All views, and the check of those that were not copied.
+
+    Raises:
+        StateError: The memory of a tensor of the host was freed.
     """
-    left, copied = _COPIED, list[TensorView]()
+    left, made, others = _COPIED, list[TensorView](), list[TensorView]()
     for view in views:
         leaf, local, shard = view
-        if shard.device is None:
-            if not isinstance(local, np.ndarray):
-                check_memory(leaf, local, shard.reach)
-            if (size := local.nbytes) <= SMALL and size <= left and _is_dense(local):
-                left -= size
-                view = TensorView(leaf, _copy(local), shard)
-        copied.append(view)
-    return tuple(copied)
+        if shard.device is None and not isinstance(local, np.ndarray):
+            check_memory(leaf, local, shard.reach)
+        if shard.device is None and (size := local.nbytes) <= min(SMALL, left):
+            left -= size
+            view = TensorView(leaf, _copy(local), shard.in_own_memory())
+        else:
+            others.append(view)
+        made.append(view)
+    return tuple(made), WriteCheck(others)
 
 
 class WriteCheck:
@@ -49,7 +54,7 @@ class WriteCheck:
         self._noted = [
             (view, _version(view.local), None if view.shard.device is not None else _sample(view.local))
             for view in views
-            if view.local.nbytes > SMALL
+            if view.local.nbytes
         ]
 
     def changed(self) -> str:
@@ -58,12 +63,6 @@ class WriteCheck:
             if _version(view.local) != version or (sample is not None and _sample(view.local) != sample):
                 return view.leaf.name
         return ""
-
-
-def _is_dense(local: Elements) -> bool:
-    if isinstance(local, np.ndarray):
-        return bool(local.flags.c_contiguous)
-    return bool(local.is_contiguous()) and not local.is_conj() and not local.is_neg()
 
 
 def _copy(local: Elements) -> Elements:
