@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import math
 
+LEAST = 60.0
+"""Seconds from save to save at least, if nobody has given the time between failures: it is a guess then."""
+
 _NODE_FAILURES = 6.5e-3  # a day and node of eight GPUs: A. Kokolis et al., "Revisiting Reliability in Large-Scale Machine
 # Learning Research Clusters", HPCA 2025, arXiv:2410.21680
 _NODE_RANKS = 8
@@ -40,9 +43,10 @@ def time_between_failures(span: float, failures: int, ranks: int) -> float:
         ranks: The number of ranks, at least 1.
 
     Returns:
-        Seconds: as observed. Without a failure that which a large study of clusters found, or ``span`` if that is longer.
+        Seconds: as observed. With less than two failures, since one restart may have been planned, that which a large study of
+        clusters found, or ``span`` if that is longer.
     """
-    if failures:
+    if failures > 1:
         return span / failures
     return max(span, 86400 * _NODE_RANKS / (_NODE_FAILURES * ranks))
 

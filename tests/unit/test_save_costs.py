@@ -47,7 +47,16 @@ def test_failures_of_earlier_processes_are_counted() -> None:
     costs.recall([record(1000.0, 0.5, 900.0), record(2000.0, 0.5, 1500.0), record(3000.0, 0.5, 1500.0, 2500.0)])
     # a record has the second restore as well
     costs.restored([RestoreInfo(3, 1, 8000.0, 8, 1.0), RestoreInfo(1, 1, 2500.0, 1, 1.0)])
-    assert costs.interval(ask(), 8, 10_000.0) == pytest.approx(math.sqrt(2 * 0.5 * 9000 / 3))
+    assert costs.interval(ask(), 8, 10_000.0) == 60  # 55 s would be best, but the time between failures is a guess
+    assert costs.interval(ask(), 8, 100_000.0) == pytest.approx(math.sqrt(2 * 0.5 * 99_000 / 3))
+    assert costs.interval(ask(mtbf=3000), 8, 10_000.0) == pytest.approx(math.sqrt(2 * 0.5 * 3000))
+
+
+def test_one_restart_is_no_rate_of_failures() -> None:
+    costs = SaveCosts(0.0)
+    costs.saved(0.5, 1.0, cold=False)
+    costs.restored([RestoreInfo(3, 1, 600.0, 8, 1.0)])
+    assert costs.interval(ask(), 8, 900.0) == pytest.approx(math.sqrt(DAY / 6.5e-3))
 
 
 def test_without_a_failure_a_published_rate_is_used() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ...storage.errors import NotFound
-from ..save_interval import best_interval, lost_share, time_between_failures
+from ..save_interval import LEAST, best_interval, lost_share, time_between_failures
 from . import options
 from .options import Json, Uri, number, seconds
 from .output import count, emit, say
@@ -38,18 +38,22 @@ def advise(
 
     The loss is least at sqrt(2 x stall x mean time between failures) (Young 1974, Daly 2006). Stalls are those that saves
     have recorded. The time between failures is the time of the run divided by its recorded restores, planned restarts
-    included: give --mtbf if you know better. Without a restore it is that of a study of large clusters (Kokolis et al. 2024).
-    Checkpointer.due computes the same, and waits until a save is durable.
+    included: give --mtbf if you know better. With less than two restores it is that of a study of large clusters (Kokolis et
+    al. 2024). Without --mtbf the interval is at least a minute. Checkpointer.due computes the same, and waits until a save is
+    durable.
 
     Example:  raystow advise s3://bucket/runs/llama --mtbf 12h --budget 0.5
     """
     for option, value in (("--mtbf", mtbf), ("--stall", stall), ("--budget", budget)):
         if value is not None and not 0 < value < float("inf"):
             raise typer.BadParameter(f"{option} must be above 0")
+    if budget is not None and budget > 100:
+        raise typer.BadParameter("--budget must be at most 100")
     history = read_history(open_target(uri), newest=newest)
     cost = Figure(stall, "as given") if stall is not None else _stall(history)
     failures = Figure(mtbf, "as given") if mtbf is not None else observed_mtbf(history)
-    interval = best_interval(cost.seconds, failures.seconds, budget / 100 if budget is not None else None)
+    share, least = budget / 100 if budget is not None else None, LEAST if mtbf is None else 0.0
+    interval = best_interval(cost.seconds, failures.seconds, share, durable=least)
     if not interval:
         raise typer.BadParameter("saves have recorded no stall: give --stall")
     step, present = history.seconds_per_step, history.interval
@@ -93,8 +97,8 @@ def observed_mtbf(history: RunHistory) -> Figure:
     span = created[-1] - created[0] if created else 0.0
     restores = sum(restore.at > created[0] for restore in history.restores) if span > 0 else 0
     ranks = max((saved.world_size or 1 for saved in history.versions), default=1)
-    assumed = f"no restore is recorded, so that of a study, for {count(ranks, 'rank')}"
-    source = f"observed: {count(restores, 'restore')} in {_duration(span)}" if restores else assumed
+    assumed = f"less than two restores are recorded, so that of a study, for {count(ranks, 'rank')}"
+    source = f"observed: {restores} restores in {_duration(span)}" if restores > 1 else assumed
     return Figure(time_between_failures(span, restores, ranks), source)
 
 
@@ -102,5 +106,5 @@ def _duration(seconds: float) -> str:
     """Seconds with three digits in the unit that fits."""
     for unit, name in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
         if seconds >= 2 * unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds * 1000:.3g} ms"
+            return f"{seconds / unit:.3g} {name}" if seconds < 1000 * unit else f"{seconds / unit:,.0f} {name}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

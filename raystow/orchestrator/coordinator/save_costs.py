@@ -13,13 +13,12 @@ from ...storage.errors import RaystowError
 from ...storage.format.version_record import RestoreInfo, VersionRecord
 from ...storage.version import Version
 from ...workers.protocol.messages import AskNextSave
-from ..save_interval import best_interval, time_between_failures
+from ..save_interval import LEAST, best_interval, time_between_failures
 
 logger = logging.getLogger(__name__)
 
 _RECORDS, _READERS = 64, 16  # versions read, and threads that read them
 _RECENT = 16  # saves whose medians count
-_UNMEASURED = 60.0  # seconds from save to save until a stall is measured
 
 
 def newest_records(catalog: Catalog) -> list[VersionRecord]:
@@ -76,7 +75,8 @@ class SaveCosts:
         if ask.seconds is not None:
             return ask.seconds
         if not self._stalls:
-            return _UNMEASURED
+            return LEAST
         mtbf = ask.mtbf or time_between_failures(now - self._began, len(self._restores), ranks)
         durable = median(self._durable) if self._durable else 0.0
-        return best_interval(median(self._stalls), mtbf, ask.budget, durable=durable)
+        least = durable if ask.mtbf else max(durable, LEAST)
+        return best_interval(median(self._stalls), mtbf, ask.budget, durable=least)
