@@ -18,6 +18,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError, RaystowError
 
+_UNAUTHENTICATED = "AuthenticationError", "InvalidAuthToken"  # in messages of Ray
+
 
 def connect(address: str = "auto") -> None:
     """Connect this process to a Ray cluster, by default the one it runs on, unless it is; ``ClusterError`` if there is none."""
@@ -27,6 +29,9 @@ def connect(address: str = "auto") -> None:
         _knock(address)
         ray.init(address=address, log_to_driver=False, logging_level="warning")
     except (OSError, RayError) as error:
+        if any(sign in str(cause) for cause in (error, error.__cause__, error.__context__) for sign in _UNAUTHENTICATED):
+            remedy = "set RAY_AUTH_MODE=token, and give this process the token of the cluster"
+            raise ClusterError("the Ray cluster refuses this process, which shows no valid token", remedy=remedy) from error
         remedy = "start one (`ray start --head`, or ray.init()), or read with raystow.open"
         raise ClusterError(f"no Ray cluster is running here: {error}", remedy=remedy) from error
 

@@ -223,7 +223,7 @@ def test_several_mappings_need_a_prefix(tmp_path: Path) -> None:
     error = run_json("export", folder, "--hf", tmp_path / "out", code=2)["error"]
     assert error["what"] == "2 mappings have weights: '' (5.86 KiB), 'ema.' (3.91 KiB), 'model.' (1.95 KiB)"
     error = run_json("export", folder, "--hf", tmp_path / "out", "--prefix", "models.", code=2)["error"]
-    assert error["what"].startswith("no tensor has the prefix 'models.': '' (5.86 KiB)")
+    assert error["what"].startswith("no tensor has the prefix 'models.'; prefixes with weights: '' (5.86 KiB)")
     ran("export", folder, "--hf", tmp_path / "out", "--prefix", "ema.")
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], torch.ones(1000))
 

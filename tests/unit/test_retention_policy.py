@@ -130,6 +130,7 @@ def test_a_decision_states_its_reasons() -> None:
     first, second, third = plan(NINE[:3], Policy(keep_last=2, keep_every=1000, max_bytes=10), pins={"a": 1, "b": 1}, metrics={})
     assert first.rules == ("pinned as a", "pinned as b")
     assert (second.keep, second.why) == (False, "over max_bytes, in spite of last 2")
+    assert plan(NINE[:2], Policy(max_bytes=1), pins={}, metrics={})[0].why == "over max_bytes"
     assert third.rules == ("newest", "last 2", "newest of steps 0 to 999")
     hourly = plan(NINE[:3], Policy(keep_every_seconds=5400), pins={}, metrics={})
     assert [decision.rules for decision in hourly] == [

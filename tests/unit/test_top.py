@@ -159,6 +159,8 @@ def test_a_run_is_found_or_must_be_selected() -> None:
     assert run_of(two, "coordinator-2") == "coordinator-2"
     with pytest.raises(StateError, match=r"several jobs .*s3://b/2"):
         run_of(two, "")
+    running = ClusterStatus(1.0, two.coordinators, {"n": node(1, ranks={"s3://b/2": 8})})
+    assert run_of(running, "") == "coordinator-2"  # the other job has ended
     with pytest.raises(ClusterError, match=r"no job saves to it .*s3://b/2"):
         run_of(two, "coordinator-3")
     with pytest.raises(ClusterError, match="no job saves"):

@@ -74,6 +74,8 @@ def cp(
     if planned.older:
         ids = ", ".join(map(str, planned.older))
         say(f"not copied, because DST has seen newer ones: {count(len(planned.older), 'version')} ({ids})")
+    if not versions and (rolled_back := len(planned.source_root.listed) - len(planned.source_root.versions)):
+        say(f"not copied: {count(rolled_back, 'rolled-back version')}")
 
 
 def _copy(plan: CopyPlan, *, quiet: bool) -> list[Version]:

@@ -100,7 +100,7 @@ class RunState:
 
 
 def run_of(cluster: ClusterStatus, name: str) -> str:
-    """Return the name of the coordinator to watch: ``name``, or the only one if that is empty.
+    """Return the name of the coordinator to watch: ``name``, or the only one if that is empty, or that of the only running job.
 
     Raises:
         ClusterError: there is no such coordinator, or the cluster cannot be observed.
@@ -114,11 +114,13 @@ def run_of(cluster: ClusterStatus, name: str) -> str:
     if name or not cluster.coordinators:
         what = "no job saves to it on this cluster" if name else "no job saves with raystow on this cluster"
         raise ClusterError(what, remedy=f"jobs save to {', '.join(runs)}" if runs else "start a job with a Checkpointer")
-    if len(cluster.coordinators) > 1:
+    used = {uri for node in cluster.nodes.values() if node is not None for uri in node.ranks}
+    running = [name for name, status in cluster.coordinators.items() if status is None or status.uri in used]
+    if len(cluster.coordinators) > 1 and len(running) != 1:
         silent = len(cluster.coordinators) - len(runs)
         names = ", ".join(runs) + (f"{' and ' if runs else ''}{silent} whose coordinator does not answer" if silent else "")
-        raise StateError(f"several jobs save on this cluster: {names}", remedy="give the URI of one of them")
-    return next(iter(cluster.coordinators))
+        raise StateError(f"several jobs save on this cluster, or have saved: {names}", remedy="give the URI of one of them")
+    return next(iter(running or cluster.coordinators))
 
 
 def run_state(name: str, before: ClusterStatus, now: ClusterStatus, known: CoordinatorStatus | None) -> RunState:

@@ -36,7 +36,7 @@ def weights_below(version: Version, prefix: str | None) -> tuple[str, dict[str, 
         mappings = {_prefixes(version, name)[-1] for name in weights}
         if len(mappings) != 1:
             what = f"{len(mappings)} mappings have weights{_candidates(version, weights)}"
-            raise StateError(what, subject=repr(version), remedy="name one with --prefix")
+            raise StateError(what, subject=f"version {version.id} of {version.store.uri}", remedy="name one with --prefix")
         (mapping,) = mappings
         names = [name for name in infos if _prefixes(version, name)[-1] == mapping]
         wrappers = {found[0] for name in names if (found := _WRAPPERS.match(name.removeprefix(mapping)))}
@@ -46,8 +46,8 @@ def weights_below(version: Version, prefix: str | None) -> tuple[str, dict[str, 
     if not prefix:
         names = [name for name in names if group(name) == WEIGHTS]
     if not names:
-        what = f"no tensor has the prefix {prefix!r}{_candidates(version, weights)}"
-        raise StateError(what, subject=repr(version), remedy="name another with --prefix")
+        what = f"no tensor has the prefix {prefix!r}; prefixes with weights{_candidates(version, weights) or ': none'}"
+        raise StateError(what, subject=f"version {version.id} of {version.store.uri}", remedy="name another with --prefix")
     return prefix, {name.removeprefix(prefix): infos[name] for name in names}
 
 

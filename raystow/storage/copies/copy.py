@@ -157,7 +157,7 @@ def _chosen(source: Catalog, root: Root, versions: Iterable[VersionSelector]) ->
     live = set(root.versions)
     for entry in chosen:
         if entry not in live:
-            remedy = f"`raystow rollback URI {entry.id}` makes it live again; a copy of it would be"
+            remedy = "only live versions are copied; `raystow restore` or `raystow export` writes its tensors to files"
             raise StateError(f"version {entry.id} is rolled back", subject=source.uri, remedy=remedy)
     ids = {entry.id for entry in chosen}
     users = needed(root.listed, ids)

@@ -21,6 +21,7 @@ Best = tuple[str, str, int]
 """A metric's name, ``"min"`` or ``"max"``, and how many versions."""
 
 _SPANS = ((86400, "d"), (3600, "h"), (60, "min"))
+_NO_RULE = "no rule drops it"
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ class Decision:
         """The rules as one line."""
         if self.keep:
             return "; ".join(filter(None, (", ".join(self.rules), self.thin, self.compact)))
-        return self.rules[0] + (f", in spite of {', '.join(self.rules[1:])}" if self.rules[1:] else "")
+        others = [rule for rule in self.rules[1:] if rule != _NO_RULE]
+        return self.rules[0] + (f", in spite of {', '.join(others)}" if others else "")
 
 
 def plan(
@@ -153,7 +155,7 @@ def plan(
     else:
         for id in kept.keys() - safe:
             if id not in rolled_back or not policy.drop_rolled_back:
-                kept[id].append("no rule drops it")
+                kept[id].append(_NO_RULE)
     thin = _thin(entries, policy, kept, safe, rolled_back)
     over = _over(sorted(entries, key=lambda entry: entry.id not in rolled_back), policy, kept, safe, thin)
     ruled = {id for id, rules in kept.items() if rules and id not in over}

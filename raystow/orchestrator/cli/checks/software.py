@@ -77,7 +77,7 @@ def cluster() -> Finding:
     try:
         answer = survey()
     except subprocess.TimeoutExpired:
-        follows = "its head may be dead: run `ray stop`, or set RAY_ADDRESS to another cluster"
+        follows = "its head may be dead, or it may want a token (RAY_AUTH_MODE=token); set RAY_ADDRESS to another cluster"
         return warning(f"it did not answer within {TIMEOUT:.0f} s", follows)
     if "none" in answer:
         first = str(answer["none"]).splitlines()[0].split(":")[0]

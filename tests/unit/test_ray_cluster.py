@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from raystow.orchestrator import ray_cluster
+from raystow.storage.errors import ClusterError
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken", "refuses this process.*RAY_AUTH_MODE=token"),
+        ("ray.exceptions.RpcError: no route", "no Ray cluster is running here: Failed to connect.*ray start --head"),
+    ],
+)
+def test_a_refused_connection_names_its_remedy(monkeypatch: pytest.MonkeyPatch, reason: str, said: str) -> None:
+    def refuse(**options: Any) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster") from RuntimeError(reason)  # as Ray 2.60 does
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_cluster, "_knock", lambda address: None)
+    with pytest.raises(ClusterError, match=said):
+        ray_cluster.connect()
