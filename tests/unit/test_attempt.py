@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import errno
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import pytest
 
 from raystow.storage.errors import SaveFailed
 from raystow.storage.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome
+from raystow.workers.packing.packer import Packer
 from raystow.workers.packing.stale_state import OptimizerWatch
 from raystow.workers.protocol.messages import Ticket
+
+TICKET = Ticket(1, "0123456789abcdef", 0, 60.0, 1)
 
 
 class GivenUp:
@@ -27,10 +34,33 @@ def test_a_rank_that_joins_too_late_gets_the_error() -> None:
     first = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         port: Any = GivenUp()
-        ticket = Ticket(1, "0123456789abcdef", 0, 60.0, 1)
         shared = Executors(pool, pool, pool, MemoryBudget())
-        attempt = NodeAttempt(MemoryStore("late"), port, ticket, shared, OptimizerWatch("memory://late"))
+        attempt = NodeAttempt(MemoryStore("late"), port, TICKET, shared, OptimizerWatch("memory://late"))
         attempt.join(0, [], lambda outcome, _: first.set())
         assert first.wait(10)
         attempt.join(1, [], lambda outcome, _: heard.append(outcome))
     assert [str(outcome) for outcome in heard] == ["given up"]
+
+
+def test_a_pack_that_cannot_be_sent_holds_up_no_other() -> None:
+    """All are released, ``seal`` raises the first error, and ``discard`` does not wait."""
+    released: list[str] = []
+    errors = [OSError(errno.EMFILE, "injected"), RuntimeError("can't start new thread")]
+    raised, heard, store = iter(errors), list[BaseException](), MemoryStore("unsent")
+
+    def keep(key: str, parts: Any, uses: Any = ()) -> None:
+        if "other" not in key:
+            raise next(raised)
+
+    with ThreadPoolExecutor(1) as pool:
+        packer = Packer(store, TICKET, uploads=pool, on_error=heard.append, keep=keep)
+        for group in ("model", "optimizer", "other"):
+            packer.add(group, [b"bytes"], functools.partial(released.append, group))
+        packer.flush()
+        with pytest.raises(OSError, match="injected"):
+            packer.seal()
+        discarding = threading.Thread(target=packer.discard, kwargs={"delete": True}, daemon=True)
+        discarding.start()
+        discarding.join(10)
+        assert not discarding.is_alive()
+    assert (sorted(released), heard) == (["model", "optimizer", "other"], errors)

@@ -38,8 +38,8 @@ class _Open:
 class Packer:
     """Packs and uploads chunks: ``add`` from any thread, then ``seal`` and ``finish`` once, or ``discard``.
 
-    ``on_error`` is called with the error of a failed upload. ``keep`` may copy a pack; the copy is then uploaded, and the parts
-    are released at once. A pack has the parts of one ring, so that it can be kept there.
+    ``on_error`` is called with the error of an upload that failed or could not begin. ``keep`` may copy a pack; the copy is then
+    uploaded, and the parts are released at once. A pack has the parts of one ring, so that it can be kept there.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Packer:
         self._packs: list[PackInfo] = []
         self._running: dict[PackInfo, Future[None]] = {}
         self._closed = False
+        self._unsent: BaseException | None = None  # why the upload of a pack could not begin
 
     def add(self, group: str, parts: Sequence[Buffer], release: Callable[[], None]) -> tuple[int, int]:
         """Append a coded chunk, given in parts; return its pack's number and its start there. ``release`` is called when the
@@ -95,10 +96,13 @@ class Packer:
             self._send(*full)
 
     def seal(self) -> list[PackInfo]:
-        """Close and upload all packs, after the last ``add``; return them once ``keep`` has seen them all."""
+        """Close and upload all packs, after the last ``add``; return them once ``keep`` has seen them all. Raises the error of a
+        pack whose upload could not begin."""
         self.flush()
         with self._lock:
             self._changed.wait_for(lambda: not self._sending)
+            if self._unsent is not None:
+                raise self._unsent
             return list(self._packs)
 
     def finish(self, timeout: float) -> None:
@@ -148,7 +152,7 @@ class Packer:
         return info, pack
 
     def _send(self, info: PackInfo, pack: _Open) -> None:
-        """Offer the pack to ``keep``, and begin to upload it."""
+        """Offer the pack to ``keep``, and begin to upload it. Raises nothing, so that the caller sends its other packs."""
         try:
             uses = [release for release in pack.releases if isinstance(release, SlotUse)]  # all or none
             kept = self._keep(self._key(info), pack.parts, uses)
@@ -159,9 +163,10 @@ class Packer:
             with self._lock:
                 self._running[info] = upload
             upload.add_done_callback(lambda _: _call(pack.releases))
-        except BaseException:
+        except BaseException as error:
             _call(pack.releases)
-            raise
+            self._unsent = self._unsent or error
+            self._on_error(error)
         finally:
             with self._lock:
                 self._sending -= 1
