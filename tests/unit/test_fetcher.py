@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from pack_memory import opened
 
 from raystow.storage.errors import ClusterError, NotFound
 from raystow.storage.stores.memory import MemoryStore
@@ -45,8 +46,8 @@ class FetchingNode:
     def close(self) -> None:
         self.visit.__exit__(None, None, None)
 
-    def get(self, key: str, *spans: tuple[int, int], nearby: tuple[str, ...] = ()) -> list[bytes]:
-        lent = self.fetcher.get(ReadCached("r", key, len(DATA), spans, nearby), self.store, self.read)
+    def get(self, key: str, *spans: tuple[int, int], nearby: tuple[str, ...] = (), size: int = len(DATA)) -> list[bytes]:
+        lent = self.fetcher.get(ReadCached("r", key, size, spans, nearby), self.store, self.read)
         self.whole = lent.whole
         with open(lent.memory.descriptor, "rb") as file:
             return [os.pread(file.fileno(), end - start, start) for start, end in spans]
@@ -99,3 +100,12 @@ def test_fetched_bytes_are_freed_with_the_last_visit(make):
     with world.fetcher.visit():
         world.get("pack", (0, 10))
         assert world.read["store"] == 20
+
+
+def test_memory_of_another_size_is_freed_when_it_is_replaced(make):
+    before, world = opened(), make(Nodes())
+    world.store.put("pack", [DATA])
+    for size in (1000, 900):
+        world.get("pack", (0, 10), size=size)
+    world.close()
+    assert not opened() - before

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
 from pack_memory import opened
 
 from raystow.storage.format import keys
+from raystow.workers.cache import pack_file
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.protocol.messages import AttemptKey, NodePart
 
@@ -200,6 +202,18 @@ def test_an_object_stored_twice_counts_once(tier):
     tier.put(attempt_key(1), 0, "a", [bytes(KIB)])
     tier.put(attempt_key(1), 0, "a", [bytes(2 * KIB)])
     assert tier.used == 2 * KIB
+
+
+@pytest.mark.parametrize("where", ["memfd_create", "mmap", "pwritev"])
+def test_a_failed_copy_takes_nothing_of_the_budget(where, tier, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EMFILE, "injected")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pack_file.mmap if where == "mmap" else pack_file.os, where, fails)
+        with pytest.raises(OSError, match="injected"):
+            tier.put(attempt_key(1), 0, "a", [bytes(10 * KIB)])
+    assert tier.put(attempt_key(1), 0, "a", [bytes(10 * KIB)]) is not None
 
 
 def test_memory_of_a_version_is_reused_within_the_budget():

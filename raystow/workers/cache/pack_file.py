@@ -21,6 +21,8 @@ class MappedFile:
     """An anonymous file (memfd), and this process's mapping of it. Reusing both avoids page faults in a new mapping,
     which cost as much as the writes."""
 
+    descriptor = -1
+
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("raystow-pack", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, 1)  # an empty file cannot be mapped
@@ -40,6 +42,11 @@ class MappedFile:
         del self.mapping  # an existing view closes it when the view is deleted
         with contextlib.suppress(BufferError):
             mapping.close()
+
+    def __del__(self) -> None:
+        """Release the memory if nobody has, since an error came or another file took its place."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 class PackFile:

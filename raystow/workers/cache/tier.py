@@ -137,8 +137,13 @@ class MemoryTier:
             self._used += size
             memory = self._spares.take(size)
             self._spares.keep(self._budget - self._taken)
-        file = PackFile(size, memory)
-        file.write(views)
+        try:
+            file = PackFile(size, memory)
+            file.write(views)
+        except BaseException:
+            with self._lock:
+                self._used -= size
+            raise
         with self._changing():
             here = attempt in self._holdings and self._holdings[attempt].parts.get(node) is part
             if not here or (replica_order and part.incomplete):  # given up or evicted meanwhile
