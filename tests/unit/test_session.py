@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from polling import wait_until
 
 from raystow.storage.errors import SaveFailed
 from raystow.storage.format.root import Entry
@@ -21,6 +23,7 @@ from raystow.workers.cache.tier import AttemptKey, MemoryTier
 from raystow.workers.node.session import Session
 from raystow.workers.packing.attempt import draft
 from raystow.workers.protocol.messages import (
+    AttemptJoined,
     BaseDigests,
     BatchBytes,
     Begin,
@@ -67,6 +70,8 @@ class ScriptedConnection:
     def send(self, message: Message, *, fd: int | None = None) -> None:
         self.sent.append(message)
         self.descriptor = fd if self.descriptor is None else self.descriptor
+
+    post = send
 
     def close(self) -> None:
         pass
@@ -358,3 +363,37 @@ def test_memory_is_kept_for_chunks_that_outlive_their_process() -> None:
     assert not serving.is_alive()
     assert host.budget == 0
     assert attempt.ended == ["rank 0 (process 1) died while it was staging"]
+
+
+def test_a_rank_that_does_not_read_holds_up_no_shared_thread() -> None:
+    """More slots become free than messages fit into the socket. The outcomes come after them, in their order."""
+    slots, attempt = 2000, FakeAttempt()
+    here, there = (Connection(end) for end in socket.socketpair())
+    opening = replace(OPENING, ring=slots * SLOT)
+    serving = threading.Thread(target=Session(here, FakeHost(attempt), "node", opening).serve, daemon=True)
+    serving.start()
+    assert there.receive(SessionOpened) is not None
+    there.send(BEGIN)
+    for slot in range(slots):
+        there.send(raw(str(slot), slot, 0, 4))
+        there.send(SlotFilled(slot))
+    there.send(END)
+    wait_until(lambda: attempt.ended == ["finished"], "all is staged")
+
+    def shared() -> None:
+        for name in list(attempt.done):
+            attempt.release(name)
+        for reason in ("first", "second"):
+            attempt.on_end(SaveFailed(reason), ())
+
+    thread = threading.Thread(target=shared, daemon=True)
+    thread.start()
+    thread.join(10)
+    held_up = thread.is_alive()
+    expected = [AttemptJoined(5, attempt.id, attempt.name), *map(SlotFree, range(slots))]
+    expected += [SaveLost(5, reason, "", "") for reason in ("first", "second")]
+    received = [there.receive(AttemptJoined, SlotFree, SaveLost) for _ in expected]
+    assert [one and one[0] for one in received] == expected
+    there.close()
+    serving.join(10)
+    assert not held_up

@@ -156,7 +156,7 @@ class NodeJournal:
         if problem:
             connection.send(EntryKept(info.step, 0, shortened(problem)))
         else:
-            self._replicator.submit(info, lambda kept: _tell(connection, kept))
+            self._replicator.submit(info, connection.post)  # its thread serves other processes, too, and this one may not read
         return not problem
 
     def _fetch(self, uri: str, place: EntryPlace, shared: SharedMemories, number: int) -> str:
@@ -207,10 +207,3 @@ class NodeJournal:
             raise ClusterError(f"no node has it: {'; '.join(reasons)}", subject=f"entry of step {info.step}")
         read_entry(self._open_repository(uri).store, place.stored, content)
         return content
-
-
-def _tell(connection: Connection, kept: EntryKept) -> None:
-    try:
-        connection.send(kept)
-    except RaystowError:
-        pass  # the process is gone

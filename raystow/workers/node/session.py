@@ -268,18 +268,12 @@ class Session:
             self._connection.send(DeviceRefused(question.device, problem))
 
     def _tell_free(self, slots: list[int]) -> None:
-        try:
-            for slot in slots:
-                self._connection.send(SlotFree(slot))
-        except RaystowError:
-            pass  # the process is gone: its session ends on its own thread
+        for slot in slots:
+            self._connection.post(SlotFree(slot))  # the thread may serve other processes, too, and this one may not read
 
     def _tell(self, save: int, outcome: Outcome, warnings: Sequence[str] = ()) -> None:
-        """Report what became of a save."""
-        try:
-            if isinstance(outcome, RaystowError):
-                self._connection.send(SaveLost.of(save, outcome))
-            else:
-                self._connection.send(SaveDone(save, outcome, tuple(warnings)))
-        except RaystowError:
-            self._log.info("the outcome of a save could not be reported, since its process is gone: %s", outcome)
+        """Report what became of a save, as ``_tell_free`` does."""
+        if isinstance(outcome, RaystowError):
+            self._connection.post(SaveLost.of(save, outcome))
+        else:
+            self._connection.post(SaveDone(save, outcome, tuple(warnings)))

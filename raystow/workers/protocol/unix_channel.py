@@ -79,7 +79,7 @@ class Connection:
 
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
-        self._sending = threading.Lock()
+        self._sending, self._starting = threading.Lock(), threading.Lock()
         self._posted: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._sender: threading.Thread | None = None
 
@@ -135,8 +135,9 @@ class Connection:
     def post(self, message: Message) -> None:
         """Send a message after all that were posted before, on a thread of the connection. If sending fails, the connection is
         shut down, and ``receive`` returns None."""
-        if self._sender is None:
-            self._sender = background.start("raystow-post", self._send_posted)
+        with self._starting:
+            if self._sender is None:
+                self._sender = background.start("raystow-post", self._send_posted)
         self._posted.put(message)
 
     def _send_posted(self) -> None:
@@ -144,7 +145,8 @@ class Connection:
             try:
                 self.send(message)
             except Exception as error:
-                logger.warning("a message could not be sent: %s", error)
+                level = logging.INFO if type(error) is ClusterError else logging.WARNING  # ``receive`` tells that it is gone
+                logger.log(level, "a message could not be sent: %s", error)
                 self.shut()
                 return
 
