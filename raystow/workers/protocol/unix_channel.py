@@ -14,6 +14,7 @@ import queue
 import socket
 import struct
 import threading
+import weakref
 from typing import TypeVar
 
 from ...storage import background
@@ -101,6 +102,7 @@ class Connection:
             peer.close()
             raise ClusterError("a process of another user answers under the node worker's name", subject=name)
         connection = Connection(peer)
+        _to_node_workers.add(connection)
         connection.handshake("the node worker")
         return connection
 
@@ -157,7 +159,7 @@ class Connection:
             ProtocolError: The peer sent something else. The connection is shut down.
         """
         try:
-            head, ancillary, _, _ = self._socket.recvmsg(_LENGTH.size, socket.CMSG_SPACE(4))
+            head, ancillary, _, _ = self._socket.recvmsg(_LENGTH.size, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
             fds = [struct.unpack("i", data[:4])[0] for _, kind, data in ancillary if kind == socket.SCM_RIGHTS]
             head += self._exactly(_LENGTH.size - len(head)) if head else b""
             if len(head) < _LENGTH.size:
@@ -194,3 +196,15 @@ class Connection:
         """End the connection at once; ``close`` still has to be called."""
         with contextlib.suppress(OSError):  # the peer was faster
             self._socket.shutdown(socket.SHUT_RDWR)
+
+
+_to_node_workers = weakref.WeakSet[Connection]()
+
+
+def _close_copies() -> None:
+    """Let node workers see the end of the parent, which this process may outlive. Takes no lock: it may stay held here."""
+    for connection in list(_to_node_workers):
+        connection._socket.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
