@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raystow.storage.errors import ClusterError
 from raystow.workers.gpu.encode.pinned_ring import PinnedRing, RingRun
 from raystow.workers.shm.coded_layout import parts
 from raystow.workers.shm.ring import Ring
@@ -158,3 +159,22 @@ def test_an_announced_slot_is_kept_while_it_is_filled(data: st.DataObject) -> No
         assert len(it.released) == 1
         it.pinned.end()
         assert it.all_free()
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.data())
+def test_a_slot_that_cannot_be_pinned_is_released(data: st.DataObject) -> None:
+    """No save of a run over both slots succeeds; none takes a slot away from the next."""
+
+    def cannot(start: int) -> None:
+        if start:
+            raise ClusterError("CUDA cannot pin it")
+
+    with ring_ends(2, data) as it, pytest.MonkeyPatch.context() as broken:
+        broken.setattr(it.pinned._pinned, "wait", cannot)
+        for _ in range(3):
+            with pytest.raises(ClusterError, match="cannot pin"):
+                it.write(bytes(2 * SLOT), [])
+            it.pinned.abandon()
+            assert it.all_free()
+            it.free_slots()

@@ -23,6 +23,7 @@ from raystow.workers.shm.ring import SLOT, Ring
 from raystow.workers.staging import gpu
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
+from raystow.workers.staging.staging_slots import StagingSlots
 
 OPENING = OpenSession("memory://staging", "r", 0, 1, "i", 1, 2 * SLOT, SLOT, 7)
 INFO = ChunkInfo("w", "[]", "tensor", "uint8", (SLOT,), "weights", (0,), (SLOT,))
@@ -121,6 +122,21 @@ def test_a_chunk_that_cannot_be_sent_fails_the_save_at_once(frozen: str) -> None
     assert within(20, made.close)
 
 
+def test_slots_that_could_not_be_lent_stay_with_the_process() -> None:
+    """The save fails while an earlier one still has slots."""
+    slots = StagingSlots(Ring.create(8 * SLOT), lambda message: None)
+    slots.order = SaveOrder(BEGIN, None, on_staged=lambda: None, on_end=lambda outcome: None, failed=True)
+    earlier = [slots.take() for _ in range(3)]
+    with pytest.raises(SaveFailed):
+        slots.lend()
+    for slot in earlier:
+        slots.freed(slot)
+    assert slots.free == 8 * SLOT
+    assert slots.lend() == 2
+    assert slots.free == 2 * SLOT
+    slots.ring.close()
+
+
 @dataclass
 class OnGpu(Plan):
     """A plan whose chunks are on a device. ``seen`` records the calls in their order."""
@@ -206,3 +222,16 @@ def test_a_gpu_tensor_may_change_once_all_chunks_are_read(
         with pytest.raises(queue.Empty):
             outcomes.get(timeout=0.5)
     made.close(patience=0.1)
+
+
+def test_close_frees_the_rest_if_the_encoder_cannot_close(frozen: str) -> None:
+    class Broken(IdleEncoder):
+        def close(self) -> None:
+            raise RuntimeError("CUDA error")
+
+    made = Staging(frozen, OPENING)
+    made._devices._encoder = Broken()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        made.close()
+    assert made._connection._socket.fileno() < 0
+    assert not hasattr(made._slots.ring, "memory")

@@ -91,10 +91,12 @@ class Staging:
         if self._threads[0].is_alive():
             self._connection.close()
             self._threads[0].join()
-        self._devices.close()  # before the node worker sees the end, and frees the device memory that is mapped here
-        self._connection.close()
-        self._threads[1].join()
-        self._slots.ring.close()
+        try:
+            self._devices.close()  # before the node worker sees the end, and frees the device memory that is mapped here
+        finally:
+            self._connection.close()
+            self._threads[1].join()
+            self._slots.ring.close()
 
     def _stage(self) -> None:
         while (order := self._orders.get()) is not None:

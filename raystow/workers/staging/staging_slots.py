@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...storage.errors import SaveFailed
 from ..protocol.messages import FlushPacks
 from ..shm.free_slots import FreeSlots
 from .plan import SaveOrder
@@ -20,15 +21,18 @@ class StagingSlots(FreeSlots):
             self.order.check()
 
     def lend(self) -> int:
-        """Leave all slots but the first few to the node worker for good. Return the first slot that it gets."""
+        """Leave all slots but the first few to the node worker for good. Return the first slot that it gets. Raises what ``take``
+        raises."""
         first = max(1, self.ring.slots // 4)
-        kept, lent = list[int](), 0
-        while lent < self.ring.slots - first:
-            slot = self.take()
-            if slot < first:
-                kept.append(slot)
-            else:
-                lent += 1
+        kept, lent = list[int](), list[int]()
+        try:
+            while len(lent) < self.ring.slots - first:
+                slot = self.take()
+                (kept if slot < first else lent).append(slot)
+        except SaveFailed:
+            for slot in (*kept, *lent):  # for the next save
+                self.freed(slot)
+            raise
         for slot in kept:
-            self._free.put(slot)
+            self.freed(slot)
         return first

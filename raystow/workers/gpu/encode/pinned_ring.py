@@ -106,9 +106,9 @@ class PinnedRing:
         self._settle()
         while (slot := self._take()) is None:
             relieve()
+        self._open.add(slot)  # so that it is released if it cannot be pinned
         self._pinned.wait(slot * self._ring.slot_size)
         self._slot, self._used = slot, 0
-        self._open.add(slot)
 
     def _settle(self) -> None:
         for slot in [slot for slot in self._open if slot != self._slot and not self._runs[slot]]:
