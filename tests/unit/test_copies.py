@@ -95,6 +95,32 @@ def test_new_versions_and_rollbacks_are_replicated(committer: Committer, source:
         raystow.copy(source.uri, there, [3])
 
 
+def test_rollbacks_of_dropped_versions_are_replicated(committer: Committer, source: Repository, there: str) -> None:
+    raystow.copy(source.uri, there)
+    source.rollback(2)
+    committer.notice(source.root())
+    save(committer, 4.0)
+    source.plan_retention(raystow.Policy(drop_rolled_back=True)).execute()
+    assert source.rolled_back() == []
+    raystow.copy(source.uri, there)
+    replica = open_repository(there)
+    assert live_ids(replica) == [1, 2, 4]
+    assert [version.id for version in replica.rolled_back()] == [3]
+
+
+def test_a_replica_keeps_versions_that_the_source_drops(committer: Committer, source: Repository, there: str) -> None:
+    source.rollback(2)  # before the first copy
+    committer.notice(source.root())
+    save(committer, 4.0)
+    raystow.copy(source.uri, there)
+    save(committer, 5.0)
+    source.pin(source.version(1), "first")
+    source.plan_retention(raystow.Policy(keep_last=1)).execute()
+    assert live_ids(source) == [1, 5]
+    raystow.copy(source.uri, there)
+    assert live_ids(open_repository(there)) == [1, 2, 4, 5]
+
+
 @pytest.mark.parametrize("kind", ["pack", "parquet", "version.json"])
 def test_a_damaged_source_fails_with_its_key_and_adds_nothing(source: Repository, there: str, kind: str) -> None:
     (key,) = [k for k in objects(source) if k.startswith("versions/00000002-") and k.endswith(kind)]

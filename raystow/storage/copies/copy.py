@@ -173,7 +173,8 @@ def _signer() -> Signer:
 
 
 def _replica(source: Repository, root: Root, uri: str, signer: Signer | None, clock: Clock) -> Repository:
-    first = Root(repository=source.id, epoch=root.epoch, owner=f"{_OWNER}{clock.token()}")
+    owner = f"{_OWNER}{clock.token()}"
+    first = Root(repository=source.id, epoch=root.epoch, owner=owner, rollbacks=root.rollbacks)
     signed_by = source.signed_by if signer is None else (signer.public,)
     replica = create_repository(uri, clock=clock, first=first, signed_by=signed_by)
     if replica.store.uri == source.store.uri:
@@ -204,7 +205,9 @@ def _rollback(source_root: Root, root: Root) -> int:
         return 0
     newest = root.versions[-1].id
     gone = {one.entry.id for one in source_root.rolled_back}
-    lost = newest in gone or newest > live[-1]
+    # Retention drops rolled-back versions, too: then a newest one that the source does not list is taken for one of them.
+    dropped = newest > target and source_root.rollbacks > root.rollbacks
+    lost = newest in gone or newest > live[-1] or dropped
     old_steps = newest == live[-1] and not set(root.segments) <= set(source_root.segments)
     return target if lost or old_steps or target not in {entry.id for entry in root.versions} else 0
 
