@@ -22,6 +22,20 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.05
 
 _threads: dict[Path, threading.Lock] = {}
 _threads_guard = threading.Lock()
+_held: set[int] = set()  # descriptors
+
+
+def _forget() -> None:
+    """In a forked process: its parent's threads, which hold the locks, do not run here."""
+    global _threads_guard
+    _threads_guard = threading.Lock()
+    _threads.clear()
+    while _held:
+        with contextlib.suppress(OSError):
+            os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 @contextlib.contextmanager
@@ -37,6 +51,7 @@ def exclusive(path: Path, *, timeout: float, clock: Clock) -> Iterator[None]:
         raise _busy(path, timeout)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        _held.add(descriptor)
         try:
             wait = _FIRST_WAIT
             while not _try(descriptor, path):
@@ -46,6 +61,9 @@ def exclusive(path: Path, *, timeout: float, clock: Clock) -> Iterator[None]:
                 wait = min(2 * wait, _LONGEST_WAIT)
             yield
         finally:
+            _held.discard(descriptor)
+            with contextlib.suppress(OSError):  # closing it does not unlock a file that a forked process has open, too
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
     finally:
         thread_lock.release()
