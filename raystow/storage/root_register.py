@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 
 from . import invariants
 from .clock import Clock
-from .errors import Damaged, NotFound
+from .errors import Damaged, NotFound, StateError, StoreError
 from .format import keys
 from .format.root import REPAIR, Root
 from .invariants import Claims
@@ -15,6 +16,8 @@ from .limits import MAX_ROOT
 from .object_store import ObjectStore
 from .register import Register
 from .seen_roots import SeenRoot
+
+logger = logging.getLogger(__name__)
 
 
 class RootRegister:
@@ -70,7 +73,10 @@ class RootRegister:
 
         with _remedy():
             root = self._register.update(checked)
-        seen.note(root)
+        try:
+            seen.note(root)
+        except (StateError, StoreError) as error:  # the swap was made all the same
+            logger.warning("this machine cannot remember the root that it has written: %s", error)
         return root
 
     def _load(self, data: bytes) -> Root:

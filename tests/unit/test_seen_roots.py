@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +103,26 @@ def test_a_damaged_note_is_an_error(repository: Repository, folder: Path, text: 
     with pytest.raises(StateError, match="cannot be read") as caught:
         repository.root()
     assert caught.value.subject == str(path)
+
+
+def test_a_commit_succeeds_although_it_cannot_be_noted(
+    repository: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    committer = Committer(repository, SYSTEM.token())
+    replace = Path.replace
+
+    def full(path: Path, target: Path) -> Path:
+        if path.parent == folder:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    write(committer, {"w": whole(np.arange(5.0))})
+    assert "cannot be written: No space left" in caplog.text
+    with pytest.raises(StateError, match="cannot be written"):
+        repository.versions()
+    monkeypatch.undo()
+    assert len(repository.versions()) == 2
 
 
 def test_a_folder_that_cannot_be_used_is_an_error(
