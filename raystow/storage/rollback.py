@@ -6,11 +6,12 @@ from . import history
 from .catalog import Catalog
 from .errors import NotFound
 from .format.root import Root
+from .invariants import Claims
 from .version import Version
 
 
-def rollback(catalog: Catalog, version: Version) -> list[Version]:
-    """See ``Repository.rollback``."""
+def rollback(catalog: Catalog, version: Version, claims: Claims = Claims()) -> list[Version]:  # noqa: B008  # immutable
+    """See ``Repository.rollback``. ``claims``: see ``RootRegister.update``."""
     at, tried = catalog.clock.now(), list[Root]()
 
     def change(root: Root) -> Root:
@@ -22,7 +23,7 @@ def rollback(catalog: Catalog, version: Version) -> list[Version]:
         tried.append(root)
         return history.roll_back(root, version.id, at)
 
-    root = catalog.register.update(change)
+    root = catalog.register.update(change, claims)
     gone = {one.entry.id for one in root.rolled_back}
     return [catalog.at(entry, siblings=root.listed) for entry in tried[-1].versions if entry.id in gone]
 

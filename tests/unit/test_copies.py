@@ -15,7 +15,8 @@ from builders import live_ids, whole, write
 import raystow
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Damaged, StateError, Untrusted
+from raystow.storage.copies.copy import plan_copy
+from raystow.storage.errors import Damaged, Fenced, StateError, Untrusted
 from raystow.storage.format import key_files, keys
 from raystow.storage.repository import Repository, create_repository, open_repository
 from raystow.storage.version import Version
@@ -143,6 +144,17 @@ def test_a_target_with_other_saves_is_refused(source: Repository, there: str) ->
     save(Committer(open_repository(there), "failover"), 9.0)
     with pytest.raises(StateError, match="failover has saved there"):
         raystow.copy(source.uri, there)
+
+
+def test_a_rollback_is_not_repeated_after_a_failover(committer: Committer, source: Repository, there: str) -> None:
+    raystow.copy(source.uri, there)
+    source.rollback(2)
+    plan = plan_copy(source.uri, there)
+    replica = open_repository(there)
+    save(Committer(replica, "failover"), 9.0)
+    with pytest.raises(Fenced, match="failover"):
+        plan.execute()
+    assert live_ids(replica) == [1, 2, 3, 4]
 
 
 def test_signatures_are_kept_or_renewed(tmp_path: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from ..format.root import Entry, Root, Segment
 from ..format.signature import Signer
 from ..invariants import Claims, Fence
 from ..repository import Repository, create_repository, open_repository
+from ..rollback import rollback as roll_back
 from ..verify import verify_sizes
 from ..version import Version
 from ..version_selector import VersionSelector, select
@@ -70,7 +71,7 @@ class CopyPlan:
             StoreError: A store failed.
         """
         if self.rollback:
-            self.replica.rollback(self.rollback)
+            roll_back(self.replica, self.replica.version(self.rollback), self._claims)
         copied = [self._copy(entry, progress) for entry in self.due]
         for segment in self.segments:
             if not copy_segment(self.source, self.replica, segment, self._claims, signer=self.signer, progress=progress):
