@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,13 @@ from builders import live_ids, whole, write
 import raystow
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
+from raystow.storage.copies import transfer
 from raystow.storage.copies.copy import plan_copy
+from raystow.storage.copies.transfer import Transfer
 from raystow.storage.errors import Damaged, Fenced, StateError, Untrusted
 from raystow.storage.format import key_files, keys
+from raystow.storage.format.manifest import Chunk
+from raystow.storage.object_store import Buffer
 from raystow.storage.repository import Repository, create_repository, open_repository
 from raystow.storage.version import Version
 
@@ -213,6 +218,26 @@ def test_a_killed_copy_resumes_without_copying_twice(tmp_path: Path) -> None:
     assert [version.id for version in raystow.copy(here, there)] == [2]
     assert {path: os.stat(path).st_ino for path in packs} == packs
     assert last.read_bytes() == data
+
+
+def test_a_collection_keeps_what_a_copy_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "run", tmp_path / "replica"
+    committer = Committer(create_repository(str(here)), "training")
+    save(committer, 0.0)
+    save(committer, 1.0)
+    replica = plan_copy(str(here), str(there)).replica
+    for version in open_repository(str(here)).versions():  # copies that were interrupted two hours ago
+        Transfer(version, replica.store).execute()
+    for path in there.rglob("*"):
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 7200))
+    wrong = transfer._wrong
+
+    def checked(data: Buffer, chunks: Sequence[Chunk]) -> Chunk | None:
+        replica.plan_collection().execute()
+        return wrong(data, chunks)
+
+    monkeypatch.setattr(transfer, "_wrong", checked)
+    assert [version.id for version in raystow.copy(here, there)] == [1, 2]
 
 
 def test_a_damaged_leftover_object_is_copied_again(source: Repository, there: str) -> None:

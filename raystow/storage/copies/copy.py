@@ -19,6 +19,7 @@ from ..format import key_files
 from ..format.root import Entry, Root, Segment
 from ..format.signature import Signer
 from ..invariants import Claims, Fence
+from ..leases import Lease
 from ..repository import Repository, create_repository, open_repository
 from ..rollback import rollback as roll_back
 from ..verify import verify_sizes
@@ -84,18 +85,19 @@ class CopyPlan:
 
     def _copy(self, entry: Entry, progress: Callable[[int], None]) -> Version:
         version = self.source.at(entry, siblings=self.source_root.listed)
-        with self.source.lease(version):
-            _check_bases(version, self.source_root, self.replica)
-            Transfer(version, self.replica.store, self.memory, self.signer).execute(progress)
-        copied = self.replica.at(entry, siblings=self.replica.root().listed)
-        verify_sizes(copied, self.replica.store)  # with its bases and its signature, as readers there see them
 
         def add(root: Root) -> Root:
             if entry in root.listed:
                 return root  # done before; the answer was lost
             return root.with_version(entry)
 
-        self.replica.register.update(add, self._claims)
+        with Lease(self.replica.store, entry.id, entry.attempt, self.replica.clock):  # on objects of an earlier, interrupted copy
+            with self.source.lease(version):
+                _check_bases(version, self.source_root, self.replica)
+                Transfer(version, self.replica.store, self.memory, self.signer).execute(progress)
+            copied = self.replica.at(entry, siblings=self.replica.root().listed)
+            verify_sizes(copied, self.replica.store)  # with its bases and its signature, as readers there see them
+            self.replica.register.update(add, self._claims)
         return copied
 
 

@@ -5,8 +5,8 @@ What is deleted, and why it is safe:
 - Dropped versions: nobody finds them in the root. Earlier readers have the grace period, or a lease.
 - Attempts whose id the root has passed (``id < next_id``): no commit of such an id can succeed.
 - Attempts that the root notes as rewrites, if they were idle for the grace period: the note is removed first, by a swap.
-- Attempts whose id the root has not passed, if neither they nor others like them were written to for the grace period: their ids
-  are *spent* first, by a swap that raises ``next_id``.
+- Attempts whose id the root has not passed, if neither they nor others like them are leased or were written to for the grace
+  period: their ids are *spent* first, by a swap that raises ``next_id``.
 - Segments of the step journal that the root does not name, if they were idle for the grace period: their numbers are spent first.
 - Ended leases, old probes, and unfinished writes.
 
@@ -231,7 +231,7 @@ def _judged(root: Root, now: float, id: int, attempt: str, infos: Sequence[Objec
 
 def _kept(garbage: list[Garbage], held: set[tuple[int, str]], grace: float) -> Iterator[Garbage]:
     """The same, with the reason of each that stays."""
-    busy = any(g.kind is GarbageKind.OPEN and g.since < grace for g in garbage)
+    busy = any(g.kind is GarbageKind.OPEN and (g.since < grace or (g.id, g.attempt) in held) for g in garbage)
     for g in garbage:
         if (g.id, g.attempt) in held:
             yield replace(g, kept="it is being read under a lease")
