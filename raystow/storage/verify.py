@@ -83,7 +83,8 @@ def verify_bytes(
     return replace(found, read=found.stored - resumed, resumed=resumed)
 
 
-def _verify_sizes(version: Version, store: ObjectStore) -> tuple[Verified, Packs]:
+def _verify_sizes(version: Version, store: ObjectStore, seen: set[int] | None = None) -> tuple[Verified, Packs]:
+    """``seen``: ids of bases that need not be checked again; those that are checked are added."""
     packs: dict[str, list[Chunk]] = defaultdict(list)
     for rows in version.chunks.values():
         if not tile([row.box for row in rows], ((0,) * len(rows[0].shape), rows[0].shape)):
@@ -94,7 +95,7 @@ def _verify_sizes(version: Version, store: ObjectStore) -> tuple[Verified, Packs
     found = {info.key: info.size for info in store.list(keys.prefix(version.id, version.attempt))}
     for key in sorted(set(packs) | set(recorded)):
         _check_pack(key, packs[key], recorded.get(key, 0), found.get(key))
-    _check_bases(version, store)
+    _check_bases(version, store, set() if seen is None else seen)
     for fragment in version.fragments:
         for value in fragment.values:
             values.loads(value.text)
@@ -106,7 +107,7 @@ def _verify_sizes(version: Version, store: ObjectStore) -> tuple[Verified, Packs
     return Verified(version.id, version.step, *counts, raw, stored, read=0, resumed=0), packs
 
 
-def _check_bases(version: Version, store: ObjectStore) -> None:
+def _check_bases(version: Version, store: ObjectStore, seen: set[int]) -> None:
     """Check that bases are there, and that manifest, record and root name the same ones."""
     needed = tuple(sorted({base for fragment in version.fragments for base in fragment.bases}))
     if not needed == version.record.bases == version.entry.bases:
@@ -114,8 +115,11 @@ def _check_bases(version: Version, store: ObjectStore) -> None:
         raise Damaged(f"deltas to other versions than is said: {told}", subject=version.record.key())
     for id in needed:
         base = version.bases.version(id)
+        if id in seen:
+            continue
+        seen.add(id)
         try:
-            _verify_sizes(base, store)
+            _verify_sizes(base, store, seen)
         except Damaged as error:
             raise Damaged(f"{error.what}; version {version.id} is a delta to version {id}", subject=error.subject) from error
     version.reader().whole(chunk for rows in version.chunks.values() for chunk in rows)  # finds what each of them needs

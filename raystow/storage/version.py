@@ -383,24 +383,28 @@ class Bases:
     Args:
         version: The version.
         look: Finds a version of the repository by its id.
-        depth: The version's place in the chain of deltas that is read.
+        found: The versions that were found, by id, which all chains share.
     """
 
-    def __init__(self, version: Version, look: Callable[[int], Version | None], *, depth: int = 1) -> None:
-        self._version, self._look, self._depth = version, look, depth
-        self._versions: dict[int, Version] = {}
+    def __init__(self, version: Version, look: Callable[[int], Version | None], found: dict[int, Version] | None = None) -> None:
+        self._version, self._look = version, look
+        self._depth = 1  # the version's place in the longest chain of deltas that was read
+        self._versions = {} if found is None else found
         self._readers: dict[int, PackReader] = {}
 
     def version(self, id: int) -> Version:
         """The base with this id. Raises ``Damaged`` if there is none, or if it makes the chain too long."""
+        base = None
+        if id < self._version.id and self._depth < MAX_CHAIN:
+            base = self._versions.get(id) or self._look(id)
+        if base is None:
+            what = f"needs version {id}, which is not there, no older one, or too far down a chain of deltas"
+            raise Damaged(what, subject=self._version.record_key)
         if id not in self._versions:
-            base = self._look(id) if id < self._version.id and self._depth < MAX_CHAIN else None
-            if base is None:
-                what = f"needs version {id}, which is not there, no older one, or too far down a chain of deltas"
-                raise Damaged(what, subject=self._version.record_key)
-            base.bases = Bases(base, self._look, depth=self._depth + 1)
-            self._versions[id] = base
-        return self._versions[id]
+            base.bases = Bases(base, self._look, self._versions)
+        base = self._versions.setdefault(id, base)
+        base.bases._depth = max(base.bases._depth, self._depth + 1)
+        return base
 
     def all(self) -> Iterator[Version]:
         """Every version that this one cannot be read without, each once."""

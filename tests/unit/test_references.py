@@ -5,6 +5,7 @@ damage.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -175,6 +176,27 @@ def test_a_reference_to_a_reference_is_damage(repo: Repository) -> None:
     write_rows(committer, [referring(row, 1) for row in wrong], b"")
     with pytest.raises(Damaged, match="do not match their digest"):
         repo.version(6).read("frozen")
+
+
+def test_verification_reads_a_shared_base_once(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each version refers to all earlier ones, so the paths to a base double with each version."""
+    committer, former = Committer(repo, "me"), list[Chunk]()
+    for id in range(1, 7):
+        rows, pack = rows_and_pack({f"t{id}": whole(TRAINED[0] + id)})
+        write_rows(committer, [*rows, *former], pack)
+        former += [referring(row, id) for row in rows]
+    assert repo.version(6).entry.bases == (1, 2, 3, 4, 5)
+    get, read = repo.store.get, Counter[str]()
+
+    def counted(key: str, *, max_bytes: int) -> bytes:
+        read[key] += 1
+        return get(key, max_bytes=max_bytes)
+
+    monkeypatch.setattr(repo.store, "get", counted)
+    repo.verify(repo.version(6), deep=False)
+    fragments = [count for key, count in read.items() if key.endswith("parquet")]
+    assert len(fragments) == 6
+    assert max(fragments) == 2, "for all rows, and for a lookup of some"
 
 
 @pytest.mark.parametrize(
