@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 from .catalog import Catalog
@@ -31,6 +32,7 @@ class Committer:
         self.catalog, self._signer = catalog.trusting(signer), signer
         self._records: dict[Entry, bytes] = {}
         self._next_id, self._next_segment = 0, 1
+        self._ids = threading.Lock()  # ids are reserved while another thread commits
         # Numbers of rollbacks, each with the first id that was reserved after it was noticed.
         self._noticed: tuple[tuple[int, int], ...] = ((0, 0),)
         self.take_over(owner)
@@ -43,7 +45,8 @@ class Committer:
             return root if root.owner == owner else replace(root, epoch=root.epoch + 1, owner=owner)
 
         root = self.catalog.register.update(take)
-        self.fence, self._next_id = Fence(root.epoch, owner), max(self._next_id, root.next_id)
+        self.fence = Fence(root.epoch, owner)
+        self._pass(root.next_id)
         self._next_segment = max(self._next_segment, root.next_segment)
         self.root = root
         """The root when it was last read or written here."""
@@ -67,8 +70,9 @@ class Committer:
     def notice(self, root: Root) -> None:
         """Take notice of the root, and of a rollback: attempts whose ids were reserved before cannot be committed any more."""
         self.root = root
-        if root.rollbacks > self.rollbacks:
-            self._noticed = (*self._noticed, (root.rollbacks, self._next_id))
+        with self._ids:
+            if root.rollbacks > self.rollbacks:
+                self._noticed = (*self._noticed, (root.rollbacks, self._next_id))
 
     def rollbacks_at(self, id: int) -> int:
         """The rollbacks that were noticed when an id was reserved."""
@@ -80,8 +84,9 @@ class Committer:
 
     def reserve(self) -> tuple[int, str]:
         """An id and attempt for the next version. Ids ascend; this epoch uses no id twice, even if its attempt fails."""
-        id = self._next_id
-        self._next_id += 1
+        with self._ids:
+            id = self._next_id
+            self._next_id += 1
         return id, self.catalog.clock.token()
 
     def commit(self, record: VersionRecord) -> Version:
@@ -95,7 +100,7 @@ class Committer:
         self._records = {base: data for base, data in self._records.items() if base.id in entry.bases} | {entry: data}
 
         def add(root: Root) -> Root:
-            self._next_id = max(self._next_id, root.next_id)
+            self._pass(root.next_id)
             self.notice(root)
             if entry in root.listed:
                 return root  # done before; the answer was lost
@@ -156,6 +161,11 @@ class Committer:
             return
         store = self.catalog.store
         store.delete([info.key for info in store.list(keys.prefix(id, attempt))])
+
+    def _pass(self, next_id: int) -> None:
+        """Reserve no id below this one from now on."""
+        with self._ids:
+            self._next_id = max(self._next_id, next_id)
 
 
 def outcome_in(root: Root, id: int, attempt: str, *, over: bool = False) -> Entry:

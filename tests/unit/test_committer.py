@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 from builders import empty_record, memory_repository, whole, write
 
+from raystow.storage import committer as committer_module
 from raystow.storage import invariants
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
@@ -32,6 +34,24 @@ def test_ids_ascend_and_attempts_differ(repository):
     reserved = [committer.reserve() for _ in range(5)]
     assert [id for id, _ in reserved] == [1, 2, 3, 4, 5]
     assert len({attempt for _, attempt in reserved}) == 5
+
+
+def test_an_id_reserved_during_a_commit_is_used_once(repository, monkeypatch):
+    committer, ids = Committer(repository, "me"), []
+    record = empty_record(committer)
+    reserving = threading.Thread(target=lambda: ids.append(committer.reserve()[0]))
+
+    def interrupted(*numbers):
+        """The thread of the commit is interrupted between the read and the write of the next id."""
+        if reserving.ident is None:
+            reserving.start()
+            reserving.join(timeout=0.5)
+        return max(*numbers)
+
+    monkeypatch.setattr(committer_module, "max", interrupted, raising=False)
+    committer.commit(record)
+    reserving.join()
+    assert [*ids, committer.reserve()[0]] == [2, 3]
 
 
 def test_a_commit_makes_a_version(repository):
