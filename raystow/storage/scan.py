@@ -16,7 +16,7 @@ from .errors import Damaged, NotFound, Untrusted
 from .format import keys
 from .format.root import Entry, Segment
 from .format.segment_record import SegmentRecord
-from .format.signature import Trust
+from .format.signature import SEGMENT, Trust
 from .format.version_record import VersionRecord
 from .limits import MAX_RECORD, MAX_SEGMENT
 from .object_store import ObjectInfo, ObjectStore
@@ -66,10 +66,11 @@ def scan_segments(store: ObjectStore, repository: str, trust: Trust) -> tuple[Sc
         try:
             data = store.get(key, max_bytes=MAX_SEGMENT)
             record = SegmentRecord.load(data, key)
-            if record.key() != key:
+            if (record.repository, record.key()) != (repository, key):
                 raise Damaged("it is that of another segment", subject=key)
-            segment = record.segment(stored_digest(data), len(data))
-            segments.read_record(store, repository, segment, trust)
+            digest = stored_digest(data)
+            trust.check(store, repository, number, attempt, digest, SEGMENT)
+            segment = record.segment(digest, len(data))
             lacks = segments.missing(record, {info.key: info.size for info in infos})
             if not lacks and any(one.number == number and not one.lacks for one in found):
                 lacks = "another one has its number"

@@ -138,14 +138,20 @@ def test_durable_entries_are_evicted_for_new_ones(tmp_path: Path) -> None:
     assert replay(run) == (6, states(6)[6])
 
 
-def test_a_repair_restores_segments(tmp_path: Path) -> None:
+def test_a_repair_restores_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = SegmentRun(tmp_path)
     training, journal = begin(run)
     record(run, journal, training, range(1, 5))
     journal.close()
     before = run.root.segments
     run.repository.store.delete([keys.ROOT])
-    plan_repair(run.repository.store).execute()
+    store, read = run.repository.store, list[str]()
+    get = store.get
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "get", lambda key, *, max_bytes: read.append(key) or get(key, max_bytes=max_bytes))
+        repair = plan_repair(store)
+    assert [key for key in read if keys.segment_of(key)] == [keys.segment_record(one.number, one.attempt) for one in before]
+    repair.execute()
     assert run.root.segments == before
     run.start()
     assert replay(run) == (4, states(4)[4])
