@@ -226,6 +226,8 @@ class Journal:
         """Take the digests of the state, and give the entry to the thread that encodes it."""
         identity = self._identity
         self._count += 1
+        if self._fresh and entry.before is None:  # no optimizer was called: the state is still the one before
+            entry.before = self._digester.take(whole=True)
         entry.fresh, self._fresh = self._fresh, False
         entry.layout = layout(self._state) if entry.fresh else ()
         entry.whole = self._count % _WHOLE == 0
