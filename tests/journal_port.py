@@ -94,7 +94,7 @@ class BoxPort:
         self._box.entries[info] = bytes(self._sink.content)
         on_kept(EntryKept(info.step, 1))
 
-    def save_begun(self, step: int) -> None:
+    def save_begun(self, step: int, generation: str) -> None:
         pass
 
     def fetch(self, place: EntryPlace, number: int) -> memoryview:

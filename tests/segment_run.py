@@ -122,8 +122,8 @@ class SegmentPort:
             self._run.writers[self._rank].kept(info)
         on_kept(EntryKept(info.step, 0, problem))
 
-    def save_begun(self, step: int) -> None:
-        self._run.memories[self._rank].save_begun(self._run.repository.id, step)
+    def save_begun(self, step: int, generation: str) -> None:
+        self._run.memories[self._rank].save_begun(self._run.repository.id, step, generation)
 
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         memory = self._run.memories[self._rank]

@@ -14,6 +14,7 @@ from raystow.workers.protocol.messages import EntryInfo, EntryKept, Generation, 
 
 SIZE = 100
 FIRST = (Generation("1", 0),)
+SECOND = (Generation("2", 1),)
 
 
 def entry(step: int, rank: int = 0, lineage: tuple[Generation, ...] = FIRST) -> EntryInfo:
@@ -33,7 +34,7 @@ def test_a_full_memory_refuses_new_entries_until_a_save() -> None:
     assert [add(store, entry(step)) for step in (1, 2, 3)] == ["", "", ""]
     assert "is full" in add(store, entry(4))
     assert steps(store) == [1, 2, 3]
-    store.save_begun("r", 4)
+    store.save_begun("r", 4, "1")
     assert add(store, entry(5)) == ""
     assert steps(store) == [2, 3, 5]
     store.committed("r", 4)
@@ -41,10 +42,43 @@ def test_a_full_memory_refuses_new_entries_until_a_save() -> None:
     assert store.used == SIZE
 
 
+def test_a_save_that_has_ended_makes_no_entry_unnecessary() -> None:
+    """One has failed, another one was under way when the training went back to step 0."""
+    store = EntryStore(2 * SIZE)
+    for step in (1, 2):
+        add(store, entry(step))
+    store.save_begun("r", 2, "1")
+    store.save_failed("r", 2)
+    assert "is full" in add(store, entry(3))
+    store.save_begun("r", 9, "1")
+    assert [add(store, entry(step, lineage=SECOND)) for step in (1, 2)] == ["", ""]
+    assert "is full" in add(store, entry(3, lineage=SECOND))
+    assert steps(store) == [1, 2]
+
+
+def test_copies_are_kept_after_a_return_to_an_older_step() -> None:
+    """The version of step 3 is durable; then the training goes on from step 0, and later from a version of step 4."""
+    store, partner = EntryStore(10 * SIZE), EntryStore(10 * SIZE)
+    third = (*SECOND, Generation("3", 5))
+    add(store, entry(3))
+    store.committed("r", 3)
+    for step, lineage in ((1, SECOND), (4, SECOND), (5, third)):
+        new = entry(step, lineage=lineage)
+        add(store, new)
+        partner.drop_before(new, store.oldest(new))
+        add(partner, new, own=False)
+    assert len(partner.holdings("r")) == 3
+    store.committed("r", 4)
+    partner.drop_before(new, store.oldest(new))
+    assert partner.holdings("r") == (new,)
+
+
 def test_entries_of_other_repositories_are_evicted() -> None:
     store = EntryStore(2 * SIZE)
     add(store, replace(entry(1), repository="old"))
     add(store, entry(1))
+    assert "is full" in store.problem(replace(entry(2), size=3 * SIZE))
+    assert len(store.holdings("old")) == 1, "nothing is dropped for an entry that does not fit at all"
     assert add(store, entry(2)) == ""
     assert store.holdings("old") == ()
 

@@ -48,8 +48,8 @@ class ClusterPort:
     def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:
         self._connected().keep(info, on_kept)
 
-    def save_begun(self, step: int) -> None:
-        self._connected().save_begun(step)
+    def save_begun(self, step: int, generation: str) -> None:
+        self._connected().save_begun(step, generation)
 
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         return self._connected().fetch(place, number)

@@ -179,7 +179,7 @@ class Journal:
         if not self._lineage:
             return
         try:
-            self._port.save_begun(step)
+            self._port.save_begun(step, self._lineage[-1].token)
         except RaystowError as error:
             self._log.warning("the node worker was not told of a save: %s", error)
         if self._last == step:

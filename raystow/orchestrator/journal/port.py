@@ -37,8 +37,8 @@ class JournalPort(Protocol):
     def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:
         """Keep the entry that was begun. ``on_kept`` is called from another thread."""
 
-    def save_begun(self, step: int) -> None:
-        """Tell that a save of the state after a step is under way."""
+    def save_begun(self, step: int, generation: str) -> None:
+        """Tell that a save of the state after a step is under way. ``generation``: of the entries that are recorded now."""
 
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         """Return the bytes of an entry, which this rank's node keeps from then on. They are valid until the next call with

@@ -79,9 +79,9 @@ class JournalClient:
                 self._waiting.pop(info.step, None)
             raise
 
-    def save_begun(self, step: int) -> None:
-        """Tell that a save of the state after a step is under way."""
-        self._connection.send(SaveBegun(step))
+    def save_begun(self, step: int, generation: str) -> None:
+        """Tell that a save of the state after a step is under way. ``generation``: of the entries that are recorded now."""
+        self._connection.send(SaveBegun(step, generation))
 
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         """Return the bytes of an entry, which the node keeps from then on. They are valid until the next call with ``number``, or

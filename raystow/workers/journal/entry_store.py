@@ -39,8 +39,8 @@ class EntryStore:
         self.budget, self.used = budget, 0
         self._lock = threading.Lock()
         self._lines: dict[Line, dict[str, KeptEntry]] = {}
-        self._saving: dict[str, int] = {}  # repository -> step of the newest save that has begun
-        self._needless: dict[Line, int] = {}  # the newest step whose entry was dropped because nobody needs it
+        self._saving: dict[str, tuple[int, str]] = {}  # repository -> step and generation of the newest save that has begun
+        self._needless: dict[Line, EntryInfo] = {}  # the newest entry that was dropped because nobody needs it
 
     def add(self, info: EntryInfo, content: Buffer, *, own: bool) -> str:
         """Keep an entry, whose bytes nobody changes from then on; return why it is not kept, else an empty text."""
@@ -83,10 +83,16 @@ class EntryStore:
         with self._lock:
             return self._problem(info)
 
-    def save_begun(self, repository: str, step: int) -> None:
-        """Note that a save of the state after a step is under way."""
+    def save_begun(self, repository: str, step: int, generation: str) -> None:
+        """Note that a save of the state after a step is under way. ``generation``: of the entries that are recorded now."""
         with self._lock:
-            self._saving[repository] = step
+            self._saving[repository] = step, generation
+
+    def save_failed(self, repository: str, step: int) -> None:
+        """Note that a save is not under way any more."""
+        with self._lock:
+            if self._saving.get(repository, (START, ""))[0] == step:
+                del self._saving[repository]
 
     def committed(self, repository: str, step: int) -> None:
         """Drop the entries up to the step of a version that is durable now."""
@@ -124,7 +130,10 @@ class EntryStore:
         """The first step of the same rank that may be needed. Not the first one here: a restarted node has none of those whose
         copies are on other nodes."""
         with self._lock:
-            return self._needless.get(_line(info), START) + 1
+            dropped = self._needless.get(_line(info))
+        if dropped is None or generation_of(info.lineage, dropped.step) not in ("", dropped.generation):
+            return START + 1  # the training has gone back to a step before the dropped one
+        return dropped.step + 1
 
     def view(self, info: EntryInfo) -> memoryview | None:
         """The bytes of an entry; None if it is not here."""
@@ -143,17 +152,22 @@ class EntryStore:
             self._drop([kept for line in self._lines.values() for kept in line.values()])
 
     def _problem(self, info: EntryInfo) -> str:
-        if self.used + info.size > self.budget:
-            unneeded = [
-                kept for kept in self._all() if kept.stored or kept.info.step <= self._saving.get(kept.info.repository, START)
-            ]
-            others = [kept for kept in self._all() if kept.info.repository != info.repository]
-            for kept in (*unneeded, *others):
-                if self.used + info.size > self.budget:
-                    self._drop([kept], needless=True)
-        if self.used + info.size <= self.budget:
-            return ""
-        return f"the memory for entries of recorded steps is full ({self.used} of {self.budget} bytes): save a version"
+        needed = self.used + info.size
+        spare = self._spare(info) if needed > self.budget else []
+        if needed - sum(kept.info.size for kept in spare) > self.budget:
+            return f"the memory for entries of recorded steps is full ({self.used} of {self.budget} bytes): save a version"
+        for kept in spare:
+            if self.used + info.size > self.budget:
+                self._drop([kept], needless=True)
+        return ""
+
+    def _spare(self, info: EntryInfo) -> list[KeptEntry]:
+        """What may be dropped for a new entry; what is of other repositories comes last."""
+        step, generation = self._saving.get(info.repository, (START, ""))
+        saving = step if generation == info.generation else START  # else the save has ended with its training process
+        mine = [kept for kept in self._of(info.repository) if kept.stored or kept.info.step <= saving]
+        others = [kept for kept in self._all() if kept.info.repository != info.repository]
+        return [*sorted(mine, key=lambda kept: kept.info.step), *others]
 
     def _descent(self, newest: EntryInfo) -> Iterator[KeptEntry]:
         line = self._lines.get(_line(newest), {})
@@ -174,7 +188,8 @@ class EntryStore:
         for kept in entries:
             line = self._lines.get(_line(kept.info), {})
             if needless:
-                self._needless[_line(kept.info)] = max(kept.info.step, self._needless.get(_line(kept.info), START))
+                known = self._needless.get(_line(kept.info), kept.info)
+                self._needless[_line(kept.info)] = max(known, kept.info, key=lambda info: (info.generation, info.step))
             if line.pop(kept.info.key, None) is not None:
                 self.used -= kept.info.size
             if not line:

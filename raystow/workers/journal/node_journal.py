@@ -83,6 +83,10 @@ class NodeJournal:
         """Drop the entries up to the step of a version that is durable now."""
         self.store.committed(repository, step)
 
+    def save_failed(self, repository: str, step: int) -> None:
+        """Drop no more entries for a save that has failed."""
+        self.store.save_failed(repository, step)
+
     def serve(self, connection: Connection, opening: OpenJournal) -> None:
         """Handle the messages of a training process until it goes away."""
         self._uris[opening.repository] = opening.uri
@@ -108,8 +112,8 @@ class NodeJournal:
                         if self._keep(connection, info, arriving) and segments is not None:
                             segments.kept(info)
                         arriving = ArrivingEntry(0)
-                    case SaveBegun(step):
-                        self.store.save_begun(opening.repository, step)
+                    case SaveBegun(step, generation):
+                        self.store.save_begun(opening.repository, step, generation)
                     case FetchEntry(place, number):
                         connection.send(FetchedEntry(self._fetch(opening.uri, place, shared, number)))
         finally:
