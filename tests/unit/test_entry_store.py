@@ -185,6 +185,25 @@ def test_another_partner_gets_all_entries_if_one_dies() -> None:
     assert done[-1] == EntryKept(4, 0), "without a partner an entry is acknowledged without a copy"
 
 
+def test_an_entry_that_its_partner_refuses_is_a_problem() -> None:
+    """The partner gets it when it has memory again."""
+    store, peers = EntryStore(10 * SIZE), OtherNodes("a")
+    peers.stores["a"] = EntryStore(2 * SIZE)
+    made, _ = replicator(store, peers)
+    done = list[EntryKept]()
+    for step in (1, 2, 3):
+        add(store, entry(step))
+        made.submit(entry(step), done.append)
+        settle(made)
+    assert done[:2] == [EntryKept(1, 1), EntryKept(2, 1)]
+    assert done[2].copies == 0
+    assert "node a keeps no copy: the memory for entries of recorded steps is full" in done[2].problem
+    store.committed("r", 1)
+    made.freed()
+    settle(made)
+    assert peers.steps("a") == [2, 3]
+
+
 def test_a_restarted_partner_receives_all_entries_again() -> None:
     store, peers = EntryStore(10 * SIZE), OtherNodes("a")
     made, _ = replicator(store, peers)

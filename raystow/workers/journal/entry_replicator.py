@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ...storage.clock import Clock
 from ...storage.errors import RaystowError
-from ..protocol.messages import EntryInfo, EntryKept, PutEntry
+from ..protocol.messages import EntryInfo, EntryKept, PutEntry, shortened
 from ..replication.reconciler import LOOK, ClusterNodes, PartnerNodes, Reconciler
 from .entry_store import EntryStore
 
@@ -39,9 +39,9 @@ class EntryReplicator(Reconciler):
         self._replicas: dict[str, int] = {}  # by repository
         self._waiting: dict[EntryInfo, _Done] = {}
         self._lock = threading.Lock()
-        self._sent: dict[str, set[str]] = {}  # node -> repository and key of entries that it has
+        self._sent: dict[str, dict[str, str]] = {}  # node -> repository and key of entries -> why it has it not, or an empty text
         self._memories: dict[str, str] = {}  # node -> name of its memory
-        self._unsure = False
+        self._unsure = self._freed = False
 
     def want(self, repository: str, replicas: int) -> None:
         """Copy the entries of a repository to so many other nodes."""
@@ -49,7 +49,8 @@ class EntryReplicator(Reconciler):
         self._woken.set()
 
     def submit(self, info: EntryInfo, done: _Done) -> None:
-        """Copy a new entry; ``done`` is called when it has its copies, or there is no node for more."""
+        """Copy a new entry; ``done`` is called when it has its copies, or there is no node for more. It is a problem if all
+        partners refuse the entry."""
         with self._lock:
             self._waiting[info] = done
         self._woken.set()
@@ -59,11 +60,19 @@ class EntryReplicator(Reconciler):
         self._unsure = True
         super().wake()
 
+    def freed(self) -> None:
+        """Send entries again that partners have refused: a version is durable, so that they need less memory."""
+        self._freed = True
+        super().wake()
+
     def step(self) -> float:
         """Send one entry; the seconds after which to look again, if nothing changes before."""
         if self._unsure:
             self._unsure = False
             self._sent.clear()
+        if self._freed:
+            self._freed = False
+            self._sent = {node: {key: why for key, why in sent.items() if not why} for node, sent in self._sent.items()}
         with self._lock:
             waiting = list(self._waiting)
         own = self._store.own() if any(self._replicas.values()) else []
@@ -71,16 +80,18 @@ class EntryReplicator(Reconciler):
             self._partners.refresh(self._replicas.values())
         held = {_key(info) for info in own}
         for info in (*waiting, *reversed(own)):
-            lacking = [node for node in self._partners_of(info) if _key(info) not in self._sent.setdefault(node, set())]
+            partners = self._partners_of(info)
+            lacking = [node for node in partners if _key(info) not in self._sent.setdefault(node, {})]
             if lacking and _key(info) in held:
                 self._push(lacking[0], info)
                 return 0.0
             with self._lock:
                 done = self._waiting.pop(info, None)
             if done is not None:
-                done(EntryKept(info.step, len(self._partners_of(info))))
-        for sent in self._sent.values():
-            sent &= held
+                refusals = [why for node in partners if (why := self._sent[node].get(_key(info)))]
+                copies = len(partners) - len(refusals)
+                done(EntryKept(info.step, copies, "" if copies or not refusals else shortened(refusals[0])))
+        self._sent = {node: {key: sent[key] for key in sent.keys() & held} for node, sent in self._sent.items()}
         return LOOK
 
     def _partners_of(self, info: EntryInfo) -> tuple[str, ...]:
@@ -97,9 +108,10 @@ class EntryReplicator(Reconciler):
         if answer.memory != self._memories.get(node):
             self._memories[node] = answer.memory
             sent.clear()
+        sent[_key(info)] = ""
         if answer.problem and self._store.has(info):  # else it is not needed any more
             logger.warning("node %s keeps no copy of the entry of step %d: %s", node, info.step, answer.problem)
-        sent.add(_key(info))
+            sent[_key(info)] = f"node {node} keeps no copy: {answer.problem}"
 
 
 def _key(info: EntryInfo) -> str:

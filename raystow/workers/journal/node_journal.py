@@ -82,6 +82,7 @@ class NodeJournal:
     def committed(self, repository: str, step: int) -> None:
         """Drop the entries up to the step of a version that is durable now."""
         self.store.committed(repository, step)
+        self._replicator.freed()
 
     def save_failed(self, repository: str, step: int) -> None:
         """Drop no more entries for a save that has failed."""
