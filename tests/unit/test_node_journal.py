@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from polling import wait_until
 
+from raystow.orchestrator.journal.cluster_port import ClusterPort
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError
@@ -19,7 +20,7 @@ from raystow.workers.journal import entry_bytes
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.node_journal import NodeJournal
 from raystow.workers.node.node import NoNodePeers
-from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, Generation, OpenJournal
+from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, Generation, JournalChoice, JournalVote, OpenJournal
 from raystow.workers.protocol.unix_channel import Listener
 from raystow.workers.replication.peers import Peers
 from raystow.workers.shm.ring import Ring
@@ -27,6 +28,7 @@ from raystow.workers.shm.ring import Ring
 SLOT = 16 << 10
 BUDGET = 1 << 20
 DATA = os.urandom(10 * SLOT + 7)
+OPENING = OpenJournal("file:///somewhere", "r", 0, 0)
 
 
 def info(step: int, size: int) -> EntryInfo:
@@ -45,7 +47,12 @@ class Node:
         self.client = self.connect()
 
     def connect(self) -> JournalClient:
-        return JournalClient(self._listener.name, OpenJournal("file:///somewhere", "r", 0, 0), self.ring)
+        return JournalClient(self._listener.name, OPENING, self.ring)
+
+    def port(self) -> ClusterPort:
+        """Connect a process in place of the one before."""
+        self.client.close()
+        return ClusterPort(OPENING, lambda: self._listener.name, NoCoordinator())
 
     def _run(self) -> None:
         while (connection := self._listener.accept()) is not None:
@@ -56,11 +63,11 @@ class Node:
                 self.journal.serve(connection, received[0])
             connection.close()
 
-    def record(self, step: int, data: bytes) -> EntryKept:
+    def record(self, step: int, data: bytes, port: ClusterPort | None = None) -> EntryKept:
         """Record an entry; return what has become of it."""
-        kept = queue.SimpleQueue[EntryKept]()
-        self.client.begin(info(step, 0), len(data)).copy(np.frombuffer(data, np.uint8))
-        self.client.keep(info(step, len(data)), kept.put)
+        kept, client = queue.SimpleQueue[EntryKept](), port or self.client
+        client.begin(info(step, 0), len(data)).copy(np.frombuffer(data, np.uint8))
+        client.keep(info(step, len(data)), kept.put)
         return kept.get(timeout=10)
 
     def close(self) -> None:
@@ -69,6 +76,11 @@ class Node:
         self._thread.join()
         self.journal.close()
         self.ring.close()
+
+
+class NoCoordinator:
+    def settle_journal(self, vote: JournalVote) -> JournalChoice:
+        raise AssertionError("the coordinator is asked")
 
 
 def no_node(name: str) -> object:
@@ -122,3 +134,24 @@ def test_more_bytes_than_announced_close_the_connection(node: Node) -> None:
     with pytest.raises(ClusterError, match="died"):
         node.client.begin(info(1, 0), 10)
     assert node.journal.store.used == 0
+
+
+def test_entries_without_copies_are_lost_with_their_node(node: Node) -> None:
+    """The next entry fails, since it follows them; not if they were saved."""
+    with contextlib.closing(node.port()) as port:
+        assert node.record(1, DATA, port) == EntryKept(1, 0)
+        restart(port)
+        with pytest.raises(ClusterError, match="which alone had the entries up to step 1"):
+            node.record(2, DATA, port)
+        assert node.record(3, DATA, port) == EntryKept(3, 0)
+        port.save_begun(3, "g")
+        restart(port)
+        assert node.record(4, DATA, port) == EntryKept(4, 0)
+
+
+def restart(port: ClusterPort) -> None:
+    """Close the connection, as the end of the node worker does."""
+    client = port._client
+    assert client is not None
+    client._connection.shut()
+    wait_until(lambda: client.lost, "the connection is closed")

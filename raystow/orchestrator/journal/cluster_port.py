@@ -8,9 +8,10 @@ from typing import Protocol
 
 import torch
 
+from ...storage.errors import ClusterError
 from ...workers.journal.client import JournalClient
 from ...workers.journal.entry_writer import EntryWriter, entry_ring
-from ...workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote, OpenJournal
+from ...workers.protocol.messages import START, EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote, OpenJournal
 from .journal import Journal, JournalIdentity
 from .tracked_state import TrackedState
 
@@ -41,20 +42,28 @@ class ClusterPort:
         self._lock = threading.Lock()
         self._client: JournalClient | None = None
         self._ring = entry_ring()
+        self._saved = self._single = START  # the newest step that was saved, and the newest one whose entry is only on this node
 
     def begin(self, info: EntryInfo, most: int) -> EntryWriter:
         return self._connected().begin(info, most)
 
     def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:
-        self._connected().keep(info, on_kept)
+        def kept(answer: EntryKept) -> None:
+            if not answer.copies and not answer.problem:
+                self._single = answer.step
+            on_kept(answer)
+
+        self._connected().keep(info, kept)
 
     def save_begun(self, step: int, generation: str) -> None:
+        self._saved = step
         self._connected().save_begun(step, generation)
 
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         return self._connected().fetch(place, number)
 
     def settle(self, vote: JournalVote) -> JournalChoice:
+        self._saved, self._single = vote.base, START
         return self._coordinator.settle_journal(vote)
 
     def close(self) -> None:
@@ -69,6 +78,9 @@ class ClusterPort:
             if self._client is not None and self._client.lost:
                 self._client.close()
                 self._client = None
+                single, self._single = self._single, START
+                if single > self._saved:
+                    raise ClusterError(f"the node worker has died, which alone had the entries up to step {single}")
             if self._client is None:
                 self._client = JournalClient(self._address(), self._opening, self._ring)
             return self._client
