@@ -89,10 +89,13 @@ class Journal:
                 of these. ``replay`` returns it.
 
         Raises:
-            StateError: ``replay`` was not called before, the step is not larger, or a value cannot be stored.
+            StateError: ``replay`` was not called before, the journal is closed, the step is not larger, or a value cannot be
+                stored.
         """
         start = SYSTEM.monotonic()
         step = integer("step", step, least=0)
+        if self._closed:
+            raise StateError("the journal is closed", remedy="record steps before close() of the journal or its Checkpointer")
         if not self._lineage:
             raise StateError("the journal does not know what its steps follow", remedy="call replay() before the first record()")
         if step <= self._last:
@@ -200,7 +203,7 @@ class Journal:
     def _restart_chain(self, step: int) -> None:
         """The next entry starts from the state after ``step``, which a version may hold."""
         self._chained = self._fresh = True
-        self._first, self.save_advised = step, False
+        self._first, self._count, self.save_advised = step, 0, False
 
     def _capture(self, number: int) -> None:
         """Copy what the coming step of an optimizer depends on."""

@@ -122,6 +122,8 @@ class Replayer:
                 raise Damaged(f"the entry follows step {entry.info.previous}, and not step {last}")
             if entry.header.parent and parent and entry.header.parent != parent:
                 raise Damaged("the entry does not follow the one before: they were recorded by different processes")
+        if len({entry.header.whole for entry in decoded.entries.values()}) > 1:
+            raise Damaged("some ranks have recorded digests of all bytes, and others of a sample")
         compared = ShardComparison(None)
         if last == self._base and not decoded.entry.header.before:  # the sample taken after a step would not cover every byte
             raise Damaged(f"the version of step {last} was not saved by the run that recorded the step after it")

@@ -103,6 +103,8 @@ class JournalRounds:
                 failed = JournalRound(vote.world_size, 0.0)
                 failed.failure = ClusterError("another rank has aborted the replay", remedy="restore again")
                 return failed
+            if round is not None:
+                self._fail(round, ClusterError(f"{vote.world_size} ranks have begun another replay", remedy="restore again"))
             self._open = round = JournalRound(vote.world_size, 0.0)
         return round
 

@@ -91,7 +91,7 @@ class TrackedState:
             return mine.to("cpu" if mine.device in full else mine.device, copy=True)
 
         def copied(value: object) -> object:
-            return part(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            return part(value) if isinstance(value, torch.Tensor) else _duplicate(value)
 
         tensors = {id(parameter): part(parameter) for parameter in self.all_parameters()}
         states = [
@@ -190,4 +190,12 @@ def _put(target: dict[str, object], values: Mapping[str, object]) -> None:
         if isinstance(value, torch.Tensor) and isinstance(target.get(key), torch.Tensor):
             local(target[key]).copy_(value)
         else:
-            target[key] = copy.deepcopy(value)
+            target[key] = _duplicate(value)
+
+
+def _duplicate(value: object) -> object:
+    """A copy of a value, or the value itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # of its own ``__deepcopy__`` or ``__reduce_ex__``
+        return value
