@@ -20,7 +20,17 @@ from raystow.workers.journal import entry_bytes
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.node_journal import NodeJournal
 from raystow.workers.node.node import NoNodePeers
-from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, Generation, JournalChoice, JournalVote, OpenJournal
+from raystow.workers.protocol.messages import (
+    RECORDING,
+    EntryInfo,
+    EntryKept,
+    EntryPlace,
+    FetchEntry,
+    Generation,
+    JournalChoice,
+    JournalVote,
+    OpenJournal,
+)
 from raystow.workers.protocol.unix_channel import Listener
 from raystow.workers.replication.peers import Peers
 from raystow.workers.shm.ring import Ring
@@ -102,6 +112,18 @@ def test_entries_larger_than_the_ring_are_kept_and_fetched(node: Node) -> None:
     node.client = node.connect()
     for number, (step, data) in enumerate(((1, DATA), (2, DATA[:100]))):
         assert node.client.fetch(EntryPlace(info(step, len(data)), ("me",)), number) == data
+
+
+def test_memory_of_fetched_entries_is_unmapped_by_the_next_entry(node: Node) -> None:
+    place = EntryPlace(info(1, len(DATA)), ("me",))
+    node.record(1, DATA)
+    node.client.fetch(place, 0)
+    node.record(2, DATA)
+    node.client._connection.send(FetchEntry(place, RECORDING + 1))
+    answer = node.client._fetched.get(timeout=10)
+    assert answer is not None
+    assert "is not shared" in answer.problem
+    assert node.client.fetch(place, 0) == DATA
 
 
 def test_an_entry_that_does_not_fit_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,10 @@ class SharedMemories:
         finally:
             memory.close()
 
+    def keep_only(self, number: int) -> None:
+        """Unmap the memory with other numbers."""
+        self._mapped = {known: mapped for known, mapped in self._mapped.items() if known == number}
+
     def parts(self, number: int, spans: Iterable[Span]) -> list[Bytes]:
         """The bytes in these spans. ``ProtocolError`` if the memory does not have them."""
         shared, found = self._of(number), list[Bytes]()

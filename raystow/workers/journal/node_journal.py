@@ -104,6 +104,7 @@ class NodeJournal:
                     case ShareMemory(number, size) if descriptor is not None:
                         shared.share(number, size, descriptor)
                     case BeginEntry(info, most):
+                        shared.keep_only(RECORDING)  # fetched entries are gone
                         arriving = ArrivingEntry(most, functools.partial(self._refused, info))
                     case AppendEntry(spans):
                         arriving.append(shared.parts(RECORDING, spans))

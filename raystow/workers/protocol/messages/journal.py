@@ -232,7 +232,8 @@ class ShareMemory(Message, frozen=True):
 
 
 class BeginEntry(Message, frozen=True):
-    """The bytes of a new entry follow, at most ``most``. One that was not kept is dropped. ``info``: without the size."""
+    """The bytes of a new entry follow, at most ``most``. One that was not kept is dropped, and so is all shared memory but
+    ``RECORDING``. ``info``: without the size."""
 
     info: EntryInfo
     most: EntrySize
