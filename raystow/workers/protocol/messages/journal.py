@@ -268,8 +268,8 @@ class EntryKept(Message, frozen=True):
 
 
 class SaveBegun(Message, frozen=True):
-    """A save of the state after ``step`` is under way: a budget that is full may drop entries up to this step, as long as those of
-    ``generation`` are recorded."""
+    """A save of the state after ``step`` is under way: a budget that is full may drop entries up to this step, as long as entries
+    of ``generation`` are recorded."""
 
     step: int
     generation: Text
