@@ -35,6 +35,11 @@ class Training:
         self.model = nn.Sequential(nn.Linear(8, 3))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
+    def grow(self) -> None:
+        torch.manual_seed(1)
+        self.model.insert(0, nn.Sequential(nn.Linear(8, 4000), nn.Linear(4000, 8)))
+        self.optimizer.add_param_group({"params": list(self.model[0].parameters())})
+
     def steps(self, journal: Journal, numbers: range) -> None:
         for number in numbers:
             self.optimizer.zero_grad()
@@ -80,6 +85,19 @@ def test_ranks_with_digests_of_different_kinds_end_a_replay() -> None:
     replayer = Replayer(state, StepHooks(state, lambda _: None), none, after_step=None, base=START, log=log)
     with pytest.raises(Damaged, match="and others of a sample"):
         replayer._check_before(DecodedStep(entry, {0: entry, 1: other}, None, [], [], {}), START)
+
+
+def test_parameters_that_join_the_model_late_are_replayed() -> None:
+    """They come before others in the model, and are so large that their digest is that of a sample."""
+    box, training, again = EntryBox(), Training(), Training()
+    with opened(box, training) as journal:
+        journal.replay()
+        training.grow()
+        training.steps(journal, range(1, 4))
+    again.grow()
+    with opened(box, again) as journal:
+        assert journal.replay() == 3
+    assert again.snapshot() == training.snapshot()
 
 
 def test_hyper_parameters_that_cannot_be_copied_stay() -> None:

@@ -27,7 +27,8 @@ class NamedTensor(NamedTuple):
 class TrackedState:
     """All that a step of the optimizers changes, or depends on.
 
-    References to the parameters are taken once: during a forward pass, FSDP2 puts other tensors into the model.
+    References to the parameters are taken once: during a forward pass, FSDP2 puts other tensors into the model. Those of
+    parameters that join the model and an optimizer later are taken when the state is listed.
     """
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -53,7 +54,17 @@ class TrackedState:
             self._listed = places, self._list()
         return self._listed[1]
 
+    def _adopt(self) -> None:
+        """Name the parameters that have joined model and optimizers, as a restarted process names them."""
+        new = {id(one) for number in range(len(self.optimizers)) for one in self.parameters(number)} - self._names.keys()
+        now = dict(self._model.named_parameters()) if new else {}
+        if any(id(one) in new for one in now.values()):
+            known = new | self._names.keys()
+            self._weights = {name: one if id(one) in known else self._weights.get(name, one) for name, one in now.items()}
+            self._names = {id(parameter): name for name, parameter in self._weights.items()}
+
     def _list(self) -> list[NamedTensor]:
+        self._adopt()
         numbers = {id(parameter): number for number, parameter in enumerate(self.all_parameters())}
         found = [NamedTensor(name, local(one), numbers[id(one)]) for name, one in self._weights.items()]
         for name, parameter, state in self._states():
