@@ -25,3 +25,11 @@ def test_multiples_of_bfloat16_values_are_replaced() -> None:
     for values, those in zip(bfloat16_kernels.narrow(multiples, FACTOR), expected, strict=True):
         assert those is not None
         assert torch.equal(values.cpu().view(torch.int16), those.view(torch.int16))
+
+
+def test_values_of_a_large_tensor_are_replaced() -> None:
+    """More values than a grid of one launch can cover."""
+    size = (1 << 29) + 4097
+    values = torch.randint(-(1 << 7), 1 << 7, (size,), dtype=torch.int8, device="cuda").to(torch.bfloat16)
+    (replaced,) = bfloat16_kernels.narrow([values.float()], 1.0)
+    assert torch.equal(replaced, values)

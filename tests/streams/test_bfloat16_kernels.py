@@ -8,12 +8,15 @@ from bfloat16_multiples import FACTOR, cases
 from device import SEEDS, Device
 
 from raystow.orchestrator.journal.gradient_coding import divided
+from raystow.workers.gpu import kernel_args
 from raystow.workers.gpu.kernels import bfloat16_kernels
 
 pytestmark = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 
 
-def test_multiples_of_bfloat16_values_are_replaced(gpu: Device) -> None:
+@pytest.mark.parametrize("rows", [kernel_args.MOST_ROWS, 2])
+def test_multiples_of_bfloat16_values_are_replaced(gpu: Device, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_args, "MOST_ROWS", rows)
     tensors, fit = zip(*cases(large=40_000), strict=True)
     found = bfloat16_kernels.check(tensors, FACTOR)
     gpu.synchronize()

@@ -8,6 +8,7 @@ import torch
 from device import interpret
 
 from raystow.storage.coding.digest import stored_digest
+from raystow.workers.gpu import kernel_args
 from raystow.workers.gpu.kernels import blake3_kernels
 from raystow.workers.gpu.kernels.library import Kernel
 
@@ -22,7 +23,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kernel, "launch", interpret)
 
 
-def test_digests_of_objects_in_parts() -> None:
+def test_digests_of_objects_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_args, "MOST_ROWS", 3)
     memory = np.random.default_rng(0).integers(0, 256, 32 << 10, np.uint8)
     start = -memory.ctypes.data % 16
     rows, objects, wanted = list[tuple[int, ...]](), list[tuple[int, ...]](), list[bytes]()

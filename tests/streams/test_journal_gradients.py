@@ -17,6 +17,7 @@ from raystow.orchestrator.journal.gpu_gradients import GpuGradientEncoder, Share
 from raystow.orchestrator.journal.gradient_coding import decode
 from raystow.orchestrator.journal.state_digests import _whole_spans
 from raystow.storage.coding.digest import raw_digest
+from raystow.workers.gpu import kernel_args
 from raystow.workers.gpu.span_digests import SpanDigests
 from raystow.workers.protocol.messages import EntryInfo, Generation
 
@@ -101,7 +102,9 @@ def test_buffers_are_unchanged_after_they_are_recorded(gpu: Device) -> None:
     encoder.close()
 
 
-def test_digests_equal_those_of_a_cpu(gpu: Device) -> None:
+@pytest.mark.parametrize("rows", [kernel_args.MOST_ROWS, 2])
+def test_digests_equal_those_of_a_cpu(gpu: Device, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_args, "MOST_ROWS", rows)
     tensors = [weights(5_000), weights(3_001, torch.bfloat16), weights(40_000), weights(8_000).reshape(80, 100).t()]
     pieces = [(one, first, last) for one in tensors for first, last in _whole_spans(one.numel() * one.itemsize)]
     pieces += [(tensors[2], 4096, 8192)]

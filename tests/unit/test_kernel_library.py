@@ -1,12 +1,17 @@
-"""The compiled kernels match their sources, and each GPU gets matching binaries."""
+"""The compiled kernels match their sources, each GPU gets matching binaries, and no launch exceeds CUDA's limits of a grid."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from raystow.workers.gpu.kernels import library
-from raystow.workers.gpu.kernels.library import PTX, Architecture, Binary, sources_digest, variant_name
+from raystow.workers.gpu.kernels import bfloat16_kernels, blake3_kernels, copy_kernels, library, word_kernels
+from raystow.workers.gpu.kernels.constants import NARROW
+from raystow.workers.gpu.kernels.library import PTX, Architecture, Binary, Kernel, sources_digest, variant_name
 from raystow.workers.gpu.kernels.sources.variants import variants
 
 SHIPPED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", PTX)
@@ -46,3 +51,47 @@ def test_binaries_are_packed_and_found_again(monkeypatch: pytest.MonkeyPatch) ->
     architecture = Architecture("any")
     assert [architecture.binary(one.name) for one in made] == made
     assert (architecture.sources, architecture.compiler) == ("0" * 64, "compiler 1")
+
+
+GRID = 65_535
+"""The most programs in the second dimension of a grid."""
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Record the grid and the arguments of each launch."""
+    made = list[tuple[Any, ...]]()
+    monkeypatch.setattr(Kernel, "launch", lambda kernel, grid, *arguments, **constants: made.append((grid, *arguments)))
+    return made
+
+
+NUMBERS = torch.zeros(2 * GRID + 1, dtype=torch.int64)
+OF_MANY_ROWS: dict[str, tuple[int, Callable[[torch.Tensor], None]]] = {
+    "digest": (10, lambda table: word_kernels.digest(table, 4096, width=4, packed=False, digests=NUMBERS)),
+    "compare": (3, lambda table: word_kernels.compare(table, 4096, dtype="bfloat16", misses=NUMBERS)),
+    "move": (3, lambda table: copy_kernels.move(table, 4096)),
+    "unpack7": (3, lambda table: copy_kernels.unpack7(table, 4096)),
+    "leaves": (4, lambda table: blake3_kernels.leaves(table, 4096, NUMBERS)),
+}
+
+
+@pytest.mark.parametrize("name", OF_MANY_ROWS)
+def test_many_rows_take_several_launches(name: str, launches: list[tuple[Any, ...]]) -> None:
+    columns, call = OF_MANY_ROWS[name]
+    table = torch.zeros((len(NUMBERS), columns), dtype=torch.int64)
+    call(table)
+    found = [(grid[1], rows.data_ptr() - table.data_ptr()) for grid, rows, *_ in launches]
+    assert found == [(GRID, 0), (GRID, 8 * columns * GRID), (1, 16 * columns * GRID)]
+    if name in ("digest", "compare"):
+        assert [results[-1].data_ptr() - NUMBERS.data_ptr() for results in launches] == [0, 8 * GRID, 16 * GRID]
+
+
+def test_large_tensors_take_more_launches(launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bfloat16_kernels, "_table", lambda tensors: tensors)
+    size = (1 << 30) + 5
+    bfloat16_kernels.narrow([torch.empty(size, device="meta"), torch.empty(7, device="meta")], 1.0)
+    ranges = [(first, last) for _, _, _, first, last in launches]
+    assert all(grid[1] == -(-(last - first) // NARROW["SPAN"]) <= GRID for grid, _, _, first, last in launches)
+    assert ranges[0][0] == 0
+    assert all(before[1] == first and last <= 2 * first for before, (first, last) in itertools.pairwise(ranges))
+    assert ranges[-2][1] < size <= ranges[-1][1]

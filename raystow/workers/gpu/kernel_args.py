@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,9 @@ import torch
 
 COLUMNS = 10
 """Columns of the table of ``word_kernels.split`` and ``join``: address of the words, number of words, addresses of the planes."""
+
+MOST_ROWS = (1 << 16) - 1
+"""The most rows of one launch: CUDA's limit for the second dimension of a grid."""
 
 _ADDRESSES = np.arange(COLUMNS) != 1
 
@@ -50,3 +54,14 @@ class Addressed:
 
 Table = torch.Tensor | Addressed
 """A table with a row for each chunk, stream or range."""
+
+
+def in_parts(*tables: tuple[Table, int]) -> Iterator[list[Table]]:
+    """Yield int64 tables that have the same rows, given with their numbers of columns, in parts of at most ``MOST_ROWS`` rows."""
+    rows = len(tables[0][0])
+    if rows <= MOST_ROWS:
+        yield [table for table, _ in tables]
+        return
+    for first in range(0, rows, MOST_ROWS):
+        some = min(MOST_ROWS, rows - first)
+        yield [Addressed(table.data_ptr() + 8 * columns * first, some, table.device) for table, columns in tables]

@@ -29,21 +29,22 @@ def check(tensors: Sequence[torch.Tensor], factor: float) -> torch.Tensor:
     table = _table(tensors)
     found = torch.zeros((len(tensors), 2), dtype=torch.int64, device=tensors[0].device)
     largest = max(map(torch.numel, tensors))
-    _CHECK.launch((-(-largest // CHECK["SPAN"]), len(tensors)), table, found, _bits(factor), **CHECK)
+    for rows, results in kernel_args.in_parts((table, 2), (found, 2)):
+        _CHECK.launch((-(-largest // CHECK["SPAN"]), len(rows)), rows, results, _bits(factor), **CHECK)
     return copy_kernels.to_host(found)
 
 
 def narrow(tensors: Sequence[torch.Tensor], factor: float) -> list[torch.Tensor]:
     """Return the bfloat16 values of float32 tensors that are such products; they take the first half of the tensors' memory.
 
-    The values of a launch overwrite those that the launches before have read: each reads as many as all before it.
+    The values of a launch overwrite those that the launches before have read: each reads at most as many as all before it.
     """
     ordered = sorted(tensors, key=torch.numel, reverse=True)
     table, first, last = _table(ordered), 0, NARROW["SPAN"]
     while ordered and ordered[0].numel() > first:
         rows = sum(one.numel() > first for one in ordered)
         _NARROW.launch((rows, -(-(last - first) // NARROW["SPAN"])), table, _bits(factor), first, last, **NARROW)
-        first, last = last, 2 * last
+        first, last = last, min(2 * last, last + kernel_args.MOST_ROWS * NARROW["SPAN"])
     return [one.reshape(-1).view(torch.bfloat16)[: one.numel()] for one in tensors]
 
 

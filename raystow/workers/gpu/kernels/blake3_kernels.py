@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kernel_args import Addressed, Table
+from ..kernel_args import Addressed, Table, in_parts
 from .constants import BLAKE3, LEAF
 from .library import Kernel
 
@@ -39,7 +39,8 @@ def stored_digests(table: Table, sizes: Sequence[int], digests: Table, scratch: 
 def leaves(table: Table, largest: int, values: Table) -> None:
     """Compute the values of all leaves. ``largest``: the most bytes of a range. If an object has several ranges, all but the last
     one must be whole leaves, and the first one several of them."""
-    _LEAVES.launch((-(-largest // (LEAF * BLAKE3["LANES"])), len(table)), table, values, **BLAKE3)
+    for (rows,) in in_parts((table, 4)):
+        _LEAVES.launch((-(-largest // (LEAF * BLAKE3["LANES"])), len(rows)), rows, values, **BLAKE3)
 
 
 def tree(table: Table, values: Table, others: Table, digests: Table) -> None:

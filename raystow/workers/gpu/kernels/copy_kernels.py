@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernel_args import Addressed, Table
+from ..kernel_args import Addressed, Table, in_parts
 from .constants import CHOOSE, LINE_UP, MOVE, PACK7, TELL
 from .library import Kernel
 
@@ -33,8 +33,7 @@ def to_host(found: torch.Tensor) -> torch.Tensor:
 
 def move(table: Table, largest: int) -> None:
     """Copy bytes. ``table``: int64 [pieces, 3], source address, target address, bytes; ``largest``: the most bytes of a piece."""
-    if len(table):
-        _MOVE.launch((_times(largest, MOVE["SPAN"]), len(table)), table, **MOVE)
+    _launch(_MOVE, table, _times(largest, MOVE["SPAN"]), MOVE)
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,19 @@ def condense(
 
 def pack7(table: torch.Tensor, largest: int) -> None:
     """Compute ``storage.coding.kernels.pack7`` of each row: address of the plane, address of the result, groups of 8 bytes."""
-    if len(table):
-        _PACK7.launch((_times(largest, PACK7["SPAN"]), len(table)), table, **PACK7)
+    _launch(_PACK7, table, _times(largest, PACK7["SPAN"]), PACK7)
 
 
 def unpack7(table: Table, largest: int) -> None:
     """Invert ``pack7``. Each row: address of the packed bytes, address of the plane, groups of 7 bytes."""
+    _launch(_UNPACK7, table, _times(largest, PACK7["SPAN"]), PACK7)
+
+
+def _launch(kernel: Kernel, table: Table, programs: int, constants: dict[str, int]) -> None:
+    """Launch a kernel with so many programs for each row: int64 [rows, 3]."""
     if len(table):
-        _UNPACK7.launch((_times(largest, PACK7["SPAN"]), len(table)), table, **PACK7)
+        for (rows,) in in_parts((table, 3)):
+            kernel.launch((programs, len(rows)), rows, **constants)
 
 
 def _times(number: int, part: int) -> int:

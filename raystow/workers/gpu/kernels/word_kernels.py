@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ....storage.coding.digest import BLOCK, SECOND_WORD_KEYS, WORD_KEYS, block_key
-from ..kernel_args import Addressed, Table
+from ..kernel_args import COLUMNS, Addressed, Table, in_parts
 from .constants import BLOCKS, COMPARE, GROUP, SLICE, Value, transform
 from .library import Kernel
 
@@ -110,13 +110,10 @@ def _run(
     if len(table):
         keys, block_keys = _keys(table.device)
         slices = 1 if use.get("SAMPLE") else BLOCK // SLICE
-        grid = slices * max(1, -(-largest // _REACH)), len(table)
-        _TRANSFORM.launch(
-            grid,
-            *(table, keys, block_keys, sums, sums if samples is None else samples, sums if odds is None else odds),
-            *(sums if rounded_sums is None else rounded_sums, sums if nans is None else nans),
-            **transform(**use),
-        )
+        programs = slices * max(1, -(-largest // _REACH))
+        results = [(sums if one is None else one, 1) for one in (sums, samples, odds, rounded_sums, nans)]
+        for rows, *found in in_parts((table, COLUMNS), *results):
+            _TRANSFORM.launch((programs, len(rows)), rows, keys, block_keys, *found, **transform(**use))
 
 
 def compare(table: torch.Tensor, largest: int, *, dtype: str, misses: torch.Tensor) -> None:
@@ -126,5 +123,6 @@ def compare(table: torch.Tensor, largest: int, *, dtype: str, misses: torch.Tens
     the largest number. See ``coding.derived.followed``.
     """
     if len(table):
-        grid = max(1, -(-largest // COMPARE["SPAN"])), len(table)
-        _COMPARE.launch(grid, table, misses, **COMPARE, BF16=dtype == "bfloat16")
+        programs = max(1, -(-largest // COMPARE["SPAN"]))
+        for rows, found in in_parts((table, 3), (misses, 1)):
+            _COMPARE.launch((programs, len(rows)), rows, found, **COMPARE, BF16=dtype == "bfloat16")
