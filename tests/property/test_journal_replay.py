@@ -304,6 +304,32 @@ def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture, monke
     assert at_six.snapshot() == run.snapshot()
 
 
+@pytest.mark.parametrize("part", ["_buffers.capture", "_digester.take"])
+def test_an_unexpected_error_does_not_fail_the_training(
+    part: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box, run = EntryBox(), Run()
+    journal = box.journal(run.model, run.opt)
+    journal.replay()
+    for number in range(1, 5):
+        with monkeypatch.context() as patch:
+            if number == 2:
+                patch.setattr(journal, part.split(".")[0], SimpleNamespace(begin=lambda: None))
+            run.step(number)
+            journal.record(number)
+        if number == 3:
+            assert journal.save_advised
+            journal.saved(3)
+            at_three = Run()
+            at_three.load(run)
+    journal.close()
+    assert box.steps() == [1, 4]
+    assert "is not recorded" in caplog.text
+    assert "AttributeError" in caplog.text, "the traceback is logged"
+    replayed(box, at_three, base=3)
+    assert at_three.snapshot() == run.snapshot()
+
+
 def test_entries_of_another_attempt_are_not_replayed(caplog: pytest.LogCaptureFixture) -> None:
     """The other attempt did not save that step; its state differs in one element, which the digest sample may omit."""
 

@@ -107,7 +107,10 @@ class Journal:
             what = "a save of step %d is no base for entries: the steps recorded next to it are %d and %d"
             self._log.warning(what, self._saved, previous, step, extra={"step": step})
         if self._chained:
-            self._finish(entry, step, previous, text)
+            try:
+                self._finish(entry, step, previous, text)
+            except Exception as error:
+                self._failed(step, error)
         elif self._saved != step:
             record(UNRECORDED, repository=self._identity.uri)
         if self._saved == step:  # the save came first
@@ -222,8 +225,8 @@ class Journal:
                 if self._fresh:
                     entry.before = self._digester.take(whole=True)
             entry.steps.append(self._buffers.capture(self._state, number))
-        except RaystowError as error:
-            self._lose("step after", self._last, str(error))
+        except Exception as error:
+            self._lose("step after", self._last, self._problem(self._last, error))
 
     def _finish(self, entry: CapturedEntry, step: int, previous: int, text: str) -> None:
         """Take the digests of the state, and give the entry to the thread that encodes it."""
@@ -257,7 +260,7 @@ class Journal:
                 record(JOURNALED, info.size, repository=self._identity.uri)
                 self._port.keep(info, self._kept)
             except Exception as error:
-                self._failed(begun, error)
+                self._failed(begun.step, error)
             finally:
                 released()
 
@@ -267,10 +270,14 @@ class Journal:
             self._encoding -= 1
             self._changed.notify_all()
 
-    def _failed(self, info: EntryInfo, error: Exception) -> None:
+    def _failed(self, step: int, error: Exception) -> None:
+        self._kept(EntryKept(step, 0, self._problem(step, error)))
+
+    def _problem(self, step: int, error: Exception) -> str:
+        """Return the text of an error; the traceback of one that is not expected is logged."""
         if not isinstance(error, RaystowError):
-            self._log.error("an entry could not be recorded", exc_info=error, extra={"step": info.step})
-        self._kept(EntryKept(info.step, 0, shortened(str(error) or repr(error))))
+            self._log.error("an entry could not be recorded", exc_info=error, extra={"step": step})
+        return shortened(str(error) or repr(error))
 
     def _kept(self, kept: EntryKept) -> None:
         if kept.problem and kept.step > self._first:  # else a save has made it unnecessary
