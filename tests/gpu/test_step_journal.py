@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -173,6 +174,20 @@ def test_a_gpu_and_a_cpu_compute_the_same_digests() -> None:
         for whole in (False, True):
             found.append(np.frombuffer(digester.take(whole=whole).packed(), "<u8")[:-1].tolist())
     assert found[:2] == found[2:]
+
+
+def test_the_spans_of_many_tensors_are_digested() -> None:
+    """They are more than the rows of one launch; their tables and tensors are freed with the digester."""
+    before = torch.cuda.memory_allocated()
+    model = nn.ParameterList(torch.full((6_000,), number % 200, device="cuda", dtype=torch.bfloat16) for number in range(70_000))
+    digester = Digester(TrackedState(model, [torch.optim.SGD(model.parameters(), lr=0.1)]))
+    found = [np.frombuffer(digester.take(whole=True).packed(), "<u8")[:-1] for _ in range(2)]
+    assert np.array_equal(*found)
+    assert np.array_equal(found[0], np.resize(found[0][:200], 70_000))
+    assert len(np.unique(found[0])) == 200
+    del model, digester
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before + (4 << 20)
 
 
 def test_a_different_step_on_the_gpu_is_detected_and_undone(caplog: pytest.LogCaptureFixture) -> None:

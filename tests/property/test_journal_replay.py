@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from journal_port import EntryBox, snapshot
 from msgspec.structs import replace
 from torch import nn
 
+from raystow.orchestrator.journal.state_digests import Digester
+from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage import metrics
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -514,3 +517,15 @@ def test_all_ranks_end_at_the_last_step_that_all_reach() -> None:
     for rank, run in enumerate(again):
         assert run.snapshot() == states[rank][2]
         journals[rank].close()
+
+
+def test_digests_hold_no_replaced_tensors() -> None:
+    run = Run()
+    run.step(1)
+    digester = Digester(TrackedState(run.model, [run.opt]))
+    for whole in (True, False):
+        digester.take(whole=whole)
+    replaced = weakref.ref(digester._plans[True].of[-1].tensor)
+    run.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
+    digester.take(whole=False)
+    assert replaced() is None

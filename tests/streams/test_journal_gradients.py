@@ -18,7 +18,7 @@ from raystow.orchestrator.journal.gradient_coding import decode
 from raystow.orchestrator.journal.state_digests import _whole_spans
 from raystow.storage.coding.digest import raw_digest
 from raystow.workers.gpu import kernel_args
-from raystow.workers.gpu.span_digests import SpanDigests
+from raystow.workers.gpu.span_digests import SpanDigester
 from raystow.workers.protocol.messages import EntryInfo, Generation
 
 pytestmark = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
@@ -105,11 +105,19 @@ def test_buffers_are_unchanged_after_they_are_recorded(gpu: Device) -> None:
 @pytest.mark.parametrize("rows", [kernel_args.MOST_ROWS, 2])
 def test_digests_equal_those_of_a_cpu(gpu: Device, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_args, "MOST_ROWS", rows)
-    tensors = [weights(5_000), weights(3_001, torch.bfloat16), weights(40_000), weights(8_000).reshape(80, 100).t()]
+    tensors = [
+        weights(5_000),
+        weights(3_001, torch.bfloat16),
+        weights(40_000),
+        weights(8_000).reshape(80, 100).t(),
+        weights(99)[::2],
+    ]
     pieces = [(one, first, last) for one in tensors for first, last in _whole_spans(one.numel() * one.itemsize)]
-    pieces += [(tensors[2], 4096, 8192)]
+    pieces += [(tensors[2], 4096, 8192), (tensors[3], 4097, 8189), (tensors[4], 98, 99)]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        digester = SpanDigester(HERE, pieces)
     for _ in range(2):
-        found = SpanDigests.taken(HERE, pieces).numbers()
+        found = digester.take().numbers()
         for (tensor, first, last), number in zip(pieces, found.tolist(), strict=True):
             assert number == raw_digest(np.frombuffer(bits(tensor), np.uint8)[first:last].copy())
         tensors[0] += 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -64,7 +64,8 @@ class StateDigests(NamedTuple):
 class DigestPlan(NamedTuple):
     """What to digest of a list of tensors: names and spans of all but the single numbers, and places in the list of spans.
 
-    ``numbers``: tensors of one element in host memory, as optimizers count steps. They share one digest.
+    ``numbers``: tensors of one element in host memory, as optimizers count steps. They share one digest. ``devices``: for each
+    GPU places, and what takes their digests.
     """
 
     of: list[NamedTensor]
@@ -72,7 +73,7 @@ class DigestPlan(NamedTuple):
     spans: list[Spans]
     numbers: list[NamedTensor]
     host: list[tuple[int, Piece]]
-    devices: dict[torch.device, tuple[list[int], list[Piece]]]
+    devices: list[tuple[list[int], Callable[[], PendingDigests]]]
 
 
 class Digester:
@@ -85,12 +86,11 @@ class Digester:
     def take(self, *, whole: bool) -> StateDigests:
         """Take the digests of the state. Those of tensors on a GPU are taken on the current stream."""
         tensors = self._state.tensors()
-        plan = self._plans.get(whole)
-        if plan is None or plan.of is not tensors:
-            plan = self._plans[whole] = _plan(tensors, whole=whole)
+        self._plans = {of: plan for of, plan in self._plans.items() if plan.of is tensors}  # the others hold old tensors
+        plan = self._plans.get(whole) or self._plans.setdefault(whole, _plan(tensors, whole=whole))
         host = [raw_digest(bytes_of(tensor)[first:last]) for _, (tensor, first, last) in plan.host]
         parts: list[tuple[list[int], PendingDigests]] = [([at for at, _ in plan.host], _Known(np.array(host, np.uint64)))]
-        parts += [(places, _on_gpu(device, pieces)) for device, (places, pieces) in plan.devices.items()]
+        parts += [(places, take()) for places, take in plan.devices]
         sizes = [last - first for mine in plan.spans for first, last in mine]
         return StateDigests(plan.names, [len(mine) for mine in plan.spans], sizes, parts, self._values(plan.numbers))
 
@@ -113,7 +113,8 @@ class Digester:
 
 
 def _plan(tensors: list[NamedTensor], *, whole: bool) -> DigestPlan:
-    plan = DigestPlan(tensors, [], [], [], [], {})
+    plan = DigestPlan(tensors, [], [], [], [], [])
+    devices = dict[torch.device, tuple[list[int], list[Piece]]]()
     at = 0
     for one in tensors:
         tensor = one.tensor
@@ -124,12 +125,13 @@ def _plan(tensors: list[NamedTensor], *, whole: bool) -> DigestPlan:
         plan.names.append(one.name)
         plan.spans.append(mine)
         if tensor.device.type == "cuda":
-            places, pieces = plan.devices.setdefault(tensor.device, ([], []))
+            places, pieces = devices.setdefault(tensor.device, ([], []))
             places += range(at, at + len(mine))
             pieces += [(tensor, first, last) for first, last in mine]
         else:
             plan.host.extend((at + i, (tensor, *span)) for i, span in enumerate(mine))
         at += len(mine)
+    plan.devices.extend((places, _on_gpu(device, pieces)) for device, (places, pieces) in devices.items())
     return plan
 
 
@@ -140,10 +142,10 @@ class _Known(NamedTuple):
         return self.found
 
 
-def _on_gpu(device: torch.device, pieces: Sequence[Piece]) -> PendingDigests:
-    from ...workers.gpu.span_digests import SpanDigests
+def _on_gpu(device: torch.device, pieces: Sequence[Piece]) -> Callable[[], PendingDigests]:
+    from ...workers.gpu.span_digests import SpanDigester
 
-    return SpanDigests.taken(device, pieces)
+    return SpanDigester(device, pieces).take
 
 
 def is_number(tensor: torch.Tensor) -> bool:

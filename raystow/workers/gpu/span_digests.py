@@ -13,9 +13,6 @@ from ...storage.coding import dtypes
 from ...storage.coding.digest import finish
 from .digests import Digests
 
-_KEPT = 4  # tables: of a sample and of all bytes, for two journals
-_tables: dict[int, tuple[Sequence[tuple[torch.Tensor, int, int]], Digests]] = {}
-
 
 class DeviceSpan(NamedTuple):
     """A ``Source`` for ``Digests``: bytes from ``first`` to ``last`` of a tensor's memory."""
@@ -42,7 +39,10 @@ class DeviceSpan(NamedTuple):
 
     def gather(self) -> torch.Tensor:
         """A contiguous copy, made on the current stream."""
-        return self.tensor.contiguous().reshape(-1).view(torch.uint8)[self.first : self.last].clone()
+        row = self.tensor.nbytes // len(self.tensor)
+        start = self.first // row
+        rows = self.tensor[start : -(-self.last // row)].clone(memory_format=torch.contiguous_format)
+        return rows.reshape(-1).view(torch.uint8)[self.first - start * row : self.last - start * row].clone()
 
 
 class SpanDigests(NamedTuple):
@@ -52,22 +52,27 @@ class SpanDigests(NamedTuple):
     sizes: npt.NDArray[np.uint64]
     event: torch.cuda.Event
 
-    @staticmethod
-    def taken(device: torch.device, pieces: Sequence[tuple[torch.Tensor, int, int]]) -> SpanDigests:
-        """Take the digests of bytes ``first`` to ``last`` of tensors on the current stream. For the same list as before, whose
-        tensors are where they were, the kernels' tables are used again."""
-        with torch.cuda.device(device):
-            known = _tables.get(id(pieces))
-            if known is None or known[0] is not pieces:
-                known = _tables[id(pieces)] = pieces, Digests([DeviceSpan(*piece) for piece in pieces], device)
-                for old in list(_tables)[:-_KEPT]:
-                    del _tables[old]
-            sums = known[1].take()
-            event = torch.cuda.current_stream(device).record_event()
-        return SpanDigests(sums, np.array([last - first for _, first, last in pieces], np.uint64), event)
-
     def numbers(self) -> npt.NDArray[np.uint64]:
         """Wait for the digests: uint64 [spans]."""
         self.event.synchronize()
         found: npt.NDArray[np.uint64] = finish(self.sums.numpy().view(np.uint64), self.sizes)
         return found
+
+
+class SpanDigester:
+    """Takes the digests of bytes ``first`` to ``last`` of tensors of one device, which stay where they are. The kernels' tables
+    are made once."""
+
+    def __init__(self, device: torch.device, pieces: Sequence[tuple[torch.Tensor, int, int]]) -> None:
+        self._device = device
+        self._sizes = np.array([last - first for _, first, last in pieces], np.uint64)
+        with torch.cuda.device(device):
+            self._digests = Digests([DeviceSpan(*piece) for piece in pieces], device)
+            self._made = torch.cuda.current_stream(device).record_event()
+
+    def take(self) -> SpanDigests:
+        """Take them on the current stream."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._made)
+            return SpanDigests(self._digests.take(), self._sizes, stream.record_event())
