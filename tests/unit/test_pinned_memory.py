@@ -1,15 +1,20 @@
-"""One thread pins host memory ahead of its use, and several threads pin it once a thread waits for the memory."""
+"""One thread pins host memory ahead of its use, and several threads pin it once a thread waits for the memory. Each part that was
+pinned is unpinned once."""
 
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from polling import wait_until
 
+from raystow.storage.errors import ClusterError
 from raystow.workers.gpu import pinned_memory
-from raystow.workers.gpu.pinned_memory import PinnedMemory
+from raystow.workers.gpu.decode import lane
+from raystow.workers.gpu.pinned_memory import HostBuffers, PinnedMemory
 
 PART = 1 << 12
 
@@ -84,3 +89,68 @@ def test_several_threads_pin_a_buffer_that_is_needed_now(pinning: Pinning) -> No
     pinning.allowed.set()
     pinned.wait(3 * PART)
     pinned.close()
+
+
+class Registry:
+    """CUDA's registry of pinned memory. ``codes``: the errors of the next calls."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.codes: list[int] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert address not in self.sizes
+        if code := self.codes.pop(0) if self.codes else 0:
+            return code
+        self.sizes[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.sizes[address]
+        return 0
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    made = Registry()
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: made))
+    return made
+
+
+def test_memory_that_nobody_closes_is_unpinned(registry: Registry) -> None:
+    pinned = PinnedMemory(memory(4), PART)
+    pinned.wait(3 * PART)
+    wait_until(lambda: len(registry.sizes) == 4, "all parts are pinned")
+    del pinned
+    wait_until(lambda: not registry.sizes, "they are unpinned")
+    closed = PinnedMemory(memory(4), PART)
+    closed.close()
+    assert not registry.sizes
+    del closed
+
+
+def test_buffers_that_could_not_be_pinned_are_not_kept(registry: Registry) -> None:
+    registry.codes, buffers = [2], HostBuffers()
+    broken = buffers.take(PART)
+    with pytest.raises(ClusterError, match="cannot pin"):
+        broken.wait(0)
+    buffers.give_back(broken)
+    whole = buffers.take(PART)
+    whole.wait(0)
+    buffers.give_back(whole)
+    assert buffers.take(PART) is whole
+    whole.close()
+
+
+def test_a_lane_without_device_memory_takes_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, taken = SimpleNamespace(record_event=lambda: None), list[int]()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(lane.BUFFERS, "take", taken.append)
+
+    def full(*args: object, **how: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        lane.Lane(torch.device("cuda"))
+    assert not taken

@@ -12,7 +12,8 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -32,13 +33,16 @@ class PinnedMemory:
     """Pins ``memory`` (uint8, page-aligned) in parts of ``part`` bytes, in the background. A copy must not cross parts.
 
     With ``ahead`` one thread pins until somebody waits for it: while many threads allocate pages, the rest of the process is slow
-    to map memory and to launch kernels.
+    to map memory and to launch kernels. CUDA does not pin an address again that was not unpinned, so memory is unpinned, at the
+    latest, when this object is collected.
     """
 
     def __init__(self, memory: Bytes, part: int, *, ahead: bool = False) -> None:
         self.memory, self._part, self._ahead = memory, part, ahead
         threads = _pool(1) if ahead else _pool(_THREADS)
         self._parts: list[Future[int]] = [threads.submit(_pin, of) for of in self._split()]
+        self._unpin = weakref.finalize(self, _unpin, self._parts)
+        self._unpin.atexit = False  # copies may be in progress
 
     def wait(self, start: int) -> None:
         """Wait until the part that contains the byte ``start`` is pinned. Raises ``ClusterError`` if CUDA cannot pin it."""
@@ -48,11 +52,16 @@ class PinnedMemory:
             self._hurry()
         self._parts[number].result()
 
+    def whole(self) -> bool:
+        """Wait until every part is pinned, or CUDA cannot pin it. Return whether it could."""
+        return all(part.exception() is None for part in self._parts)
+
     def close(self) -> None:
         """Unpin the memory; copies must have ended."""
-        for pinned in self._parts:
-            if not pinned.cancel() and pinned.exception() is None and (address := pinned.result()):
-                torch.cuda.cudart().cudaHostUnregister(address)
+        for part in self._parts:
+            if not part.cancel():
+                part.exception()  # waits
+        self._unpin()
 
     def _hurry(self) -> None:
         """Let all threads pin what no thread has begun."""
@@ -81,7 +90,10 @@ class HostBuffers:
         return PinnedMemory(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8), nbytes)
 
     def give_back(self, buffer: PinnedMemory) -> None:
-        """Keep a buffer for later."""
+        """Keep a buffer for later, unless CUDA cannot pin it."""
+        if not buffer.whole():
+            buffer.close()
+            return
         with self._lock:
             self._idle.append(buffer)
 
@@ -108,6 +120,18 @@ def _pin(memory: Bytes) -> int:
         what = f"CUDA cannot pin {math.ceil(memory.size / (1 << 20))} MiB of host memory (error {code})"
         raise ClusterError(what, remedy=_REMEDY)
     return address
+
+
+def _unpin(parts: Sequence[Future[int]]) -> None:
+    """Unpin parts; those that are being pinned once they are."""
+    for part in parts:
+        if not part.cancel():
+            part.add_done_callback(_unregister)
+
+
+def _unregister(part: Future[int]) -> None:
+    if part.exception() is None and (address := part.result()):
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @functools.cache

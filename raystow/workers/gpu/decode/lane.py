@@ -22,12 +22,12 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.stream, self._device = torch.cuda.Stream(device), device
         self.event = self.stream.record_event()  # after the work that was enqueued last
-        self.pinned = BUFFERS.take(ROOM.stored)
-        self.bytes = self.pinned.memory
-        self._address = self.bytes.ctypes.data
         sizes = ROOM.stored, ROOM.planes, ROOM.aligned, 0, _SCRATCH
         self._stored, self._planes, self._aligned, self.words, self.scratch = map(self._allocate, sizes)
         self._allocate_numbers(_NUMBERS)
+        self.pinned = BUFFERS.take(ROOM.stored)  # at last: a lane without device memory would not give it back
+        self.bytes = self.pinned.memory
+        self._address = self.bytes.ctypes.data
 
     @property
     def memory(self) -> LaneMemory:
