@@ -164,7 +164,9 @@ class NodeEncoder:
         self._tell(answer)
 
     def _open(self, uuid: str, codec: str) -> DeviceOpened:
-        """Allocate a ring on the training process's device, and sign it."""
+        """Allocate a ring on the training process's device, and sign it. One that it did not come to use is freed."""
+        if (unused := self._devices.pop(uuid, None)) is not None:
+            unused.ring.close()
         index = _index(uuid)
         torch.cuda.set_device(index)
         if codec != RAW:

@@ -122,16 +122,17 @@ class RemoteEncoder:
 
     def encode(self, device: int, request: EncodeRequest, announce: Announce) -> None:
         """Copy all chunks to the node worker's ring; return when they have been read. See ``GpuEncoder.encode``."""
-        request.meanwhile()
         mapped, pieces = self._mapped[device], request.pieces
-        with torch.cuda.device(device), torch.cuda.stream(mapped.stream):
-            try:
+        try:
+            request.meanwhile()
+            with torch.cuda.device(device), torch.cuda.stream(mapped.stream):
                 mapped.stream.wait_event(request.after)
                 sums = digests(pieces, torch.device("cuda", device))
                 for batch in _batches(pieces, mapped.ring.slot_size):
                     self._fill(mapped, pieces, batch, sums, announce)
-            finally:
-                mapped.stream.synchronize()  # also after an error: then the tensors may be freed
+        except BaseException:
+            torch.cuda.synchronize(device)  # then the tensors, and the memory of the checker, may be freed
+            raise
         request.on_read()
 
     def close(self) -> None:

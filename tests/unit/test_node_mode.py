@@ -1,0 +1,70 @@
+"""Encoding in the node worker without a GPU: memory is freed, and not before the device has finished."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raystow.storage.coding.chunk import RAW
+from raystow.workers.gpu.encode_request import EncodeRequest
+from raystow.workers.gpu.node_mode import node_encoder
+from raystow.workers.gpu.node_mode.node_encoder import NodeEncoder
+from raystow.workers.gpu.node_mode.remote_encoder import RemoteEncoder
+from raystow.workers.protocol.messages import DeviceOpened, OpenDevice
+
+
+class Cuda:
+    """Replaces ``torch.cuda`` and the rings on the device. ``done`` names calls in their order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def create(self, device: int) -> SimpleNamespace:
+        name = f"ring {sum(one.startswith('allocate') for one in self.done)}"
+        self.done.append(f"allocate {name}")
+        close = lambda: self.done.append(f"free {name}")  # noqa: E731
+        return SimpleNamespace(sign=lambda: name, handle=lambda: name, slots=4, slot_size=64, close=close)
+
+    def synchronize(self, device: int) -> None:
+        self.done.append("synchronize")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    made = Cuda()
+    monkeypatch.setattr(node_encoder, "_index", lambda uuid: 0)
+    monkeypatch.setattr(node_encoder.DeviceRing, "create", made.create)
+    for name in ("set_device", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
+    return made
+
+
+def test_a_ring_that_is_opened_again_is_freed_first(cuda: Cuda) -> None:
+    sent: list[Any] = []
+    encoder = NodeEncoder(SimpleNamespace(), 0, sent.append)  # type: ignore[arg-type]
+    for _ in range(2):
+        encoder.ask(OpenDevice("GPU-1", RAW))
+    encoder.close()
+    assert [answer.handle for answer in sent if isinstance(answer, DeviceOpened)] == ["ring 0", "ring 1"]
+    assert cuda.done == ["allocate ring 0", "free ring 0", "allocate ring 1", "synchronize", "free ring 1"]
+
+
+@pytest.mark.parametrize("part", ["check", "copy"])
+def test_an_error_waits_for_all_streams_of_the_device(part: str, cuda: Cuda) -> None:
+    def failing(*arguments: object) -> None:
+        raise RuntimeError("failed")
+
+    encoder: Any = RemoteEncoder(RAW, send=failing, receive=failing, lend=failing)  # type: ignore[arg-type]
+    stream = SimpleNamespace(wait_event=failing, synchronize=lambda: cuda.done.append("one stream"))
+    encoder._mapped[0] = SimpleNamespace(stream=stream, ring=None)
+    request: Any = EncodeRequest((), None, failing, meanwhile=failing if part == "check" else lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="failed"):
+        encoder.encode(0, request, failing)
+    assert "synchronize" in cuda.done
