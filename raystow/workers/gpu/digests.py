@@ -62,18 +62,11 @@ class Digests:
         rows = np.zeros((len(numbers), kernel_args.COLUMNS), np.int64)
         rows[:, 0], rows[:, 1] = addresses, np.array(sizes) // width
         packed = kernel_args.can_pack(rows, width)
-        return _Batch(self._upload(rows), max(sizes), width, packed, self._upload(np.array(numbers)))
+        table, places = (kernel_args.upload(some, self._device) for some in (rows, np.array(numbers)))
+        return _Batch(table, max(sizes), width, packed, places)
 
     def _add(self, batch: _Batch, sums: torch.Tensor) -> None:
         got = torch.zeros((self._rows, len(batch.numbers)), dtype=torch.int64, device=self._device)
         second = got[1] if self._rows == 2 else None
         word_kernels.digest(batch.table, batch.largest, width=batch.width, packed=batch.packed, digests=got[0], second=second)
         sums[:, batch.numbers] = got
-
-    def _upload(self, rows: Any) -> torch.Tensor:
-        return torch.from_numpy(rows).pin_memory().to(self._device, non_blocking=True)
-
-
-def digests(sources: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Call ``Digests.take`` once."""
-    return Digests(sources, device).take()

@@ -42,7 +42,7 @@ from ...protocol.messages import (
 )
 from ...shm.ring import ALIGN
 from ..codec_choice import Choice
-from ..digests import digests
+from ..digests import Digests
 from ..encode.derived_check import DerivedCheck, DerivedChecker, check_derived
 from ..encode_request import DerivedPair, EncodeRequest, Source
 from ..unchanged import Remaining
@@ -127,7 +127,7 @@ class RemoteEncoder:
             request.meanwhile()
             with torch.cuda.device(device), torch.cuda.stream(mapped.stream):
                 mapped.stream.wait_event(request.after)
-                sums = digests(pieces, torch.device("cuda", device))
+                sums = Digests(pieces, torch.device("cuda", device)).take()
                 for batch in _batches(pieces, mapped.ring.slot_size):
                     self._fill(mapped, pieces, batch, sums, announce)
         except BaseException:
