@@ -14,6 +14,7 @@ Each of the first three may be answered by ``DeviceRefused``.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import TypeVar
 import torch
 from torch.cuda import Event
 
+from ....storage.batches import batches
 from ....storage.errors import ProtocolError, RaystowError, SaveFailed
 from ...protocol.messages import (
     BaseDigests,
@@ -210,14 +212,10 @@ class RemoteEncoder:
 
 def _batches(pieces: Sequence[Source], slot_size: int) -> Iterator[_Batch]:
     """Distribute the chunks over slots."""
-    batch, used = list[tuple[int, int]](), 0
-    for i, piece in enumerate(pieces):
-        if piece.nbytes > slot_size:
+    sizes = [-(-piece.nbytes // ALIGN) * ALIGN for piece in pieces]
+    for numbers in batches(range(len(pieces)), sizes.__getitem__, slot_size):
+        if sizes[numbers[0]] > slot_size:
+            piece = pieces[numbers[0]]
             raise SaveFailed(f"a chunk of {piece.nbytes} bytes does not fit into a slot of {slot_size}", subject=piece.name)
-        if batch and used + piece.nbytes > slot_size:
-            yield batch
-            batch, used = [], 0
-        batch.append((i, used))
-        used += -(-piece.nbytes // ALIGN) * ALIGN
-    if batch:
-        yield batch
+        starts = itertools.accumulate((sizes[i] for i in numbers), initial=0)
+        yield list(zip(numbers, starts, strict=False))
