@@ -197,12 +197,21 @@ class EncodePlan:
                 assert after_group <= group, "a group must fit into half of the memory for high planes"
                 group_of.append(group)
                 raw, streams = raw + size, streams + more
-            largest = max(job.nbytes for job in jobs)
-            packed = kernel_args.can_pack(table[first:last], width)
             self.batches.append(
                 Batch(
-                    *(first, last, width, head.coded and head.dtype.rotate, head.address is None, packed),
-                    *(largest, base, low, middle, after, group, after_group),
+                    first,
+                    last,
+                    width=width,
+                    rotate=head.coded and head.dtype.rotate,
+                    scattered=head.address is None,
+                    packed=kernel_args.can_pack(table[first:last], width),
+                    largest=max(job.nbytes for job in jobs),
+                    base=base,
+                    low=low,
+                    middle=middle,
+                    after=after,
+                    group=group,
+                    after_group=after_group,
                     followed=head.followed,
                 )
             )
