@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,6 @@ from journal_port import EntryBox, snapshot
 from msgspec.structs import replace
 from torch import nn
 
-from raystow.orchestrator.journal.state_digests import Digester
-from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage import metrics
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -307,32 +304,6 @@ def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture, monke
     assert at_six.snapshot() == run.snapshot()
 
 
-@pytest.mark.parametrize("part", ["_buffers.capture", "_digester.take"])
-def test_an_unexpected_error_does_not_fail_the_training(
-    part: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    box, run = EntryBox(), Run()
-    journal = box.journal(run.model, run.opt)
-    journal.replay()
-    for number in range(1, 5):
-        with monkeypatch.context() as patch:
-            if number == 2:
-                patch.setattr(journal, part.split(".")[0], SimpleNamespace(begin=lambda: None))
-            run.step(number)
-            journal.record(number)
-        if number == 3:
-            assert journal.save_advised
-            journal.saved(3)
-            at_three = Run()
-            at_three.load(run)
-    journal.close()
-    assert box.steps() == [1, 4]
-    assert "is not recorded" in caplog.text
-    assert "AttributeError" in caplog.text, "the traceback is logged"
-    replayed(box, at_three, base=3)
-    assert at_three.snapshot() == run.snapshot()
-
-
 def test_entries_of_another_attempt_are_not_replayed(caplog: pytest.LogCaptureFixture) -> None:
     """The other attempt did not save that step; its state differs in one element, which the digest sample may omit."""
 
@@ -517,15 +488,3 @@ def test_all_ranks_end_at_the_last_step_that_all_reach() -> None:
     for rank, run in enumerate(again):
         assert run.snapshot() == states[rank][2]
         journals[rank].close()
-
-
-def test_digests_hold_no_replaced_tensors() -> None:
-    run = Run()
-    run.step(1)
-    digester = Digester(TrackedState(run.model, [run.opt]))
-    for whole in (True, False):
-        digester.take(whole=whole)
-    replaced = weakref.ref(digester._plans[True].of[-1].tensor)
-    run.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
-    digester.take(whole=False)
-    assert replaced() is None

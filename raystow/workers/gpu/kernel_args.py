@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +53,7 @@ class Addressed:
         return self.address
 
 
-Table = torch.Tensor | Addressed
+Table: TypeAlias = torch.Tensor | Addressed
 """A table with a row for each chunk, stream or range."""
 
 
