@@ -103,6 +103,8 @@ class Coordinator:
 
         return RestoreChoice(self._entry, {node: (f"node-{node}",) for node in range(0, NODES, 2)}, self._record)
 
+    def reading(self, rank: Any) -> None: ...
+
 
 def plan(folder: str, entry: Entry, rank: int, world: int, pipe: Any) -> None:
     """Plan once in this process and report the cost."""

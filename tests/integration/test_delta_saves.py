@@ -20,7 +20,7 @@ from raystow.storage.errors import SaveFailed, StoreUnavailable
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
 from raystow.storage.version import Version
-from raystow.workers.protocol.messages import RestoreChoice, RestoreVote
+from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
 
 State = dict[str, Any]
 
@@ -166,6 +166,8 @@ def test_memory_restores_a_delta_while_the_store_is_down(uri: str, monkeypatch: 
 
         def settle(self, vote: RestoreVote) -> RestoreChoice | None:
             return RestoreChoice.of(newest.entry, known, near, cluster.committer.record)
+
+        def reading(self, rank: RankReading) -> None: ...
 
     def down(*_: object, **__: object) -> None:
         raise StoreUnavailable("503", subject="the store")

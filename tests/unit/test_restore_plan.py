@@ -27,7 +27,7 @@ from raystow.storage.errors import StateError
 from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.version import Version
-from raystow.workers.protocol.messages import RestoreChoice, RestoreVote
+from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
 
 MIB = 1 << 20
 
@@ -175,10 +175,13 @@ def test_empty_tensors_and_scalars_are_planned():
 
 
 class Port:
-    """A coordinator that lets each rank restore one version."""
+    """A coordinator that lets each rank restore one version. ``told``: that ranks read on."""
 
     def __init__(self, choice: RestoreChoice) -> None:
-        self._choice = choice
+        self._choice, self.told = choice, list[RankReading]()
+
+    def reading(self, rank: RankReading) -> None:
+        self.told.append(rank)
 
     def settle(self, vote: RestoreVote) -> RestoreChoice | None:
         return self._choice
@@ -243,6 +246,17 @@ def test_ranks_of_a_node_read_the_record_once():
         for rank in ranks:
             rank.give_up("enough")
     assert read == {"store": saved.entry.size}
+
+
+def test_a_rank_tells_the_others_now_and_then_that_it_reads():
+    """Not for each chunk, and not once it reads no more."""
+    with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
+        saved, port = cluster.save(two_tensors(1), step=5), Port(RestoreChoice(cluster.repository.latest().entry))
+        for number, timeout in ((1, 0.0), (2, 600.0)):
+            vote = RestoreVote(0, 1, "me", number, timeout)
+            agreement = ClusterAgreement(cluster.repository, port, vote, itertools.count(3), lambda: cluster.address(0))
+            assert restore_agreed(cluster.repository, two_tensors(2), agreement) == saved
+    assert {*port.told} == {RankReading(0, "me", 1, 0.0)}
 
 
 @pytest.mark.parametrize("near", [{0: ("here",)}, {}], ids=["in memory", "not in memory"])

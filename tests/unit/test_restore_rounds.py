@@ -14,7 +14,7 @@ from raystow.storage.format import keys
 from raystow.storage.format.root import Entry
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.protocol.messages import RestoreChoice, RestoreVote
+from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
 
 
 class RestoringRun:
@@ -229,6 +229,57 @@ def test_a_rank_that_never_finishes_is_named_after_the_deadline(run):
     run.rounds.tick()
     with pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
         round.answer(entry)
+
+
+def test_ranks_wait_for_a_rank_that_reads_on(run):
+    """Votes that the waiting rank repeats meanwhile are no reason to wait longer."""
+    (entry,) = run.commit(1)
+    round = run.vote(0, run.vote(0).answer(None))
+    run.vote(1)
+    for _ in range(9):
+        run.clock.time += 40
+        run.rounds.reading(RankReading(1, "a1", 1, 60.0))
+        run.rounds.tick()
+        assert run.vote(0, entry) is round
+        assert not round.answers(entry)
+    for other in (RankReading(1, "b1", 1, 60.0), RankReading(1, "a1", 2, 60.0), RankReading(0, "a0", 1, 60.0)):
+        run.rounds.reading(other)
+    run.clock.time += 61
+    run.rounds.tick()
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
+        round.answer(entry)
+
+
+def test_a_rank_that_waits_for_others_to_join_has_a_deadline(run):
+    run.commit(1)
+    round = run.vote(0)
+    for _ in range(2):
+        run.clock.time += 40
+        run.vote(0)
+        run.rounds.tick()
+    assert isinstance(round.failure, DeadlineExceeded)
+
+
+def test_a_repeated_vote_is_answered_after_the_end(run):
+    """The last rank has finished when another rank is about to repeat its vote."""
+    (entry,) = run.commit(1)
+    round = run.vote(0, run.vote(0).answer(None))
+    run.vote(1)
+    run.vote(1, entry)
+    assert run.vote(0, entry) is round
+    assert round.answer(entry) == entry
+    assert len(run.rounds.restored()) == 1
+
+
+def test_a_restarted_coordinator_waits_for_a_rank_that_reads(run):
+    (entry,) = run.commit(1)
+    round = run.vote(0, entry)
+    run.clock.time += 40
+    run.rounds.reading(RankReading(1, "a1", 1, 60.0))
+    run.clock.time += 40
+    run.rounds.tick()
+    assert run.vote(1, entry) is round
+    assert round.answer(entry) == entry
 
 
 def test_another_world_size_ends_the_old_round(run):

@@ -360,7 +360,7 @@ class Checkpointer:
                 than on another rank.
             NotFound: There is no such version.
             Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.
-            DeadlineExceeded: Another rank did not call within ``timeout`` seconds.
+            DeadlineExceeded: Another rank did not call, or did not read on, for ``timeout`` seconds.
         """
         self._check_open()
         asked = selector_text(version, self._startup.wait().repository)

@@ -35,6 +35,8 @@ from ...workers.protocol.messages import (
     CoordinatorStatus,
     EntryInfo,
     JournalVote,
+    RankReading,
+    RanksReading,
     RestoreChoice,
     RestoreVote,
     StartRun,
@@ -220,6 +222,10 @@ class CoordinatorActor:
                     self._changed.notify_all()
             case messages.RankDisconnected(rank, incarnation, reason):
                 await self.rank_disconnected(rank, incarnation, reason)
+            case RankReading():
+                await self.start()
+                async with self._restoring:
+                    self._rounds.reading(request)
         return messages.Acknowledged()
 
     async def handle_vote(self, protocol: str, data: bytes) -> tuple[bytes, ray.ObjectRef | None]:
@@ -229,6 +235,8 @@ class CoordinatorActor:
         choice = await self.settle(messages.decode(data, RestoreVote))
         if choice is None:
             return messages.encode(messages.NoVersion()), None
+        if isinstance(choice, RanksReading):
+            return messages.encode(choice), None
         records = choice.records
         if not any(records):
             return messages.encode(choice), None
@@ -236,7 +244,7 @@ class CoordinatorActor:
             self._shared = records, ray.put(records)
         return messages.encode(choice.with_records(itertools.repeat(b""))), self._shared[1]
 
-    async def settle(self, vote: RestoreVote) -> RestoreChoice | None:
+    async def settle(self, vote: RestoreVote) -> RestoreChoice | RanksReading | None:
         """Take a rank's vote on the version to restore. Returns the version to restore, or the one that all have restored."""
         core = await self._started()
         async with self._restoring:
@@ -244,8 +252,11 @@ class CoordinatorActor:
             round = await asyncio.to_thread(self._rounds.vote, vote, in_memory)
             core.restored(self._rounds.restored())
         await self._tell()
-        async with self._changed:
-            await self._changed.wait_for(lambda: round.answers(vote.tried))
+        try:
+            async with self._changed:
+                await asyncio.wait_for(self._changed.wait_for(lambda: round.answers(vote.tried)), vote.timeout)
+        except asyncio.TimeoutError:
+            return RanksReading()
         entry = round.answer(vote.tried)
         if entry is None or entry == vote.tried:
             return None if entry is None else RestoreChoice(entry)

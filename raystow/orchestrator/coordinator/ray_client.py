@@ -19,6 +19,7 @@ from ...workers.protocol.messages import (
     EntryInfo,
     JournalChoice,
     JournalVote,
+    RankReading,
     RestoreChoice,
     RestoreVote,
     SegmentStored,
@@ -79,13 +80,19 @@ class RayCoordinatorClient:
     def settle(self, vote: RestoreVote) -> RestoreChoice | None:
         """See ``restore.rounds``. Waits for the other ranks."""
         vote = replace(vote, damage=messages.shortened(vote.damage), error=messages.shortened(vote.error))
-        data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
-        answer: RestoreChoice | messages.NoVersion = messages.decode(data, RestoreChoice, messages.NoVersion)  # type: ignore[assignment]
-        if isinstance(answer, messages.NoVersion):
+        answer: messages.Message = messages.RanksReading()
+        while isinstance(answer, messages.RanksReading):
+            data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
+            answer = messages.decode(data, RestoreChoice, messages.NoVersion, messages.RanksReading)
+        if not isinstance(answer, RestoreChoice):
             return None
         if records is None:
             return answer
         return answer.with_records(call(records, _ANSWER, f"coordinator of {self._uri}"))
+
+    def reading(self, rank: RankReading) -> None:
+        """Tell that a rank reads on, without waiting for an answer, since that would delay its reads."""
+        self._actor.handle.remote(PROTOCOL, messages.encode(rank))
 
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
         report = messages.RankSaveFailed(rank, incarnation, save, step, messages.shortened(reason))

@@ -53,7 +53,8 @@ def restore_agreed(
                 log.info("restoring version %d (step %d): %s", version.id, version.step, plan.summary())
                 with contextlib.ExitStack() as bar:
                     title = f"restoring version {version.id}"
-                    plan.execute(progress or bar.enter_context(progress_bar.shown(title, plan.raw, rank=options.rank)))
+                    show = progress or bar.enter_context(progress_bar.shown(title, plan.raw, rank=options.rank))
+                    plan.execute(_told(agreement, show))
                 del plan
         except Damaged as error:
             damage, whole = str(error), False
@@ -67,3 +68,13 @@ def restore_agreed(
             return repository.at(entry)
         entry = answer
     return None
+
+
+def _told(agreement: Agreement, show: Progress) -> Progress:
+    """``show``, and the other ranks are told."""
+
+    def tell(nbytes: int) -> None:
+        show(nbytes)
+        agreement.reading()
+
+    return tell

@@ -20,7 +20,7 @@ from ...storage.repository import Repository
 from ...storage.version import Bases, Version
 from ...storage.version_selector import LATEST, VersionSelector, select, selector_text
 from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
-from ...workers.protocol.messages import RestoreChoice, RestoreVote
+from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
 from .plan import Sources, by_source
 from .rounds import falling_back, none_left
 
@@ -43,6 +43,9 @@ class Agreement(Protocol):
 
     def version(self, entry: Entry) -> Version:
         """The version, read through the best sources."""
+
+    def reading(self) -> None:
+        """Tell the other ranks now and then that this rank reads on. Call it for each chunk, on any thread."""
 
     def give_up(self, error: str) -> None:
         """Report to the other ranks that this rank cannot restore."""
@@ -94,6 +97,8 @@ class LocalAgreement:
     def version(self, entry: Entry) -> Version:
         return self._repository.at(entry, siblings=self._siblings)
 
+    def reading(self) -> None: ...
+
     def give_up(self, error: str) -> None:
         self._lease.close()
 
@@ -102,6 +107,8 @@ class RestorePort(Protocol):
     """The part of the coordinator that restores use: see ``rounds``."""
 
     def settle(self, vote: RestoreVote) -> RestoreChoice | None: ...
+
+    def reading(self, rank: RankReading) -> None: ...
 
 
 class ClusterAgreement:
@@ -125,7 +132,8 @@ class ClusterAgreement:
         here: str = "",
     ) -> None:
         self._repository, self._port, self._numbers, self._address = repository, port, numbers, address
-        self._patience = SYSTEM.monotonic() + opening.timeout
+        self._told = SYSTEM.monotonic()
+        self._patience = self._told + opening.timeout
         self._opening = replace(opening, node=here)
         self._here, self.sources = here, Sources()
         self._log = about(logger, repository=repository.uri, rank=opening.rank)
@@ -197,6 +205,12 @@ class ClusterAgreement:
 
         self._cache.location = place
         return version
+
+    def reading(self) -> None:
+        now, vote = SYSTEM.monotonic(), self._opening
+        if now >= self._told + vote.timeout / 4:
+            self._told = now
+            self._port.reading(RankReading(vote.rank, vote.incarnation, vote.number, vote.timeout))
 
     def give_up(self, error: str) -> None:
         self._let_go()

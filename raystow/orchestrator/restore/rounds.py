@@ -20,7 +20,7 @@ from ...storage.format.version_record import RestoreInfo
 from ...storage.log import about
 from ...storage.repository import Repository
 from ...storage.version_selector import LATEST, select
-from ...workers.protocol.messages import NO_GROUP, RestoreChoice, RestoreGroup, RestoreVote
+from ...workers.protocol.messages import NO_GROUP, RankReading, RestoreChoice, RestoreGroup, RestoreVote
 from .version_cache import VersionCache
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class RestoreRounds:
         self._repository, self._clock, self._known = repository, clock, known
         self._is_current, self._on_fall_back = is_current, on_fall_back
         self._open: list[RestoreRound] = []
-        self._failed: dict[int, tuple[tuple[str, int], RestoreRound]] = {}  # rank -> the last failed round, and its member
+        self._ended: dict[int, tuple[tuple[str, int], RestoreRound]] = {}  # rank -> the last round that ended, and its member
         self.changes = 0
         """The number of changes of all rounds."""
         self._restored: list[RestoreInfo] = []
@@ -124,10 +124,12 @@ class RestoreRounds:
 
         ``held``: a save that is complete in memory but not a version; a new round starts with it.
         """
-        member, failed = self._failed.get(vote.rank, (None, None))
-        if failed is not None and member == (vote.incarnation, vote.number):  # the round failed while this rank was restoring
-            return failed
+        member, ended = self._ended.get(vote.rank, (None, None))
+        if ended is not None and member == (vote.incarnation, vote.number):  # the round failed while this rank was restoring
+            return ended
         round = self._round_of(vote, held if vote.allow_uncommitted else None)
+        if vote.rank not in round.members or (vote.tried is not None and vote.rank not in round.votes):  # not a repetition
+            round.deadline = self._clock.monotonic() + vote.timeout
         round.members[vote.rank] = vote.incarnation, vote.number
         round.asked[vote.rank] = vote.version
         round.nodes[vote.rank] = vote.node
@@ -135,7 +137,6 @@ class RestoreRounds:
             round.joined, round.group = True, RestoreGroup(self._clock.token(), tuple(sorted({*round.nodes.values()} - {""})))
             self.changes += 1
             self._check_asked(round)
-        round.deadline = self._clock.monotonic() + vote.timeout
         if vote.error:
             self._fail(round, ClusterError(f"rank {vote.rank} could not restore: {vote.error}"))
         if round.failure is not None or vote.tried is None or vote.tried not in round.candidates[:1]:
@@ -156,6 +157,13 @@ class RestoreRounds:
         """The restores that have succeeded since the last call."""
         found, self._restored = self._restored, []
         return found
+
+    def reading(self, rank: RankReading) -> None:
+        """A rank reads on: the others wait for it."""
+        member = rank.incarnation, rank.number
+        for round in self._open:
+            if round.members.get(rank.rank, member) == member and rank.rank not in round.votes:
+                round.deadline = max(round.deadline, self._clock.monotonic() + rank.timeout)
 
     def left(self, rank: int, incarnation: str) -> None:
         """A new process has taken a rank: rounds of its previous process fail."""
@@ -256,11 +264,11 @@ class RestoreRounds:
 
     def _fail(self, round: RestoreRound, error: RaystowError) -> None:
         round.failure = error
-        self._failed.update((rank, (member, round)) for rank, member in round.members.items())
         self._close(round)
 
     def _close(self, round: RestoreRound) -> None:
         self.changes += 1
+        self._ended.update((rank, (member, round)) for rank, member in round.members.items())
         if round in self._open:
             self._open.remove(round)
         round.lease.close()

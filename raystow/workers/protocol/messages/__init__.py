@@ -42,7 +42,7 @@ STAGING_ANSWERS = (
 COORDINATOR_REQUESTS = (
     *(JoinRun, Begin, RankFinished, AwaitRanks, PartStaged, PartStored),
     *(PartFailed, RankSaveFailed, FindOutcome, RankDisconnected, AskNextSave),
-    *(OpenSegment, SegmentStored),
+    *(OpenSegment, SegmentStored, RankReading),
 )
 """What ranks and node workers ask the coordinator while a training runs."""
 

@@ -19,9 +19,9 @@ class RestoreVote(Message, frozen=True):
     """A rank's word in a round. ``number``: how many restores its process has begun. ``tried``: the version it has just tried, or
     None at first; ``damage``: what was wrong with it, empty if it is restored; ``whole``: it is not damaged, but holds less than
     is asked for. ``error``: why this rank gives up altogether.
-    ``timeout``: the seconds it waits for others. ``allow_uncommitted``: a save that is not durable yet will do. ``node``: the one
-    it runs on, if that has a node worker. ``read``: stored bytes that it has read of the version, by where they came from.
-    ``version``: the version that the rank asks for, as ``selector_text`` gives it."""
+    ``timeout``: the seconds it waits for others that do not read on. ``allow_uncommitted``: a save that is not durable yet will
+    do. ``node``: the one it runs on, if that has a node worker. ``read``: stored bytes that it has read of the version, by where
+    they came from. ``version``: the version that the rank asks for, as ``selector_text`` gives it."""
 
     rank: int
     world_size: int
@@ -82,3 +82,16 @@ class RestoreChoice(Message, frozen=True):
 
 class NoVersion(Message, frozen=True):
     """The answer to a vote if there is nothing to restore."""
+
+
+class RanksReading(Message, frozen=True):
+    """The answer to a vote while other ranks read on: vote the same again."""
+
+
+class RankReading(Message, frozen=True):
+    """A rank reads on, in its restore with this ``number``: the others wait for it for ``timeout`` seconds from now."""
+
+    rank: int
+    incarnation: Text
+    number: int
+    timeout: float
