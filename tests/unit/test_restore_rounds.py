@@ -151,6 +151,22 @@ def test_all_ranks_get_an_error_if_no_version_is_whole(run):
         round.answer(only)
 
 
+def test_no_rank_continues_if_the_next_version_is_not_leased(run, monkeypatch):
+    _, newest = run.commit(2)
+    round = run.vote(0, run.vote(0).answer(None))
+    run.vote(1)
+
+    def down(*_: object, **__: object) -> None:
+        raise StoreUnavailable("503", subject="root.json")
+
+    monkeypatch.setattr(MemoryStore, "get_tagged", down)
+    run.vote(1, newest, "it is cut")
+    assert round.answers(newest)
+    with pytest.raises(StoreUnavailable, match=r"root\.json: 503"):
+        round.answer(newest)
+    assert run.vote(1, newest) is round
+
+
 def test_the_version_being_restored_is_leased(run):
     old, new = run.commit(2)
     run.vote(0)

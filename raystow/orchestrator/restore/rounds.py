@@ -125,7 +125,7 @@ class RestoreRounds:
         ``held``: a save that is complete in memory but not a version; a new round starts with it.
         """
         member, ended = self._ended.get(vote.rank, (None, None))
-        if ended is not None and member == (vote.incarnation, vote.number):  # the round failed while this rank was restoring
+        if ended is not None and member == (vote.incarnation, vote.number):  # the round ended while this rank was busy
             return ended
         round = self._round_of(vote, held if vote.allow_uncommitted else None)
         if vote.rank not in round.members or (vote.tried is not None and vote.rank not in round.votes):  # not a repetition
@@ -243,7 +243,11 @@ class RestoreRounds:
         if round.candidates:
             log = about(logger, repository=self._repository.uri, version=entry.id, attempt=entry.attempt, step=entry.step)
             log.error("%s", falling_back(entry, round.candidates[0], texts, whole=whole))
-            self._lease(round)
+            try:
+                self._lease(round)
+            except RaystowError as error:
+                self._fail(round, error)
+                return
         if not round.candidates:
             self._fail(round, none_left(self._repository.uri, round.version, entry, texts, whole=whole))
 
