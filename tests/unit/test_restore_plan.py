@@ -259,6 +259,29 @@ def test_a_rank_tells_the_others_now_and_then_that_it_reads():
     assert {*port.told} == {RankReading(0, "me", 1, 0.0)}
 
 
+@pytest.mark.parametrize("when", ["waits at first", "reads", "waits at last"])
+def test_the_others_are_told_of_an_interrupted_rank(when):
+    errors = []
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    class Interrupted(Port):
+        def settle(self, vote: RestoreVote) -> RestoreChoice | None:
+            errors.append(vote.error)
+            if not vote.error and when == ("waits at first" if vote.tried is None else "waits at last"):
+                interrupt()
+            return super().settle(vote)
+
+    with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
+        port, vote = Interrupted(RestoreChoice(cluster.save(two_tensors(1), step=5).entry)), RestoreVote(0, 2, "me", 1, 60.0)
+        agreement = ClusterAgreement(cluster.repository, port, vote, itertools.count(2), lambda: cluster.address(0))
+        progress = interrupt if when == "reads" else None
+        with pytest.raises(KeyboardInterrupt):
+            restore_agreed(cluster.repository, two_tensors(2), agreement, progress=progress)
+    assert errors[-1] == "KeyboardInterrupt()"
+
+
 @pytest.mark.parametrize("near", [{0: ("here",)}, {}], ids=["in memory", "not in memory"])
 def test_bytes_damaged_in_memory_are_read_from_the_store(caplog, near):
     """A rank that restores alone does not ask the node worker for what no node has in memory."""

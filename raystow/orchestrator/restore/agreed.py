@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from ...storage.errors import Damaged
+from ...storage.errors import Damaged, RaystowError
+from ...storage.format.root import Entry
 from ...storage.gc_pause import uncollected
 from ...storage.log import about
 from ...storage.repository import Repository
@@ -40,7 +41,7 @@ def restore_agreed(
     no version is left.
     """
     filled = set[str]()
-    first = entry = agreement.settle(None, "")
+    first = entry = _settled(agreement, None, "")
     while entry is not None:
         damage, whole = "", True
         try:
@@ -60,14 +61,25 @@ def restore_agreed(
             damage, whole = str(error), False
         except BaseException as error:
             if entry == first or not isinstance(error, Incomplete):
-                agreement.give_up(str(error))
+                agreement.give_up(str(error) or repr(error))
                 raise
             damage = str(error)
-        answer = agreement.settle(entry, damage, whole=whole)
+        answer = _settled(agreement, entry, damage, whole=whole)
         if answer == entry:
             return repository.at(entry)
         entry = answer
     return None
+
+
+def _settled(agreement: Agreement, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
+    """The answer of the other ranks, which are told if this rank is interrupted while it waits."""
+    try:
+        return agreement.settle(tried, damage, whole=whole)
+    except RaystowError:
+        raise  # they have it too, or cannot be reached
+    except BaseException as error:
+        agreement.give_up(str(error) or repr(error))
+        raise
 
 
 def _told(agreement: Agreement, show: Progress) -> Progress:
