@@ -10,11 +10,12 @@ import pytest
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import RaystowError, StoreError, StoreUnavailable
 from raystow.storage.stores.memory import MemoryStore
+from raystow.workers.cache import cache_server, node_cache_store
 from raystow.workers.cache.cache_server import serve_reads
 from raystow.workers.cache.fetcher import Fetcher, NoPeers
 from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from raystow.workers.cache.tier import MemoryTier
-from raystow.workers.protocol.messages import AttemptKey, ReadCached
+from raystow.workers.protocol.messages import AttemptKey, ReadCached, ReadPending
 from raystow.workers.protocol.unix_channel import Listener
 
 
@@ -64,6 +65,65 @@ def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
     cached.close()
     serving.join(10)
     listener.close()
+
+
+@pytest.fixture
+def frozen() -> Iterator[NodeCacheStore]:
+    """Return the store of a rank whose node worker does the handshake once, and then neither reads nor answers."""
+    listener, done = Listener(f"raystow-test-{SYSTEM.token()}"), threading.Event()
+
+    def serve() -> None:
+        connection = listener.accept()
+        assert connection is not None
+        connection.handshake("the rank")
+        done.wait(60)
+        connection.close()
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    store = MemoryStore("cached")
+    store.put("pack", [b"bytes"])
+    cached = NodeCacheStore(store, listener.name, "r")
+    cached.location = lambda key: ObjectLocation(5)
+    yield cached
+    done.set()
+    serving.join(10)
+    listener.close()
+
+
+def test_a_frozen_node_worker_is_given_up(
+    frozen: NodeCacheStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not asked again: each request would take as long."""
+    monkeypatch.setattr(node_cache_store, "_SILENCE", 0.1)
+    assert [bytes(frozen.get_range("pack", *span)) for span in ((0, 2), (2, 3))] == [b"by", b"tes"]
+    assert frozen.read == {"store": 5}
+    assert caplog.messages == ["pack is read without the node worker: the other process did not answer within 0.1 s"]
+
+
+def test_a_slow_node_worker_is_waited_for(
+    rank: NodeCacheStore, failing: Failing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache_server, "_WAIT", 0.01)
+    told = threading.Semaphore(0)
+
+    def pending() -> ReadPending:
+        told.release()
+        return ReadPending()
+
+    monkeypatch.setattr(cache_server, "ReadPending", pending)
+    failing.error = None
+    failing.put("pack", [b"bytes"])
+    read = failing.get_range_into
+
+    def slow(key: str, start: int, target: memoryview) -> None:
+        for _ in range(3):
+            assert told.acquire(timeout=60)
+        read(key, start, target)
+
+    monkeypatch.setattr(failing, "get_range_into", slow)
+    assert rank.get_range("pack", 0, 5) == b"bytes"
+    assert not caplog.text, "the node worker returned the bytes"
 
 
 def test_a_store_outage_is_not_waited_for_twice(rank: NodeCacheStore) -> None:

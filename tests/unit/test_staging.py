@@ -14,13 +14,13 @@ import pytest
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
-from raystow.storage.errors import RaystowError, SaveFailed
+from raystow.storage.errors import ClusterError, RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
 from raystow.workers.gpu.encode_request import EncodeRequest
 from raystow.workers.protocol.messages import Begin, ChunkInfo, OpenSession, SessionOpened
 from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.shm.ring import SLOT, Ring
-from raystow.workers.staging import gpu
+from raystow.workers.staging import client, gpu
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
 from raystow.workers.staging.staging_slots import StagingSlots
@@ -90,6 +90,28 @@ def frozen() -> Iterator[str]:
         connection.close()
     listener.close()
     thread.join()
+
+
+def test_a_node_worker_that_opens_no_session_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed then."""
+    monkeypatch.setattr(client, "_OPENING", 0.1)
+    listener, ended = Listener(f"raystow-test-{SYSTEM.token()}"), queue.SimpleQueue[Any]()
+
+    def accept() -> None:
+        connection = listener.accept()
+        assert connection is not None
+        connection.handshake("the training process")
+        connection.receive(OpenSession)
+        ended.put(connection.receive(OpenSession))
+        connection.close()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    with pytest.raises(ClusterError, match=r"did not answer within 0\.1 s"):
+        Staging(listener.name, OPENING)
+    assert ended.get(timeout=60) is None
+    thread.join()
+    listener.close()
 
 
 def within(seconds: float, work: Callable[[], None]) -> bool:

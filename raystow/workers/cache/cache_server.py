@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
-from ...storage.errors import RaystowError, StoreUnavailable
+from ...storage.errors import ClusterError, RaystowError, StoreUnavailable
 from ...storage.object_store import ObjectStore
-from ..protocol.messages import CachedObject, ReadCached, ReadFailed, shortened
+from ..protocol.messages import CachedObject, ReadCached, ReadFailed, ReadPending, shortened
 from ..protocol.unix_channel import Connection
 from .fetcher import Fetcher
+
+_WAIT = 5.0  # seconds after which the process is told that its bytes are still being read
 
 
 def serve_reads(connection: Connection, first: ReadCached, fetcher: Fetcher, store_of: Callable[[str], ObjectStore]) -> None:
     """Answer until the process goes away. ``first``: its first request; ``store_of``: returns the store at a URI."""
     request: ReadCached | None = first
-    while request is not None:
-        read = Counter[str]()
-        try:
-            cached = fetcher.get(request, store_of(request.uri), read)
-        except RaystowError as error:
-            connection.send(ReadFailed(shortened(str(error)), isinstance(error, StoreUnavailable)))
-        else:
+    with ThreadPoolExecutor(1, "raystow-read") as reader:
+        while request is not None:
+            read = Counter[str]()
             try:
-                connection.send(CachedObject(read, cached.whole, cached.memory.extents), fd=cached.memory.descriptor)
-            finally:
-                cached.memory.close()
-        received = connection.receive(ReadCached)
-        request = received and received[0]
+                fetched = reader.submit(fetcher.get, request, store_of(request.uri), read)
+                while not wait([fetched], _WAIT).done:
+                    with contextlib.suppress(ClusterError):  # the answer cannot be sent either
+                        connection.send(ReadPending())
+                cached = fetched.result()
+            except RaystowError as error:
+                connection.send(ReadFailed(shortened(str(error)), isinstance(error, StoreUnavailable)))
+            else:
+                try:
+                    connection.send(CachedObject(read, cached.whole, cached.memory.extents), fd=cached.memory.descriptor)
+                finally:
+                    cached.memory.close()
+            received = connection.receive(ReadCached)
+            request = received and received[0]

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 from ...storage.errors import ClusterError, StoreUnavailable
 from ...storage.log import about, whose
 from ...storage.object_store import Buffer, ObjectStore
-from ..protocol.messages import CachedObject, ReadCached, ReadFailed
+from ..protocol.messages import CachedObject, ReadCached, ReadFailed, ReadPending
 from ..protocol.unix_channel import Connection
 from .lent_memory import LentMemory
 
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+_SILENCE = 15.0  # seconds after which a node worker is frozen that has said neither the answer nor that it is reading
 _HELD = 32  # objects whose memory stays mapped: what the node worker releases should be freed soon
 
 
@@ -47,6 +48,7 @@ class NodeCacheStore:
         self.location: Callable[[str], ObjectLocation | None] = lambda key: None
         self.given: Mapping[str, bytes] = {}
         self.read = Counter[str]()
+        self._frozen = False  # the node worker: every request would wait as long as the one that was not answered
         self._lock = threading.Lock()
         self._connections: list[Connection] = []
         self._answered = set[tuple[str, int, int]]()
@@ -121,7 +123,8 @@ class NodeCacheStore:
     ) -> _Result | None:
         """Return ``use`` of memory that contains these bytes; None if they must be read from the store."""
         location, asked = self.location(key), (key, start, length)
-        if location is None or start + length > location.size or not length:
+        silent = self._frozen and key not in self._whole
+        if location is None or silent or start + length > location.size or not length:
             with self._lock:
                 self.read["store"] += length
             return None
@@ -136,6 +139,7 @@ class NodeCacheStore:
                 self.read["memory"] += length
             return use(location, held)
         except ClusterError as error:
+            self._frozen = self._frozen or isinstance(error.__cause__, TimeoutError)
             about(logger, repository=self.uri, **whose(key)).warning("%s is read without the node worker: %s", key, error)
             with self._lock:
                 self.read["store"] += length
@@ -159,10 +163,13 @@ class NodeCacheStore:
     def _ask(self, connection: Connection, request: ReadCached, use: Callable[[LentMemory], _Result]) -> _Result:
         key = request.key
         connection.send(request)
-        received: tuple[CachedObject | ReadFailed, int | None] | None = connection.receive(CachedObject, ReadFailed)
-        if received is None:
-            raise ClusterError("the node worker closed the connection", subject=self._address)
-        answer, descriptor = received
+        received: tuple[CachedObject | ReadFailed | ReadPending, int | None] | None
+        answer: CachedObject | ReadFailed | ReadPending = ReadPending()
+        while isinstance(answer, ReadPending):
+            received = connection.receive(CachedObject, ReadFailed, ReadPending, timeout=_SILENCE)
+            if received is None:
+                raise ClusterError("the node worker closed the connection", subject=self._address)
+            answer, descriptor = received
         if isinstance(answer, ReadFailed):
             if answer.store_unavailable:  # it has tried for minutes: so would this process
                 raise StoreUnavailable(f"the node worker could not read it from the store: {answer.reason}", subject=key)

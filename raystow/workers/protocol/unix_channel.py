@@ -152,13 +152,18 @@ class Connection:
                 self.shut()
                 return
 
-    def receive(self, *expected: type[_Message]) -> tuple[_Message, int | None] | None:
+    def receive(self, *expected: type[_Message], timeout: float | None = None) -> tuple[_Message, int | None] | None:
         """Return the next message, of one of these classes, and the descriptor sent with it; None when the peer is gone.
 
+        With a ``timeout`` in seconds, which also limits sending, no other thread may send.
+
         Raises:
+            ClusterError: Nothing came within ``timeout``. The connection is of no more use.
             ProtocolError: The peer sent something else. The connection is shut down.
         """
         try:
+            if timeout is not None:
+                self._socket.settimeout(timeout)
             head, ancillary, _, _ = self._socket.recvmsg(_LENGTH.size, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
             fds = [struct.unpack("i", data[:4])[0] for _, kind, data in ancillary if kind == socket.SCM_RIGHTS]
             head += self._exactly(_LENGTH.size - len(head)) if head else b""
@@ -170,7 +175,11 @@ class Connection:
             body = self._exactly(length)
             if len(body) < length:
                 return None
+            if timeout is not None:
+                self._socket.settimeout(None)
             return decode(body, *expected), fds[0] if fds else None
+        except TimeoutError as error:
+            raise ClusterError(f"the other process did not answer within {timeout:g} s") from error
         except OSError:
             return None
         except ProtocolError:

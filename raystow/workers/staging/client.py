@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -41,6 +42,8 @@ from .staging_slots import StagingSlots
 
 logger = logging.getLogger(__name__)
 
+_OPENING = 60.0  # seconds within which the node worker must have allocated the ring
+
 
 class Staging:
     """``submit`` returns at once; saves are staged one after the other, on one thread."""
@@ -49,10 +52,13 @@ class Staging:
         """Connect to the node worker at ``address``, and take over the ring. ``codec``: of chunks on a GPU."""
         self._log = about(logger, repository=opening.uri, rank=opening.rank)
         self._connection = Connection.connect(address)
-        self._connection.send(opening)
-        answer = self._connection.receive(SessionOpened)
-        if answer is None or answer[1] is None:
-            raise ClusterError("the node worker closed the connection", subject=address)
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._connection.close)
+            self._connection.send(opening)
+            answer = self._connection.receive(SessionOpened, timeout=_OPENING)
+            if answer is None or answer[1] is None:
+                raise ClusterError("the node worker closed the connection", subject=address)
+            failed.pop_all()
         opened, descriptor = answer[0], answer[1]
         self._slots = StagingSlots(Ring(descriptor, opened.slots, opened.slot_size, kept=opened.kept), self._connection.post)
         self._devices = DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened.store_rate)

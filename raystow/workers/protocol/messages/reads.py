@@ -56,6 +56,10 @@ class ReadFailed(Message, frozen=True):
     store_unavailable: bool
 
 
+class ReadPending(Message, frozen=True):
+    """The node worker is still reading: the answer follows."""
+
+
 class Contact(Message, frozen=True):
     """Where a node worker listens, the secret that a caller must prove to know (hexadecimal), and the certificate of its TLS
     (PEM); without one it does not use TLS."""
