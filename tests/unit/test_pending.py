@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
+
+from raystow.orchestrator.client import saves_in_flight
 from raystow.orchestrator.client.pending import Pending
+from raystow.orchestrator.client.saves_in_flight import SavesInFlight
 from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import OutcomeUnknown, SaveFailed
 
 
 def test_the_stall_grows_only_while_the_caller_waits() -> None:
@@ -24,3 +31,30 @@ def test_waiting_raises_the_priority_and_polling_does_not() -> None:
     assert not pending._urgent.is_set()
     assert not pending.staged(1e-3)
     assert pending._urgent.is_set()
+
+
+def saves(timeout: float) -> SavesInFlight:
+    return SavesInFlight(2, timeout, lambda pending, error: None, logging.getLogger("raystow"))
+
+
+def test_a_save_without_an_answer_ends_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it but the caller of ``result``, or nobody at all."""
+    monkeypatch.setattr(saves_in_flight, "_LATE", 0.0)
+    pending = Pending(7)
+    saves(0.01).add(pending, pending._set_outcome)
+    with pytest.raises(OutcomeUnknown, match="save of step 7: not durable after 0 s"):
+        pending.result(60)
+    assert pending.done()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_nothing_is_asked_about_a_save_that_has_ended(before: bool) -> None:
+    """It may have ended before it is noted as in flight."""
+    pending, asked = Pending(7), list[OutcomeUnknown]()
+    ends = [lambda: saves(600.0).add(pending, asked.append), lambda: pending._set_outcome(SaveFailed("a disk is full"))]
+    for step in reversed(ends) if before else ends:
+        step()
+    assert pending._timer is not None
+    pending._timer.join(60)
+    assert not pending._timer.is_alive()
+    assert asked == []

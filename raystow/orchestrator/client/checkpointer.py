@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -250,7 +251,7 @@ class Checkpointer:
         with pending._blocking(start):
             try:
                 self._node.staging(plan).submit(order)
-                self._in_flight.add(pending)
+                self._in_flight.add(pending, functools.partial(self._learn, pending, order))
             except RaystowError as error:
                 self._ended(pending, order, error)
         if self._journal is not None:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
+from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import DeadlineExceeded, OutcomeUnknown, RaystowError
 from ...storage.log import Log
@@ -36,6 +37,7 @@ class Pending:
         self._urgent = threading.Event()
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._outcome: Version | RaystowError | None = None
+        self._timer: threading.Timer | None = None
         self._find: Callable[[OutcomeUnknown], object] = lambda unknown: None  # asks for it again
 
     def __repr__(self) -> str:
@@ -116,6 +118,12 @@ class Pending:
         finally:
             self._blocked = before + SYSTEM.monotonic() - since, None
 
+    def _end_after(self, seconds: float, end: Callable[[], object]) -> None:
+        """Call ``end`` in the background if the save has not ended after some seconds."""
+        self._timer = background.after(max(0.0, seconds), "raystow-late", end)
+        if self.done():
+            self._timer.cancel()
+
     def _set_staged(self) -> None:
         self._staged.set()
 
@@ -131,4 +139,6 @@ class Pending:
                 self._outcome = outcome
         self._ended.set()
         self._staged.set()
+        if self._timer is not None:
+            self._timer.cancel()
         return before

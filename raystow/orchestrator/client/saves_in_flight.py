@@ -26,9 +26,10 @@ class SavesInFlight:
         self._limit, self._timeout, self._conclude, self._log = limit, timeout, conclude, log
         self._saves: list[Pending] = []
 
-    def add(self, pending: Pending) -> None:
-        """Note a save that has begun."""
+    def add(self, pending: Pending, learn: Callable[[OutcomeUnknown], None]) -> None:
+        """Note a save that has begun. ``learn`` is called in the background if it has not ended by its deadline."""
         self._saves.append(pending)
+        pending._end_after(self._left(pending), lambda: learn(self._late(pending)))
 
     def steps(self) -> list[int]:
         """Return the steps of the saves that have not ended."""
@@ -58,10 +59,13 @@ class SavesInFlight:
         try:
             pending.result(max(0.0, self._left(pending)))
         except DeadlineExceeded:
-            what = f"not durable after {self._timeout:.0f} s, for an unknown reason; it may still become a version"
-            self._conclude(pending, OutcomeUnknown(what, subject=f"save of step {pending.step}", remedy=UNKNOWN))
+            self._conclude(pending, self._late(pending))
         except RaystowError:
             pass  # counted and logged when it was reported
+
+    def _late(self, pending: Pending) -> OutcomeUnknown:
+        what = f"not durable after {self._timeout:.0f} s, for an unknown reason; it may still become a version"
+        return OutcomeUnknown(what, subject=f"save of step {pending.step}", remedy=UNKNOWN)
 
     def left(self, pending: Pending) -> float:
         """Return the seconds to wait for the coordinator, which decides about a save until its deadline."""
