@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 
 import pytest
 
+from raystow.orchestrator.client.checkpointer import Checkpointer
 from raystow.orchestrator.client.failure_reports import FailureReports
 from raystow.orchestrator.client.failures import Failures
 from raystow.storage.errors import ClusterError, SaveFailed, StateError
@@ -119,3 +121,15 @@ def test_warn_never_raises() -> None:
 def test_an_invalid_on_failure_is_refused(on_failure: str | int, said: str) -> None:
     with pytest.raises(StateError, match=said):
         failures(on_failure)
+
+
+def test_a_save_that_raises_on_one_rank_is_counted() -> None:
+    """All ranks count their saves alike."""
+    rank = Checkpointer.__new__(Checkpointer)
+    rank._saves, rank.failures = itertools.count(1), failures("raise")
+    rank.failures.failed(1, SaveFailed("no space"))
+    with pytest.raises(SaveFailed, match="no space"):
+        rank.save({}, step=2)
+    with pytest.raises(StateError, match="metrics"):
+        rank.save({}, step=2, metrics={"loss": object()})
+    assert next(rank._saves) == 3

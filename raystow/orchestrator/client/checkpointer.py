@@ -213,12 +213,12 @@ class Checkpointer:
             OutcomeUnknown: The same, for a save that may or may not be a version.
             Fenced: Another run has taken over the repository. Every further call raises it, too.
         """
-        start = SYSTEM.monotonic()
+        number, start = next(self._saves), SYSTEM.monotonic()  # also of a save that raises here, on this rank alone
         self.failures.check()
         step, metrics = integer("step", step, least=0), argument_checks.metrics_of(metrics)
         self._check_open()
         self._startup.wait()
-        number, on_gpu = next(self._saves), self._codec != "cpu"
+        on_gpu = self._codec != "cpu"
         plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
         pending = Pending(step, self._log, number=number)
