@@ -15,11 +15,12 @@ from builders import empty_record, live_ids, whole
 from builders import write as write_version
 from polling import wait_until
 
+import raystow
 from raystow import Policy, ray_train
 from raystow.orchestrator.integrations.ray_train.pointer import FILE, Identity, folder, identity, read, write
 from raystow.orchestrator.integrations.ray_train.train_sync import TrainSync
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Damaged, NotFound, StateError, StoreUnavailable
+from raystow.storage.errors import Damaged, NotFound, OutcomeUnknown, RaystowError, SaveFailed, StateError, StoreUnavailable
 from raystow.storage.format.root import Entry
 from raystow.storage.repository import Repository, create_repository
 
@@ -340,3 +341,19 @@ def test_prune_drops_versions_deleted_after_the_run(repository: Repository, trai
 
     ray_train.prune(Result)  # type: ignore[arg-type]
     assert live_ids(repository) == [2, 3]
+
+
+@pytest.mark.parametrize("error", [SaveFailed("no space"), OutcomeUnknown("no answer")])
+def test_a_rank_reports_whose_earlier_save_failed(error: RaystowError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks have no failed save, and wait for this rank in ``report``."""
+    rank, reports = ray_train.Checkpointer.__new__(ray_train.Checkpointer), list[int]()
+
+    def fail(*_: object, step: int, metrics: object) -> None:
+        raise error
+
+    monkeypatch.setattr(raystow.Checkpointer, "save", fail)
+    monkeypatch.setattr(ray_train.Checkpointer, "_sync", None)
+    monkeypatch.setattr(ray_train.Checkpointer, "report", lambda self: reports.append(1))
+    with pytest.raises(type(error)):
+        rank.save({}, step=2)
+    assert reports == [1]

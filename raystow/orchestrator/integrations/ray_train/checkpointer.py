@@ -17,7 +17,7 @@ import ray.train
 from ray.exceptions import RayError
 from ray.train.collective import broadcast_from_rank_zero
 
-from ....storage.errors import ClusterError, RaystowError, StateError, Unsupported
+from ....storage.errors import ClusterError, OutcomeUnknown, RaystowError, SaveFailed, StateError, Unsupported
 from ....storage.format.root import Entry
 from ....storage.retention.policy import Policy
 from ....storage.version import Version
@@ -102,10 +102,15 @@ class Checkpointer(checkpointer.Checkpointer):
         Raises:
             StateError: The state holds something that cannot be stored.
             SaveFailed: Earlier saves failed and ``on_failure`` asks to raise.
+            OutcomeUnknown: The same, for a save that may or may not be a version.
         """
         if self._sync is not None and not self._sync.started:
             self._sync.collect()
-        pending = super().save(state, step=step, metrics=metrics)
+        try:
+            pending = super().save(state, step=step, metrics=metrics)
+        except (SaveFailed, OutcomeUnknown):  # on this rank alone: the others report
+            self.report()
+            raise
         self.report()
         return pending
 
