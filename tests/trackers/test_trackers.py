@@ -104,3 +104,7 @@ def test_a_callback_that_raises_is_logged(version: Version, caplog: pytest.LogCa
     ((noted_version, thread),) = noted
     assert noted_version == version
     assert thread is not threading.current_thread()
+    caplog.clear()
+    callbacks.tell(version)
+    assert [text.split(" is not told of version 1")[0] for text in caplog.messages] == ["Failing", "Noting"]
+    assert len(noted) == 1

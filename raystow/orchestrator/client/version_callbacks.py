@@ -36,9 +36,13 @@ class VersionCallbacks:
         self._thread = ThreadPoolExecutor(1, "raystow-callbacks")
 
     def tell(self, version: Version) -> None:
-        """Call all callbacks in the background."""
+        """Call all callbacks in the background; after ``close`` only log that they are not called."""
         for callback in self._callbacks:
-            self._thread.submit(self._call, callback, version)
+            try:
+                self._thread.submit(self._call, callback, version)
+            except RuntimeError:
+                what, told = "%s is not told of version %d, which was found durable after close()", type(callback).__name__
+                self._log.warning(what, told, version.id, extra={"version": version.id, "step": version.step})
 
     def close(self) -> None:
         """Wait until every callback has returned."""
