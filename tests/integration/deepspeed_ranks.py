@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -57,10 +58,25 @@ def engine_of(rank: int, n: int, settings: dict[str, Any], seed: int = 0) -> Any
     from deepspeed.accelerator import get_accelerator
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
+    _replace_fused_kernel()
     type(get_accelerator()).is_fp16_supported = lambda self: True  # torch computes fp16 on CPUs; DeepSpeed's default is False
     torch.manual_seed(seed)
     engine, *_ = deepspeed.initialize(model=Net(), config=settings)
     return engine
+
+
+def _replace_fused_kernel() -> None:
+    """Let ``FusedAdam`` compute without a GPU."""
+    from deepspeed.ops.adam import fused_adam
+
+    def apply(op: Any, flag: Any, tensors: Any, lr: float, b1: float, b2: float, eps: float, step: int, *_: Any) -> None:
+        for gradient, weight, mean, square in zip(*tensors, strict=True):
+            mean.mul_(b1).add_(gradient, alpha=1 - b1)
+            square.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+            weight.sub_(lr * (mean / (1 - b1**step)) / ((square / (1 - b2**step)).sqrt() + eps))
+
+    fused_adam.FusedAdamBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(multi_tensor_adam=None))
+    fused_adam.multi_tensor_applier = apply
 
 
 def train(engine: Any, steps: int) -> list[str]:

@@ -122,13 +122,14 @@ def resume(engine: Any, end: int) -> list[str]:
     return losses
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_resumes_bit_for_bit(cluster: Cluster, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "fused"), [(2, False), (3, False), (2, True), (3, True)])
+def test_deepspeed_resumes_bit_for_bit(cluster: Cluster, tmp_path: Path, stage: int, fused: bool) -> None:
+    settings = config(stage, "bf16")
+    settings["optimizer"]["params"]["torch_adam"] = not fused
+
     def trained(name: str, *ends: int) -> list[list[str]]:
-        parts = [
-            run(tmp_path / f"{name}{end}", 2, cluster.address, str(tmp_path / name), config(stage, "bf16"), resume, end)
-            for end in ends
-        ]
+        there = cluster.address, str(tmp_path / name)
+        parts = [run(tmp_path / f"{name}{end}", 2, *there, settings, resume, end) for end in ends]
         return [list(itertools.chain(*losses)) for losses in zip(*parts, strict=True)]
 
     assert trained("halved", 2, 5) == trained("whole_", 5)

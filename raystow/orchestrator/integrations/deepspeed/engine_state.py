@@ -158,7 +158,8 @@ def _stateful(engine: Engine) -> State:
 
 
 def _initialize(optimizer: torch.optim.Optimizer, group: ParameterGroup | None, flat: torch.Tensor) -> None:
-    """Create the moments of a flat tensor as the first step would: by a step at learning rate 0, and then all zero."""
+    """Create the moments of a flat tensor, and options such as FusedAdam's step, as the first step would: by a step at learning
+    rate 0, and then all zero."""
     if optimizer.state.get(flat) or group is None:
         return
     before, gradient, options = optimizer.param_groups, flat.grad, {**group.options, "params": [flat], "lr": 0.0}
@@ -167,6 +168,8 @@ def _initialize(optimizer: torch.optim.Optimizer, group: ParameterGroup | None, 
         optimizer.step()
     finally:
         flat.grad, optimizer.param_groups = gradient, before
+    for key in options.keys() - group.options.keys():
+        group.options[key] = 0 if key == "step" else options[key]
     state = optimizer.state[flat]
     for key, value in state.items():
         if torch.is_tensor(value):
