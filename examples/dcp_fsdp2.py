@@ -42,6 +42,8 @@ def main(uri: str, steps: int) -> None:
     if has_version(uri):
         dcp.load(state, storage_reader=Reader(uri))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    else:
+        optimizer.state.clear()  # get_state_dict has counted a step
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: starts at step {state['step']}")
     saving: Future[Any] | None = None
     for step in range(state["step"] + 1, steps + 1):

@@ -39,6 +39,8 @@ def train(config: dict[str, int]) -> None:
         state = {"model": weights, "optim": moments, "step": 0}
         if checkpointer.restore_latest(into=state):
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        else:
+            optimizer.state.clear()  # get_state_dict has counted a step
 
         for step in range(state["step"] + 1, config["steps"] + 1):
             data = torch.randn(32, 64, generator=torch.Generator().manual_seed(1000 * step + rank))

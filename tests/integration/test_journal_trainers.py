@@ -55,6 +55,11 @@ class StoreBox:
         return self.run.journal(SimpleNamespace(model=model, optimizer=optimizer))
 
 
+def count_of(optimizer: torch.optim.Optimizer) -> int:
+    """The steps that an optimizer has counted."""
+    return int(next(iter(optimizer.state.values()))["step"])
+
+
 class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -82,6 +87,7 @@ def fit(box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int =
     for journal in run.journals:
         journal.close()
     assert trainer.global_step == steps
+    assert count_of(trainer.optimizers[0]) == steps
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
@@ -148,6 +154,7 @@ def train(box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
     for journal in run.journals:
         journal.close()
+    assert count_of(trainer.optimizer.optimizer) == steps
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 

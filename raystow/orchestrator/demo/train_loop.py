@@ -50,6 +50,8 @@ def train(config: dict[str, Any]) -> None:
     version = checkpointer.restore_latest(into=state)
     if version is not None:
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    else:
+        optimizer.state.clear()  # get_state_dict has counted a step
     reached = journal.replay() or state["step"]
     if version is not None:
         events.write("restored", run=run, rank=rank, version=version.id, step=version.step, reached=reached)

@@ -78,13 +78,11 @@ class Checkpointing(TrainerCallback):
         optimizer = trainer.create_optimizer()
         for group in optimizer.param_groups:  # as the learning rate schedule does, which the Trainer makes later
             group.setdefault("initial_lr", group["lr"])
-        state = {**training_state.state_of(trainer.model, [optimizer]), "trainer": ""}
-        restored = self._checkpointer.restore(state, version)
-        replayed = self._replay(trainer.model, optimizer, None if restored is None else state) if self._journaled else None
-        if restored is None and replayed is None:
-            return None
-        attempt = "start" if restored is None else restored.attempt
-        return self._resume_from(trainer, trainer.model, state if replayed is None else replayed, attempt)
+        restored = training_state.restored(self._checkpointer, version, trainer.model, [optimizer])
+        attempt, state = ("start", None) if restored is None else (restored[0].attempt, restored[1])
+        if self._journaled:
+            state = self._replay(trainer.model, optimizer, state) or state
+        return None if state is None else self._resume_from(trainer, trainer.model, state, attempt)
 
     def _resume_engine(self, trainer: Trainer, version: VersionSelector) -> str | None:
         """Attach DeepSpeed's engine, which exists only later, and return a folder that the Trainer accepts."""

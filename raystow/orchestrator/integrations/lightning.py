@@ -58,10 +58,10 @@ class Checkpointing(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the version, if there is one."""
-        state = self._state(trainer, pl_module)
-        if self._checkpointer.restore(state, self._version) is not None:
-            training_state.load(pl_module, trainer.optimizers, state)
-            _load_progress(trainer, state)
+        restored = training_state.restored(self._checkpointer, self._version, pl_module, trainer.optimizers)
+        if restored is not None:
+            training_state.load(pl_module, trainer.optimizers, restored[1])
+            _load_progress(trainer, restored[1])
         if self._journaled:
             self._journal = self._checkpointer.journal(pl_module, *trainer.optimizers, durable_every=self._durable_every)
             if (values := self._journal.replay()) is not None:
@@ -90,10 +90,8 @@ class Checkpointing(Callback):
             return
         self._saved = trainer.global_step
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self._checkpointer.save(self._state(trainer, pl_module), step=trainer.global_step, metrics=metrics)
-
-    def _state(self, trainer: Trainer, pl_module: LightningModule) -> State:
-        return {**training_state.state_of(pl_module, trainer.optimizers), "trainer": _progress(trainer)}
+        state = {**training_state.state_of(pl_module, trainer.optimizers), "trainer": _progress(trainer)}
+        self._checkpointer.save(state, step=trainer.global_step, metrics=metrics)
 
 
 def _progress(trainer: Trainer) -> str:

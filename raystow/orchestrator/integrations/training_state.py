@@ -9,14 +9,44 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ...storage.arguments import integer
 from ...storage.errors import StateError
+from ...storage.version import Version
+from ...storage.version_selector import VersionSelector
+from ..client.checkpointer import Checkpointer
 from ..save.state_tree import State
 
 
 def state_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
-    """Return weights and optimizer state by the names of the unwrapped ``model``, to save or to restore into.
+    """Return weights and optimizer state by the names of the unwrapped ``model``, to save.
 
-    An optimizer without state is initialized first. Buffers are copied: unlike parameters, they change before the optimizer step.
+    An optimizer without state stays so. Buffers are copied: unlike parameters, they change before the optimizer step.
     """
+    new = [optimizer for optimizer in optimizers if not optimizer.state]
+    state = _initialized(model, optimizers)
+    _forget(new)
+    return state
+
+
+def restored(
+    checkpointer: Checkpointer, version: VersionSelector, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[Version, State] | None:
+    """Restore a version into the tensors of a training, and return it with its state, which has the text ``trainer``, too. None
+    if there is no version: the optimizers are as before then."""
+    new = [optimizer for optimizer in optimizers if not optimizer.state]
+    state = {**_initialized(model, optimizers), "trainer": ""}
+    found = checkpointer.restore(state, version)
+    if found is None:
+        _forget(new)
+        return None
+    return found, state
+
+
+def _forget(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Remove the state that ``get_state_dict`` has made by a step at learning rate 0, which Adam would count."""
+    for optimizer in optimizers:
+        optimizer.state.clear()
+
+
+def _initialized(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
     weights, moments = get_state_dict(model, list(optimizers))
     buffers = {name for name, _ in model.named_buffers()}
     weights = {name: value.clone() if name in buffers else value for name, value in weights.items()}
