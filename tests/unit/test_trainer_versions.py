@@ -1,15 +1,20 @@
-"""The callbacks of trainers restore the requested version, or the latest one."""
+"""The callbacks of trainers: which version they restore, what a version contains, and that trainings go on as undisturbed ones."""
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import raystow
+from raystow.orchestrator.integrations import training_state
 
 
 class EmptyRun:
@@ -26,12 +31,108 @@ class EmptyRun:
 @pytest.mark.parametrize(("option", "asked"), [({}, "latest"), ({"version": "step:60"}, "step:60")])
 def test_a_callback_restores_the_requested_version(option: dict[str, str], asked: str) -> None:
     model, run = nn.Linear(2, 2), EmptyRun()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters())
 
     loops = SimpleNamespace(state_dict=dict)
     trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[], fit_loop=loops, global_step=0)
     raystow.lightning.Checkpointing(run, every_n_steps=1, **option).on_fit_start(trainer, model)
+    assert not optimizer.state, "Adam would begin to count at 1"
 
-    trainer = SimpleNamespace(model=model, create_optimizer=lambda: optimizer, is_deepspeed_enabled=False)
+    trainer = SimpleNamespace(
+        model=model,
+        create_optimizer=lambda: optimizer,
+        is_deepspeed_enabled=False,
+        callback_handler=SimpleNamespace(callbacks=[]),
+    )
     assert raystow.huggingface.Checkpointing(run, every_n_steps=1).resume(trainer, **option) is None
+    assert not optimizer.state
     assert run.asked == [asked, asked]
+
+
+def test_a_save_gives_no_state_to_an_optimizer_without_a_step() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert training_state.state_of(model, [optimizer])["optim"]["state"].keys() == {"weight", "bias"}
+    assert not optimizer.state
+
+
+class MemoryRun:
+    """A Checkpointer that keeps the state and the metrics of each step."""
+
+    def __init__(self) -> None:
+        self.saved: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
+
+    def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, float]) -> None:
+        self.saved[step] = copy.deepcopy(state), metrics
+
+    def fence(self) -> None:
+        pass
+
+    def restore(self, into: dict[str, Any], version: Any = "latest") -> Any:
+        if not self.saved:
+            return None
+        fill(into, self.saved[max(self.saved)][0])
+        return SimpleNamespace(attempt="first")
+
+
+def fill(into: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key, value in saved.items():
+        if isinstance(value, dict):
+            fill(into[key], value)
+        elif torch.is_tensor(value):
+            into[key].copy_(value)
+        else:
+            into[key] = value
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.net(x).square().mean()}
+
+
+class RandomEvaluation(transformers.Trainer):
+    """Its evaluations use random numbers, and each is worse than the one before."""
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        metrics = {"eval_loss": float(self.state.global_step)}
+        torch.rand(1)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+def train(run: MemoryRun, steps: int, folder: Path, strategy: str) -> dict[str, torch.Tensor]:
+    transformers.set_seed(0)
+    callback = raystow.huggingface.Checkpointing(run, every_n_steps=2)
+    arguments = transformers.TrainingArguments(
+        str(folder), max_steps=steps, eval_strategy=strategy, eval_steps=2, logging_steps=2, save_strategy="no", report_to=[],
+        use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2, metric_for_best_model="eval_loss",
+        greater_is_better=False, lr_scheduler_type="constant",
+    )  # fmt: skip
+    data = [{"x": torch.full((4,), number / 8)} for number in range(8)]
+    patience = transformers.EarlyStoppingCallback(early_stopping_patience=100)
+    callbacks = [callback, patience]
+    trainer = RandomEvaluation(Net(), arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=callback.resume(trainer))
+    return dict(trainer.model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("strategy", "evaluated"), [("steps", {2: 2, 4: 4, 6: 6, 8: 8}), ("epoch", {4: 4, 6: 4, 8: 8})])
+def test_a_step_is_saved_after_its_evaluation(tmp_path: Path, strategy: str, evaluated: dict[int, int]) -> None:
+    whole, halved = MemoryRun(), MemoryRun()
+    expected = train(whole, 8, tmp_path, strategy)
+    metrics = {step: metrics for step, (_, metrics) in whole.saved.items()}
+    assert metrics.keys() == {2, 4, 6, 8}
+    assert {step: of["eval_loss"] for step, of in metrics.items() if "eval_loss" in of} == evaluated
+    state = json.loads(whole.saved[8][0]["trainer"])["state"]
+    assert state["best_metric"] == min(evaluated.values())
+    counter = state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]["early_stopping_patience_counter"]
+    assert counter == len(set(evaluated.values())) - 1
+    halved.saved = {step: whole.saved[step] for step in (2, 4)}
+    resumed = train(halved, 8, tmp_path, strategy)
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())

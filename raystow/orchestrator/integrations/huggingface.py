@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_model
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from ...storage.errors import StateError
 from ...storage.version_selector import LATEST, VersionSelector
@@ -32,7 +33,7 @@ class Checkpointing(TrainerCallback):
     """Save every so many optimizer steps, and resume from a version.
 
     Saved are weights, optimizer, learning rate scheduler, the Trainer's state, and torch's random generators. The numbers that
-    the Trainer logged last become the version's metrics. Pass ``save_strategy="no"`` to the arguments, or the Trainer saves files
+    the Trainer logged last become the version's metrics: a step is saved after its evaluation. Pass ``save_strategy="no"`` to the arguments, or the Trainer saves files
     as well. Works with plain tensors and DTensors: a single device, or DDP, whose fp16 gradient scale is not saved; and with
     DeepSpeed's ZeRO 1, 2 and 3, if ``resume`` is called before each training.
 
@@ -57,6 +58,8 @@ class Checkpointing(TrainerCallback):
         self._restored: State | None = None
         self._folder: Path | None = None
         self._engine: TrainerEngine | None = None
+        self._others: list[TrainerCallback] = []
+        self._due = False
 
     def resume(self, trainer: Trainer, version: VersionSelector = LATEST) -> str | None:
         """Restore a version into the trainer's model and optimizer.
@@ -73,6 +76,7 @@ class Checkpointing(TrainerCallback):
             StateError: The version does not match the trainer's model and optimizer, or ``journal=True`` with DeepSpeed.
             NotFound: There is no such version.
         """
+        self._others = trainer.callback_handler.callbacks
         if trainer.is_deepspeed_enabled:
             return self._resume_engine(trainer, version)
         optimizer = trainer.create_optimizer()
@@ -115,8 +119,9 @@ class Checkpointing(TrainerCallback):
             scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
             scheduler.load_state_dict(json.loads(self._restored["trainer"])["scheduler"])
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Set the random generators, once and only now: skipping data uses them."""
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
+        """Save the step before, if it is due. Set the random generators, once and only now: skipping data uses them."""
+        self._save(args, state, control, parts)
         if self._restored is not None:
             training_state.load_rng(self._restored)
             self._restored = None
@@ -126,15 +131,23 @@ class Checkpointing(TrainerCallback):
         self._checkpointer.fence()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
-        """Record the step, and save at the interval of steps."""
-        scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
-        progress = {"state": dataclasses.asdict(state), "scheduler": scheduler.state_dict()}
+        """Record the step, and save at the interval of steps: as soon as the Trainer has logged and evaluated."""
         if self._journal is not None:
-            self._journal.record(state.global_step, values={"trainer": json.dumps(progress), **training_state.rng()})
-        if state.global_step % self._steps:
+            values = {"trainer": self._progress(state, control, parts), **training_state.rng()}
+            self._journal.record(state.global_step, values=values)
+        self._due = state.global_step % self._steps == 0
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
+        """Save the training's last step before the Trainer loads the best model."""
+        if control.should_training_stop and (args.load_best_model_at_end or not control.should_evaluate):
+            self._save(args, state, control, parts)
+
+    def _save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> None:
+        if not self._due:
             return
+        self._due = False
         logged = {name: value for logs in state.log_history for name, value in logs.items() if isinstance(value, int | float)}
-        text = {"trainer": json.dumps(progress)}
+        text = {"trainer": self._progress(state, control, parts)}
         if self._engine is not None and self._engine.attached is not None:
             self._engine.attached.save({**training_state.rng(), **text}, logged)
             return
@@ -142,6 +155,13 @@ class Checkpointing(TrainerCallback):
             raise StateError("the engine of DeepSpeed is not known", remedy="call resume(trainer) before trainer.train")
         held = training_state.state_of(parts["model"], [_unwrapped(parts["optimizer"])])
         self._checkpointer.save({**held, **text}, step=state.global_step, metrics=logged)
+
+    def _progress(self, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> str:
+        """The text of the states of the Trainer, its callbacks and the learning rate schedule."""
+        stateful = [part for part in (*self._others, control) if isinstance(part, ExportableState)]
+        state.stateful_callbacks.update(TrainerState(stateful_callbacks=stateful).stateful_callbacks)
+        scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
+        return json.dumps({"state": dataclasses.asdict(state), "scheduler": scheduler.state_dict()})
 
     def _replay(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, restored: State | None) -> State | None:
         """Replay the journal; return the state that was reached, or None if nothing was replayed."""
@@ -151,8 +171,9 @@ class Checkpointing(TrainerCallback):
         values = self._journal.replay()
         return None if values is None else {**training_state.state_of(model, [optimizer]), **values}
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Remove the folder that ``resume`` has made."""
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
+        """Save the last step, if it is due. Remove the folder that ``resume`` has made."""
+        self._save(args, state, control, parts)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
