@@ -18,6 +18,7 @@ from gloo import RankFailed
 from ray.cluster_utils import Cluster
 
 import raystow
+from raystow.storage.errors import NotFound
 
 pytest.importorskip("deepspeed", reason="make test-frameworks installs DeepSpeed in an environment of its own")
 
@@ -203,6 +204,35 @@ def load_weights(engine: Any) -> None:
     engine.load_checkpoint("checkpoints", load_module_only=True)
 
 
+def save_tags(engine: Any) -> None:
+    for epoch, tag in ((1, "regular"), (2, "best")):
+        train(engine, 1)
+        engine.save_checkpoint("checkpoints", tag=tag, client_state={"epoch": epoch}, save_latest=tag == "regular")
+
+
+def load_tags(engine: Any) -> list[Any]:
+    found = []
+    for options in ({}, {"tag": "best", "load_module_only": True}, {"load_dir": "others"}):
+        path, client_state = engine.load_checkpoint(**{"load_dir": "checkpoints", **options})
+        found.append((path[-2:], client_state, engine.global_steps))
+    with pytest.raises(NotFound, match="there is no checkpoint checkpoints/bset"):
+        engine.load_checkpoint("checkpoints", tag="bset")
+    return found
+
+
+def test_tags_load_as_in_deepspeed(cluster: Cluster, tmp_path: Path) -> None:
+    there = cluster.address, str(tmp_path / "run"), config(2, "bf16")
+    run(tmp_path / "a", 1, *there, save_tags)
+    [found] = run(tmp_path / "b", 1, *there, load_tags)
+    assert found == [("#1", {"epoch": 1}, 1), ("#2", {"epoch": 2}, 1), ("#1", {"epoch": 1}, 1)]
+
+
+def attach_with_super_offload(engine: Any) -> None:
+    del engine.save_checkpoint  # no longer attached
+    engine.super_offload = lambda: True
+    raystow.deepspeed.attach(engine, "nowhere")
+
+
 def save_without_weights(engine: Any) -> None:
     train(engine, 1)
     offload(engine, "lp_params")
@@ -215,6 +245,11 @@ def test_unsupported_uses_are_refused(cluster: Cluster, tmp_path: Path) -> None:
         run(tmp_path / "a", 1, cluster.address, uri, config(0, "fp32"), save, 1)
     with pytest.raises(RankFailed, match="the engine is attached already"):
         run(tmp_path / "b", 1, cluster.address, uri, config(1, "fp32"), attach_twice)
+    with pytest.raises(RankFailed, match="the engine uses SuperOffload"):
+        run(tmp_path / "e", 1, cluster.address, uri, config(1, "fp32"), attach_with_super_offload)
+    muon = {**config(2, "bf16"), "optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
+    with pytest.raises(RankFailed, match="the engine uses Muon without ZeRO 3"):
+        run(tmp_path / "f", 1, cluster.address, uri, muon, train, 0)
     with pytest.raises(RankFailed, match="the weights of the model are offloaded"):
         run(tmp_path / "d", 1, cluster.address, uri, config(2, "bf16"), save_without_weights)
     dcp.save({"model": Net().state_dict()}, storage_writer=raystow.dcp.Writer(uri))

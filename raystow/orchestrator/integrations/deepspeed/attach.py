@@ -15,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import distributed
 
-from ....storage.errors import NotARepository, StateError
+from ....storage.errors import NotARepository, NotFound, StateError
 from ....storage.extras import check_methods, tried
 from ....storage.repository import open_repository
 from ....storage.version import Version
@@ -26,6 +26,7 @@ from .engine_state import (
     apply_moments,
     apply_progress,
     apply_weights,
+    client_state_of,
     engine_state,
     gather_persistent,
     progress_text,
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 METRIC = "deepspeed_checkpoint"
 """The metric of a version with the last part of ``save_dir`` and the tag."""
+NOT_LATEST = "deepspeed_not_latest"
+"""The metric of a version that was saved with ``save_latest=False``: only its tag loads it."""
 
 check_methods(DeepSpeedEngine, ("save_checkpoint", "load_checkpoint", "zero_optimization_stage", "curriculum_learning_enabled"))
 
@@ -57,7 +60,7 @@ def attach(engine: Engine, uri: str | os.PathLike[str] | Checkpointer, **options
 
     Raises:
         StateError: The engine is attached already, or uses something that is not supported: pipeline, tensor or expert
-            parallelism, MiCS, NVMe, ZenFlow, or no ZeRO.
+            parallelism, MiCS, NVMe, ZenFlow, SuperOffload, Muon without ZeRO 3, or no ZeRO.
         Unsupported: DeepSpeed has changed; the error names the version that was tried.
     """
     _check(engine)
@@ -114,7 +117,9 @@ class AttachedEngine:
             apply_weights(engine, found)
             if moments:
                 apply_moments(engine, found)
-            return restored, apply_progress(engine, into["progress"], schedule=schedule) if progress else {}
+            if not progress:
+                return restored, client_state_of(into["progress"])
+            return restored, apply_progress(engine, into["progress"], schedule=schedule)
 
     def save_checkpoint(
         self,
@@ -127,7 +132,8 @@ class AttachedEngine:
         """Start to save a version under the name of ``save_dir`` and ``tag``."""
         if exclude_frozen_parameters:
             raise StateError("frozen parameters cannot be left out", remedy="unchanged tensors are stored once anyway")
-        self.save(client_state or {}, {METRIC: f"{PurePath(save_dir).name}/{tag or f'global_step{self._engine.global_steps}'}"})
+        name = f"{PurePath(save_dir).name}/{tag or f'global_step{self._engine.global_steps}'}"
+        self.save(client_state or {}, {METRIC: name} if save_latest else {METRIC: name, NOT_LATEST: True})
         return True
 
     def load_checkpoint(
@@ -140,7 +146,8 @@ class AttachedEngine:
         load_module_only: bool = False,
         custom_load_fn: object = None,
     ) -> tuple[str | None, State | None]:
-        """Restore the newest version, or that which was saved under the name of ``load_dir`` and ``tag``."""
+        """Restore the newest version, or that which was saved under the name of ``load_dir`` and ``tag``; raise ``NotFound`` if
+        there is none with this tag."""
         if custom_load_fn is not None:
             raise StateError("custom_load_fn is not called", remedy="restore a state of your own with Checkpointer.restore")
         chosen = self._choose(PurePath(load_dir).name, tag)
@@ -152,7 +159,9 @@ class AttachedEngine:
             progress=not load_module_only,
         )
         if not restored:
-            logger.warning("%s has no checkpoint %s: nothing is loaded", self._checkpointer.uri, tag or load_dir)
+            if tag is not None:
+                raise NotFound(f"there is no checkpoint {PurePath(load_dir).name}/{tag}", subject=self._checkpointer.uri)
+            logger.warning("%s has no checkpoint %s: nothing is loaded", self._checkpointer.uri, load_dir)
             return None, None
         version, client_state = restored
         return f"{self._checkpointer.uri}#{version.id}", client_state
@@ -172,10 +181,12 @@ def _choose(uri: str, folder: str, tag: str | None) -> int:
     except NotARepository:
         return 0
     pattern = re.compile(f"{re.escape(folder)}/{'.*' if tag is None else re.escape(tag)}")
-    for version in reversed(versions):
-        if pattern.fullmatch(str(version.metrics.get(METRIC, ""))):
-            return -1 if tag is None and version.id == versions[-1].id else version.id
-    return -1 if tag is None else 0
+    loadable = [version for version in versions if tag is not None or NOT_LATEST not in version.metrics]
+    named = [version for version in loadable if pattern.fullmatch(str(version.metrics.get(METRIC, "")))]
+    found = named or (loadable if tag is None else [])
+    if not found:
+        return 0 if tag is not None or versions else -1
+    return -1 if tag is None and found[-1].id == versions[-1].id else found[-1].id
 
 
 def _check(engine: Engine) -> None:
@@ -189,6 +200,10 @@ def _check(engine: Engine) -> None:
         problem = "uses pipeline, tensor or expert parallelism"
     elif engine.zero_nvme_offload_optimizer() or getattr(zero, "params_in_nvme_and_cpu", False) or engine.zenflow:
         problem = "uses NVMe offload or ZenFlow"
+    elif engine.super_offload():
+        problem = "uses SuperOffload"
+    elif engine.zero_optimization_stage() < 3 and "Muon" in type(zero.optimizer).__name__:
+        problem = "uses Muon without ZeRO 3"
     elif distributed.get_world_size(zero.dp_process_group) != distributed.get_world_size():
         problem = "partitions parameters among some of the ranks only"
     if problem:
