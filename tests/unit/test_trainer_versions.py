@@ -1,4 +1,4 @@
-"""The callbacks of trainers: which version they restore, what a version contains, and that trainings go on as undisturbed ones."""
+"""The callbacks of trainers: which version they restore, what a version contains, and how trainings go on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import transformers
@@ -136,3 +137,74 @@ def test_a_step_is_saved_after_its_evaluation(tmp_path: Path, strategy: str, eva
     halved.saved = {step: whole.saved[step] for step in (2, 4)}
     resumed = train(halved, 8, tmp_path, strategy)
     assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+
+
+class CountedData(pl.LightningDataModule):
+    """Counts the batches in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def on_after_batch_transfer(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        self.batches += 1
+        return batch
+
+    def train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
+        return torch.utils.data.DataLoader(torch.ones(2, 4))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches, "of": torch.tensor([3])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["of"].tolist() == [3]
+        self.batches = state["batches"]
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Scale(pl.plugins.Precision):
+    """Has a state as the precision plugin for fp16."""
+
+    scale = 4.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_restores_data_module_and_loss_scale(tmp_path: Path) -> None:
+    run = MemoryRun()
+
+    def fit(epochs: int, scale: float) -> tuple[int, float]:
+        data, plugin = CountedData(), Scale()
+        callback = raystow.lightning.Checkpointing(run, every_n_epochs=1)
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+        trainer = pl.Trainer(
+            max_epochs=epochs,
+            accelerator="cpu",
+            devices=1,
+            plugins=[plugin],
+            callbacks=[callback],
+            default_root_dir=tmp_path,
+            **quiet,
+        )
+        plugin.scale = scale
+        trainer.fit(Module(), datamodule=data)
+        return data.batches, plugin.scale
+
+    assert fit(2, 8.0) == (4, 8.0)
+    assert fit(3, 4.0) == (6, 8.0)

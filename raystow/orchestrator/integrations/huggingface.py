@@ -33,9 +33,9 @@ class Checkpointing(TrainerCallback):
     """Save every so many optimizer steps, and resume from a version.
 
     Saved are weights, optimizer, learning rate scheduler, the Trainer's state, and torch's random generators. The numbers that
-    the Trainer logged last become the version's metrics: a step is saved after its evaluation. Pass ``save_strategy="no"`` to the arguments, or the Trainer saves files
-    as well. Works with plain tensors and DTensors: a single device, or DDP, whose fp16 gradient scale is not saved; and with
-    DeepSpeed's ZeRO 1, 2 and 3, if ``resume`` is called before each training.
+    the Trainer logged last become the version's metrics: a step is saved after its evaluation. Pass ``save_strategy="no"`` to the
+    arguments, or the Trainer saves files as well. Works with plain tensors and DTensors: a single device, or DDP, whose fp16
+    gradient scale is not saved; and with DeepSpeed's ZeRO 1, 2 and 3, if ``resume`` is called before each training.
 
     Args:
         checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.

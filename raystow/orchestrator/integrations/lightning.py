@@ -13,17 +13,21 @@ from ..client.checkpointer import Checkpointer
 from ..journal.journal import Journal
 from ..save.state_tree import State
 from . import training_state
+from .value_text import text_of, value_of
 
 
 class Checkpointing(Callback):
     """Restore a version when ``fit`` starts, and save regularly.
 
-    Saved are weights, optimizers, learning rate schedulers, the progress of the Trainer's loops, and torch's random generators.
+    Saved are weights, optimizers, learning rate schedulers, the progress of the Trainer's loops, the states of the datamodule and
+    of the precision plugin (the loss scale), and torch's random generators.
     ``trainer.callback_metrics`` become the version's metrics. Pass ``enable_checkpointing=False`` to the Trainer, or Lightning
     saves files as well. Works with a single device, DDP and FSDP2 (``ModelParallelStrategy``).
 
-    Lightning resumes in the middle of an epoch only with a stateful data loader; without one, save at the ends of epochs. The
-    state of other callbacks, such as the patience of ``EarlyStopping``, is not saved.
+    Lightning resumes in the middle of an epoch only with a stateful data loader; without one, save at the ends of epochs. Not
+    saved are the states of other callbacks, such as the patience of ``EarlyStopping``, what the module's ``on_save_checkpoint``
+    adds, and changes in its ``on_train_epoch_end``, which Lightning calls after this callback. With ``every_n_steps``, metrics of
+    a validation after the same step are in the next version.
 
     Args:
         checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
@@ -95,19 +99,29 @@ class Checkpointing(Callback):
 
 
 def _progress(trainer: Trainer) -> str:
-    """The state of loops and schedulers as one text, since its names vary."""
+    """The state of loops, schedulers and other parts as one text, since its names vary."""
     schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    parts = {name: text_of(part.state_dict(), name) for name, part in _parts(trainer).items()}
     try:
-        return json.dumps({"loops": trainer.fit_loop.state_dict(), "schedulers": schedulers})
+        return json.dumps({"loops": trainer.fit_loop.state_dict(), "schedulers": schedulers, "parts": parts})
     except (TypeError, ValueError) as error:
         what = f"the state of loops or learning rate schedulers is not JSON: {error}"
         raise StateError(what, remedy="give the data loader or scheduler a state of plain values") from error
 
 
 def _load_progress(trainer: Trainer, state: State) -> None:
-    """Load loops, schedulers and random generators."""
+    """Load loops, schedulers, other parts and random generators."""
     progress = json.loads(state["trainer"])
     for config, saved in zip(trainer.lr_scheduler_configs, progress["schedulers"], strict=True):
         config.scheduler.load_state_dict(saved)
     trainer.fit_loop.load_state_dict(progress["loops"])
+    texts = progress.get("parts", {})
+    for name, part in _parts(trainer).items():
+        if name in texts and (state_of_part := value_of(texts[name])):
+            part.load_state_dict(state_of_part)
     training_state.load_rng(state)
+
+
+def _parts(trainer: Trainer) -> State:
+    parts = {"datamodule": trainer.datamodule, "precision": trainer.precision_plugin}
+    return {name: part for name, part in parts.items() if part is not None}
