@@ -82,8 +82,8 @@ def watch_wire(trip: Trip) -> None:
         send(self, message, fd=fd)
         trip(f"after sending {_kind(message)}")
 
-    def receiving(self: Connection, *expected: type) -> Any:
-        found = receive(self, *expected)
+    def receiving(self: Connection, *expected: type, timeout: float | None = None) -> Any:
+        found = receive(self, *expected, timeout=timeout)
         if found is not None:
             trip(f"after receiving {_kind(found[0])}")
         return found

@@ -35,7 +35,7 @@ def test_recorded_stalls_and_restores_give_the_interval(tmp_path: Path) -> None:
     assert facts["stall"] == {"seconds": 0.5, "source": "median of 3 recorded saves"}
     assert facts["mtbf"]["seconds"] == 200
     assert facts["interval"] == 60  # at least a minute, unless the time between failures is given
-    assert facts["steps"] == 7  # of 2 s
+    assert facts["steps"] == 30  # of 2 s
     assert facts["seconds_per_step"] == 2
     assert facts["present"] == {"interval": 200, "lost": pytest.approx(0.5 / 200 + 200 / 400)}
     assert facts["lost"] < facts["present"]["lost"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -130,8 +131,9 @@ def test_an_address_is_text_or_a_path(function: Callable[[Any], object], uri: ob
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1", 1 << 63, 1 << 70])
 def test_a_step_is_an_integer_that_fits_into_the_format(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpointer is not initialized, so the step must be checked before anything else."""
+    """The checkpointer is not initialized: the step must be checked before anything else, once the save has its number."""
     checkpointer = object.__new__(raystow.Checkpointer)
+    monkeypatch.setattr(checkpointer, "_saves", itertools.count(), raising=False)
     monkeypatch.setattr(checkpointer, "failures", Failures("warn", count=int), raising=False)
     with pytest.raises(StateError, match=f"step is {step!r} .*below 2"):
         checkpointer.save({}, step=step)
