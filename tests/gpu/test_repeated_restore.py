@@ -25,7 +25,7 @@ def test_a_restore_that_ran_out_of_memory_can_be_repeated(lane: int, monkeypatch
             raise torch.OutOfMemoryError("no device memory")
         return allocate(self, nbytes)
 
-    state = {"w": torch.randn(20 << 20, device="cuda")}
+    state = {"w": torch.randn(40 << 20, device="cuda")}  # more than a lane
     with LocalCluster("memory://full", memory=256 << 20) as cluster:
         cluster.save(state, step=0)
         into = {"w": torch.zeros_like(state["w"])}
