@@ -64,10 +64,12 @@ class Pipeline:
 
     def code(self) -> None:
         """Split all chunks, pack an even lowest plane, code the highest plane."""
+        from raystow.workers.gpu.kernel_args import Addressed
         from raystow.workers.gpu.kernels import copy_kernels, word_kernels
 
         what = {"width": self.width, "rotate": True, "packed": self.width < 4}
-        word_kernels.split(self._taking, self._bytes, **what, results=self._results)
+        results = Addressed(self._results.data_ptr(), self._results.numel(), self._results.device)
+        word_kernels.split(self._taking, self._bytes, **what, results=results)
         if self._even:
             copy_kernels.pack7(self._seven, self._packed.numel() // 7)
         for some in self._calls():

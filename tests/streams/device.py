@@ -32,6 +32,9 @@ if importlib.util.find_spec("triton") is None:
 
 os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is loaded
 
+from triton import language as tl
+from triton.runtime.interpreter import TensorHandle
+
 from raystow.storage.coding.digest import BLOCK
 from raystow.workers.gpu.encode import pinned_ring
 from raystow.workers.gpu.kernels import library, word_kernels
@@ -188,8 +191,11 @@ class _Calls(TorchFunctionMode):
         return made
 
 
-def _tensor(of: Any) -> Any:
-    """Return a tensor for an argument that has only an address and a dtype, because the interpreter needs a tensor."""
+def _argument(kind: str, of: Any) -> Any:
+    """Return an argument as the interpreter needs it: a tensor for one that has only an address and a dtype; an integer with the
+    type that it has in the compiled kernel, since a small address is no pointer else."""
+    if kind == "q":
+        return tl.tensor(TensorHandle(np.array([of], np.int64), tl.int64), tl.int64)
     if isinstance(of, torch.Tensor) or not hasattr(of, "data_ptr"):
         return of
     first = (ctypes.c_uint8 * of.dtype.itemsize).from_address(of.data_ptr())
@@ -203,7 +209,7 @@ def interpret(kernel: Kernel, grid: tuple[int, ...], *args: Any, **constants: An
     module, name = kernel.name.split(".")
     function = getattr(importlib.import_module(f"raystow.workers.gpu.kernels.sources.{module}"), name)
     one_block = {"GROUP": 1} if kernel.name == "words.transform" else {}  # digest blocks per program: test chunks have few
-    function[grid](*map(_tensor, args), **{**constants, **one_block})
+    function[grid](*map(_argument, compiled.arguments, args), **{**constants, **one_block})
 
 
 @contextlib.contextmanager
