@@ -18,20 +18,20 @@ _NODE_FAILURES = 6.5e-3  # a day and node of eight GPUs: A. Kokolis et al., "Rev
 _NODE_RANKS = 8
 
 
-def best_interval(cost: float, mtbf: float, budget: float | None = None, *, durable: float = 0.0) -> float:
+def best_interval(cost: float, mtbf: float, budget: float | None = None, *, least: float = 0.0) -> float:
     """The seconds from save to save that lose the least time.
 
     Args:
         cost: Seconds by which a save delays the training, at least 0.
         mtbf: Mean seconds between failures, above 0.
         budget: The largest share of the time that saves may take, above 0; None for no limit.
-        durable: Seconds until a save is durable. Saves that follow faster would wait for each other.
+        least: Seconds from save to save at least: saves that follow faster than they become durable wait for each other.
 
     Returns:
-        The interval; at most ``mtbf``, unless budget or ``durable`` asks for more.
+        The interval; at most ``mtbf``, unless ``budget`` or ``least`` asks for more.
     """
     interval = min(math.sqrt(2 * cost * mtbf), mtbf)  # the approximation is for intervals well below the time between failures
-    return max(interval, durable, cost / budget if budget is not None else 0.0)
+    return max(interval, least, cost / budget if budget is not None else 0.0)
 
 
 def time_between_failures(span: float, failures: int, ranks: int) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,7 +17,7 @@ from raystow.workers.cache.fetcher import Fetcher, NoPeers
 from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.protocol.messages import AttemptKey, ReadCached, ReadPending
-from raystow.workers.protocol.unix_channel import Listener
+from raystow.workers.protocol.unix_channel import Connection, Listener
 
 
 class Failing(MemoryStore):
@@ -40,19 +41,16 @@ def tier() -> MemoryTier:
     return MemoryTier(1 << 20)
 
 
-@pytest.fixture
-def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
-    """Return the store of a rank whose reads from the store succeed; the reads of its node worker fail."""
-    listener, fetcher = Listener(f"raystow-test-{SYSTEM.token()}"), Fetcher(tier, NoPeers(), budget=1 << 20)
+@contextlib.contextmanager
+def a_rank(answer: Callable[[Connection], object]) -> Iterator[NodeCacheStore]:
+    """Yield the store of a rank whose reads from the store succeed. ``answer`` is what its node worker does with a connection."""
+    listener = Listener(f"raystow-test-{SYSTEM.token()}")
 
     def serve() -> None:
         connection = listener.accept()
         assert connection is not None
         connection.handshake("the rank")
-        received = connection.receive(ReadCached)
-        assert received is not None
-        with fetcher.visit():
-            serve_reads(connection, received[0], fetcher, lambda uri: failing)
+        answer(connection)
         connection.close()
 
     serving = threading.Thread(target=serve)
@@ -68,27 +66,27 @@ def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
 
 
 @pytest.fixture
+def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
+    """Return the store of a rank; the reads of its node worker fail."""
+    fetcher = Fetcher(tier, NoPeers(), budget=1 << 20)
+
+    def answer(connection: Connection) -> None:
+        received = connection.receive(ReadCached)
+        assert received is not None
+        with fetcher.visit():
+            serve_reads(connection, received[0], fetcher, lambda uri: failing)
+
+    with a_rank(answer) as cached:
+        yield cached
+
+
+@pytest.fixture
 def frozen() -> Iterator[NodeCacheStore]:
-    """Return the store of a rank whose node worker does the handshake once, and then neither reads nor answers."""
-    listener, done = Listener(f"raystow-test-{SYSTEM.token()}"), threading.Event()
-
-    def serve() -> None:
-        connection = listener.accept()
-        assert connection is not None
-        connection.handshake("the rank")
-        done.wait(60)
-        connection.close()
-
-    serving = threading.Thread(target=serve)
-    serving.start()
-    store = MemoryStore("cached")
-    store.put("pack", [b"bytes"])
-    cached = NodeCacheStore(store, listener.name, "r")
-    cached.location = lambda key: ObjectLocation(5)
-    yield cached
-    done.set()
-    serving.join(10)
-    listener.close()
+    """Return the store of a rank whose node worker neither reads nor answers."""
+    done = threading.Event()
+    with a_rank(lambda connection: done.wait(60)) as cached:
+        yield cached
+        done.set()
 
 
 def test_a_frozen_node_worker_is_given_up(

@@ -38,7 +38,7 @@ def saves(timeout: float) -> SavesInFlight:
 
 
 def test_a_save_without_an_answer_ends_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it but the caller of ``result``, or nobody at all."""
+    """Also if no later call of the checkpointer waits for its saves."""
     monkeypatch.setattr(saves_in_flight, "_LATE", 0.0)
     pending = Pending(7)
     saves(0.01).add(pending, pending._set_outcome)

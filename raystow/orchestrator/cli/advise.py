@@ -53,7 +53,7 @@ def advise(
     cost = Figure(stall, "as given") if stall is not None else _stall(history)
     failures = Figure(mtbf, "as given") if mtbf is not None else observed_mtbf(history)
     share, least = budget / 100 if budget is not None else None, LEAST if mtbf is None else 0.0
-    interval = best_interval(cost.seconds, failures.seconds, share, durable=least)
+    interval = best_interval(cost.seconds, failures.seconds, share, least=least)
     if not interval:
         raise typer.BadParameter("saves have recorded no stall: give --stall")
     step, present = history.seconds_per_step, history.interval

@@ -111,7 +111,7 @@ def _interval(facts: RunHistory) -> Section:
     if not facts.median_stall:
         return Section(title, "No save has recorded a stall.")
     stall, failures = facts.median_stall, observed_mtbf(facts)
-    best, present = best_interval(stall, failures.seconds, durable=LEAST), facts.interval
+    best, present = best_interval(stall, failures.seconds, least=LEAST), facts.interval
     marks = {"best": best, **({"at present": present} if present else {})}
     low, high = min(marks.values()) / 10, max(marks.values()) * 10
     points = [low * (high / low) ** (number / 100) for number in range(101)]

@@ -79,4 +79,4 @@ class SaveCosts:
         mtbf = ask.mtbf or time_between_failures(now - self._began, len(self._restores), ranks)
         durable = median(self._durable) if self._durable else 0.0
         least = durable if ask.mtbf else max(durable, LEAST)
-        return best_interval(median(self._stalls), mtbf, ask.budget, durable=least)
+        return best_interval(median(self._stalls), mtbf, ask.budget, least=least)
