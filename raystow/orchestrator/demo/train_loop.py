@@ -67,7 +67,8 @@ def train(config: dict[str, Any]) -> None:
         journal.record(step, values=step)
         events.write("step", run=run, rank=rank, step=step, loss=loss.item())
         if step % settings.every == 0 or step == settings.steps:
-            journal.flush()  # else a failure during the save might lose this step
+            journal.flush()
+            torch.distributed.barrier()  # else a failure during the save might lose this step, on another rank
             weights, moments = get_state_dict(model, optimizer)
             doomed = this_node() if first_try and step == strike and rank == world - 1 else []
             pending = checkpointer.save(
