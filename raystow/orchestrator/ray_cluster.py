@@ -34,6 +34,9 @@ def connect(address: str = "auto") -> None:
             raise ClusterError("the Ray cluster refuses this process, which shows no valid token", remedy=remedy) from error
         remedy = "start one (`ray start --head`, or ray.init()), or read with raystow.open"
         raise ClusterError(f"no Ray cluster is running here: {error}", remedy=remedy) from error
+    except RuntimeError as error:  # Ray or Python has another version there
+        what = "this process cannot join the Ray cluster that is running here"
+        raise ClusterError(f"{what}: {error}", remedy="use the cluster's versions of Ray and Python") from error
 
 
 @contextlib.contextmanager

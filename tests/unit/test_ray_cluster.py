@@ -25,3 +25,14 @@ def test_a_refused_connection_names_its_remedy(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(ray_cluster, "_knock", lambda address: None)
     with pytest.raises(ClusterError, match=said):
         ray_cluster.connect()
+
+
+def test_another_version_of_the_cluster_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: Any) -> None:
+        raise RuntimeError("Version mismatch: the cluster was started with Python: 3.11.7")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_cluster, "_knock", lambda address: None)
+    with pytest.raises(ClusterError, match=r"cannot join the Ray cluster .*Python: 3\.11\.7.*use the cluster's versions"):
+        ray_cluster.connect()
