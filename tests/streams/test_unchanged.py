@@ -137,3 +137,15 @@ def test_a_base_of_other_chunks_is_ignored(gpu: Device) -> None:
     rest = saves.save()
     assert rest.pieces is saves.sources, "the base describes other chunks"
     assert [message.serial for message in rest.messages] == [2, 2]
+
+
+@pytest.mark.parametrize("gpu", [0], indirect=True)
+@pytest.mark.usefixtures("plain_sums")
+def test_a_failed_save_does_not_count_as_described(gpu: Device) -> None:
+    """The messages of a save that has failed meanwhile are not sent."""
+    saves = Saves(gpu, [Source("a", weights(10_000))], [])
+    saves.chunks.compare(saves.sources, [], None, after=gpu.default.record_event())
+    compared, _ = saves.save().messages
+    assert isinstance(compared, ComparedChunks)
+    (digests,) = saves.save().messages
+    assert isinstance(digests, ChunkDigests)

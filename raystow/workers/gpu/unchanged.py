@@ -52,7 +52,8 @@ class UnchangedChunks:
         self._pieces: Sequence[Any] = ()
         self._followers: Sequence[Any] = ()
         self._identities: list[tuple[object, int]] = []
-        self._described = False
+        self._described = False  # whether the node worker knows the chunks
+        self._described_next = False  # whether it does once the messages of this save are sent
         self._chunks: list[Any] = []
         self._sizes = self._source = np.empty(0, np.int64)
         self._eligible = np.empty(0, bool)
@@ -69,6 +70,7 @@ class UnchangedChunks:
         if not (pieces is self._pieces and followers is self._followers):
             self._take_over(pieces, followers)
         self._coded[:] = True
+        self._described_next = self._described
         self._now = np.zeros(len(pieces), np.uint64)
         looked = np.concatenate([self._candidates, self._candidates[self._source]]) & self._eligible
         numbers = np.flatnonzero(looked)
@@ -87,7 +89,7 @@ class UnchangedChunks:
         messages: list[ComparedChunks | ChunkDigests] = [ChunkDigests(*which, number, *found)]
         if not self._described:
             messages.insert(0, ComparedChunks(*which, tuple(chunk.describe() for chunk in self._chunks)))
-            self._described = True
+            self._described_next = True
         gone = np.zeros(len(self._chunks), bool)
         gone[numbers[same]] = True
         rest = self._remaining(gone)
@@ -98,7 +100,7 @@ class UnchangedChunks:
         sizes = self._sizes[: len(self._pieces)].astype(np.uint64)
         self._now[self._coded] = finish(sums, sizes[self._coded])
         self._candidates = (self._last == 0) | (self._last == self._now)
-        self._last = self._now
+        self._last, self._described = self._now, self._described_next
 
     def _take_over(self, pieces: Sequence[Any], followers: Sequence[Any]) -> None:
         """Reset the state, unless these are the same chunks."""
