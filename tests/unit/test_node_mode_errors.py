@@ -1,4 +1,4 @@
-"""Encoding in the node worker without a GPU: memory is freed, and not before the device has finished."""
+"""Encoding in either process without a GPU: memory is freed, and not before the device has finished."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 
 from raystow.storage.coding.chunk import RAW
 from raystow.workers.gpu.encode_request import EncodeRequest
+from raystow.workers.gpu.gpu_encoder import GpuEncoder
 from raystow.workers.gpu.node_mode import node_encoder
 from raystow.workers.gpu.node_mode.node_encoder import NodeEncoder
 from raystow.workers.gpu.node_mode.remote_encoder import RemoteEncoder
 from raystow.workers.protocol.messages import DeviceOpened, OpenDevice
+from raystow.workers.shm.ring import Ring
 
 
 class Cuda:
@@ -56,11 +58,12 @@ def test_a_ring_that_is_opened_again_is_freed_first(cuda: Cuda) -> None:
     assert cuda.done == ["allocate ring 0", "free ring 0", "allocate ring 1", "synchronize", "free ring 1"]
 
 
+def failing(*arguments: object) -> None:
+    raise RuntimeError("failed")
+
+
 @pytest.mark.parametrize("part", ["check", "copy"])
 def test_an_error_waits_for_all_streams_of_the_device(part: str, cuda: Cuda) -> None:
-    def failing(*arguments: object) -> None:
-        raise RuntimeError("failed")
-
     encoder: Any = RemoteEncoder(RAW, send=failing, receive=failing, lend=failing)  # type: ignore[arg-type]
     stream = SimpleNamespace(wait_event=failing, synchronize=lambda: cuda.done.append("one stream"))
     encoder._mapped[0] = SimpleNamespace(stream=stream, ring=None)
@@ -68,3 +71,12 @@ def test_an_error_waits_for_all_streams_of_the_device(part: str, cuda: Cuda) -> 
     with pytest.raises(RuntimeError, match="failed"):
         encoder.encode(0, request, failing)
     assert "synchronize" in cuda.done
+
+
+def test_an_error_without_changed_chunks_waits_too(cuda: Cuda) -> None:
+    """The check of derived chunks still writes to pinned memory that the error frees."""
+    encoder = GpuEncoder(Ring.create(1 << 20), RAW, take=lambda: None, release=failing)
+    request: Any = EncodeRequest((), None, failing, meanwhile=failing)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="failed"):
+        encoder.encode(0, request, failing)
+    assert cuda.done == ["synchronize"]

@@ -90,12 +90,6 @@ class GpuEncoder:
         ``announce`` receives the messages for the node worker: the layout of the chunks if it is new, and the places of chunks
         that have arrived in the ring. Raises ``SaveFailed`` naming a tensor that was changed too early.
         """
-        self._digests = _NO_DIGESTS
-        if not request.pieces:
-            request.meanwhile()
-            request.on_read()
-            return
-
         def emit(arrived: list[Arrived]) -> None:
             plan = encoder.plan
             assert plan is not None
@@ -105,13 +99,19 @@ class GpuEncoder:
             announce(StageCoded(device, tuple([one.message for one in arrived])))
             self._ring.announced(run for one in arrived for run in one.runs)
 
-        encoder = self._encoder(device)
-        self._encoding = True
+        self._digests = _NO_DIGESTS
         try:
+            if not request.pieces:
+                request.meanwhile()
+                request.on_read()
+                return
+            encoder = self._encoder(device)
+            self._encoding = True
             encoder.encode(request, emit)
             self._digests = encoder.digests
             self._ring.end()
         except BaseException:
+            torch.cuda.synchronize(device)  # then the memory of a check that ``meanwhile`` began may be freed
             self._ring.abandon()
             raise
         finally:
