@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,3 +155,23 @@ def test_a_lane_without_device_memory_takes_no_buffer(monkeypatch: pytest.Monkey
     with pytest.raises(torch.OutOfMemoryError):
         lane.Lane(torch.device("cuda"))
     assert not taken
+
+
+def test_a_lane_that_cannot_grow_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder may be used again after an error, and kernels write as many numbers as its lanes have on the host."""
+    empty, full = torch.empty, threading.Event()
+
+    def limited(count: int, *, pin_memory: bool = False, **how: Any) -> torch.Tensor:
+        if full.is_set() and not pin_memory:
+            raise torch.OutOfMemoryError
+        return empty(count, **how)
+
+    monkeypatch.setattr(torch, "empty", limited)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(record_event=lambda: None))
+    monkeypatch.setattr(lane.BUFFERS, "take", lambda nbytes: SimpleNamespace(memory=memory(1)))
+    made = lane.Lane(torch.device("cpu"))
+    count = len(made.numbers)
+    full.set()
+    with pytest.raises(torch.OutOfMemoryError):
+        made.reserve(numbers=2 * count)
+    assert len(made.numbers) == count
