@@ -106,8 +106,7 @@ class HostEncoder:
             self._write_packed(batch, jobs, places, self._pack_limit)
         elif batch.low + batch.middle:
             places.runs.append(self._write(self._at(batch.base, batch.low + batch.middle)))
-        runs = tuple(tuple(run.spans) for run in places.runs)
-        return BatchBytes(number, np.array(sums, "<u8").tobytes(), runs, tuple(places.lows))
+        return BatchBytes(number, np.array(sums, "<u8").tobytes(), tuple(places.runs), tuple(places.lows))
 
     def _write_packed(self, batch: Batch, jobs: list[Job], places: Places, pack_limit: int) -> None:
         """Write the middle planes, then the packed planes, then each run of lowest planes that are not packed."""
@@ -144,7 +143,7 @@ class HostEncoder:
             coded = [deflated(stream) for stream in plain[first:last]]
             dense += coded if sum(map(len, coded)) < plane else plain[first:last]
         run = self._write(np.array(bytearray(b"".join(dense))))
-        return CodedPlanes(tuple(run.spans), np.array([len(stream) for stream in dense], "<i4").tobytes(), DEFLATE)
+        return CodedPlanes(run, np.array([len(stream) for stream in dense], "<i4").tobytes(), DEFLATE)
 
 
 def deflated(stream: bytes) -> bytes:

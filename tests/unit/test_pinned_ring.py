@@ -47,10 +47,10 @@ class RingEnds:
     def write(self, source: bytes, pieces: list[tuple[int, int]]) -> None:
         run = self.pinned.write(np.frombuffer(source, np.uint8).ctypes.data, len(source), self.free_slots)
         for start, nbytes in pieces:
-            where = parts(run.spans, start, nbytes)
+            where = parts(run, start, nbytes)
             assert b"".join(bytes(self.ring.slot(slot)[at : at + n]) for slot, at, n in where) == source[start : start + nbytes]
             assert all(size > 0 and at >= 0 and at + size <= SLOT for _, at, size in where)
-        self.held.update(slot for _, slot, _, _ in run.spans)
+        self.held.update(slot for _, slot, _, _ in run)
         self.waiting.append((source, run))
 
     def free_slots(self) -> None:
@@ -65,8 +65,8 @@ class RingEnds:
     def announce(self) -> None:
         """Announce one of the waiting runs, after a check that its bytes are at its spans."""
         expected, run = self.waiting.pop(self._data.draw(st.integers(0, len(self.waiting) - 1)))
-        assert b"".join(bytes(self.ring.slot(slot)[at : at + size]) for _, slot, at, size in run.spans) == expected
-        self.held.subtract(slot for _, slot, _, _ in run.spans)
+        assert b"".join(bytes(self.ring.slot(slot)[at : at + size]) for _, slot, at, size in run) == expected
+        self.held.subtract(slot for _, slot, _, _ in run)
         self.pinned.announced([run])
 
     def all_free(self) -> bool:

@@ -134,7 +134,7 @@ class EncodeRun:
             self._resources.memory.dense.give_back()
             self._complete_groups += 1
             lengths = coded.results[0].numpy().astype("<i4").tobytes()
-            planes = CodedPlanes(tuple(run.spans), lengths, codec.name)
+            planes = CodedPlanes(run, lengths, codec.name)
             message = CodedBatches(tuple(read.message() for read in coded.batches), planes, digests.packed())
             self._arrived.append(Arrived([run, *(run for read in coded.batches for run in read.runs)], message))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ...protocol.messages import RunSpan
 from ...shm.ring import Ring
@@ -17,11 +17,8 @@ from ..pinned_memory import PinnedMemory
 _PART = 64 << 20  # bytes that are pinned together
 
 
-@dataclass
-class RingRun:
-    """Consecutive bytes that were copied to the ring."""
-
-    spans: list[RunSpan] = field(default_factory=list)
+RingRun: TypeAlias = tuple[RunSpan, ...]
+"""Where consecutive bytes were copied to."""
 
 
 class PinnedRing:
@@ -66,23 +63,23 @@ class PinnedRing:
             source: The address of the bytes on the device.
             relieve: Called while there is no free slot; it must announce runs that have arrived.
         """
-        run, done = RingRun(), 0
+        run, done = list[RunSpan](), 0
         while done < nbytes:
             if self._used == self._ring.slot_size:
                 self._next_slot(relieve)
             size = min(self._ring.slot_size - self._used, nbytes - done)
             at = self._slot * self._ring.slot_size + self._used
             copy_to_host(self._address + at, source + done, size)
-            run.spans.append((done, self._slot, self._used, size))
+            run.append((done, self._slot, self._used, size))
             self._runs[self._slot] += 1
             done += size
             self._used += size
-        return run
+        return tuple(run)
 
     def announced(self, runs: Iterable[RingRun]) -> None:
         """Note that these runs were announced to the node worker."""
         for run in runs:
-            for _, slot, _, _ in run.spans:
+            for _, slot, _, _ in run:
                 self._runs[slot] -= 1
         self._settle()
 

@@ -49,8 +49,7 @@ class ReadBatch:
 
     def message(self) -> BatchBytes:
         """Return the message that announces its bytes."""
-        runs = tuple(tuple(run.spans) for run in self.runs)
-        return BatchBytes(self.number, self.found[0].tobytes(), runs, tuple(self.lows))
+        return BatchBytes(self.number, self.found[0].tobytes(), tuple(self.runs), tuple(self.lows))
 
 
 @dataclass
