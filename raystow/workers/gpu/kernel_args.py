@@ -57,6 +57,11 @@ Table: TypeAlias = torch.Tensor | Addressed
 """A table with a row for each chunk, stream or range."""
 
 
+def part(table: Table, first: int, rows: int, columns: int = 1) -> Addressed:
+    """Return rows of an int64 table from row ``first`` on."""
+    return Addressed(table.data_ptr() + 8 * columns * first, rows, table.device)
+
+
 def in_parts(*tables: tuple[Table, int]) -> Iterator[list[Table]]:
     """Yield int64 tables that have the same rows, given with their numbers of columns, in parts of at most ``MOST_ROWS`` rows."""
     rows = len(tables[0][0])
@@ -64,5 +69,4 @@ def in_parts(*tables: tuple[Table, int]) -> Iterator[list[Table]]:
         yield [table for table, _ in tables]
         return
     for first in range(0, rows, MOST_ROWS):
-        some = min(MOST_ROWS, rows - first)
-        yield [Addressed(table.data_ptr() + 8 * columns * first, some, table.device) for table, columns in tables]
+        yield [part(table, first, min(MOST_ROWS, rows - first), columns) for table, columns in tables]

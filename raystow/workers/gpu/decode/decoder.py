@@ -26,7 +26,7 @@ from ....storage.coding.chunk import DEFLATE
 from ....storage.errors import Damaged
 from ....storage.reader import PackReader, Piece, Run
 from .. import kernel_args
-from ..kernel_args import Addressed, Table
+from ..kernel_args import Addressed, Table, part
 from ..kernels import blake3_kernels, copy_kernels, word_kernels
 from ..kernels.deflate_kernels import Deflate
 from ..nvcomp import STREAM, Codec
@@ -190,7 +190,7 @@ class Decoder:
     def _finish(self, progress: Progress, work: _Work) -> None:
         """Wait for a lane, and check its results."""
         work.lane.wait()
-        if _OWN in self._codecs and any(status for kind, _, status in work.decoded() if kind == _OWN):
+        if any(status for kind, _, status in work.decoded() if kind == _OWN):
             logger.info("streams of another Deflate coder are decoded by nvCOMP")
             self._codecs[_OWN] = Codec(*_OWN)
             self._upload(work)
@@ -248,8 +248,8 @@ def _plain(kernel: Callable[[Table, int], None], largest: int) -> Callable[[Addr
 
 def _decompress(codec: Codec, n: int, table: Addressed, results: Addressed, scratch: torch.Tensor) -> None:
     """``table``: int64 [4, ``n`` streams]; ``results``: their decoded sizes, then nvCOMP's status of each."""
-    rows = [Addressed(table.address + 8 * n * row, n, table.device) for row in range(len(table))]
-    status = replace(results, address=results.address + 8 * n, dtype=torch.int32)
+    rows = [part(table, n * row, n) for row in range(len(table))]
+    status = replace(part(results, n, n), dtype=torch.int32)
     codec.decompress(*rows, decoded=results, scratch=scratch, status=status)
 
 

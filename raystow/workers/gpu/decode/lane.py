@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernel_args import Addressed
+from ..kernel_args import Addressed, part
 from ..kernels import library
 from ..pinned_memory import BUFFERS
 from .lane_plan import ROOM, LaneMemory
@@ -52,7 +52,7 @@ class Lane:
 
     def placed(self, start: int, rows: int) -> Addressed:
         """Return the numbers from ``start`` on as an argument of a kernel."""
-        return Addressed(self._on_device.data_ptr() + 8 * start, rows, self._device)
+        return part(self._on_device, start, rows)
 
     def send_stored(self, nbytes: int) -> None:
         """Enqueue the copy of fetched bytes to the device, on the current stream."""
@@ -84,7 +84,7 @@ class Lane:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _allocate_numbers(self, count: int) -> None:
-        self._on_device = torch.empty(count, dtype=torch.int64, device=self._device)  # first: there must be as many as on the host
+        self._on_device = torch.empty(count, dtype=torch.int64, device=self._device)  # first: never fewer
         self.numbers = torch.empty(count, dtype=torch.int64, pin_memory=True).numpy()
         self._bytes = self.numbers.data.cast("B")
         self._numbers_address = self.numbers.ctypes.data

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from ..encode_request import Source
-from ..kernel_args import Addressed
+from ..kernel_args import Addressed, part
 from ..kernels import copy_kernels
 from ..kernels.word_kernels import FOUND
 from .encode_plan import Batch, EncodePlan
@@ -26,12 +26,11 @@ class BatchResults:
 
     def on_device(self, batch: Batch) -> Addressed:
         """Return the memory that the kernel adds its results to."""
-        numbers = FOUND * (batch.last - batch.first)
-        return Addressed(self._on_device.data_ptr() + self._start(batch), numbers, self._on_device.device)
+        return part(self._on_device, FOUND * batch.first, FOUND * (batch.last - batch.first))
 
     def to_host(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Copy the results of a batch to pinned host memory; they are there once the current stream has executed the copy."""
-        copy_kernels.tell(self.on_device(batch), self._pinned.data_ptr() + self._start(batch))
+        copy_kernels.tell(self.on_device(batch), self._pinned.data_ptr() + 8 * FOUND * batch.first)
         return self._rows(batch)
 
     def digests(self) -> npt.NDArray[np.uint64]:
@@ -63,7 +62,3 @@ class BatchResults:
     def _rows(self, batch: Batch) -> npt.NDArray[np.int64]:
         rows: npt.NDArray[np.int64] = self._on_host[FOUND * batch.first : FOUND * batch.last].reshape(FOUND, -1)
         return rows
-
-    def _start(self, batch: Batch) -> int:
-        """Return where the results of a batch begin, in bytes."""
-        return 8 * FOUND * batch.first

@@ -19,7 +19,7 @@ import torch
 from ...protocol.messages import CodedLayout
 from .. import kernel_args
 from ..encode_request import Source
-from ..kernel_args import Addressed
+from ..kernel_args import Addressed, part
 from .jobs import Job
 
 ROWS = 512
@@ -133,13 +133,12 @@ class EncodePlan:
 
     def rows(self, first: int, last: int) -> Addressed:
         """Return a part of ``chunks``."""
-        return Addressed(self.chunks.data_ptr() + first * self.table.strides[0], last - first, self._device)
+        return part(self.chunks, first, last - first, kernel_args.COLUMNS)
 
     def cuts_of(self, group: Group) -> tuple[Addressed, Addressed]:
         """Return the rows of ``cuts`` for the streams of a group."""
-        total, start = self.cuts.shape[1], group.streams.start
-        first, second = (Addressed(self.cuts.data_ptr() + 8 * (row * total + start), group.count, self._device) for row in (0, 1))
-        return first, second
+        start = group.streams.start
+        return part(self.cuts, start, group.count), part(self.cuts, self.cuts.shape[1] + start, group.count)
 
     def fits(self, sources: Sequence[Source]) -> bool:
         """Whether the plan is also valid for these chunks."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 import numpy as np
 import torch
 
+from ..kernel_args import part
 from ..kernels import copy_kernels
 from .device_memory import EncoderResources
 from .encode_plan import EncodePlan
@@ -54,7 +54,7 @@ class GroupCoder:
         with torch.cuda.stream(self._stream):
             results = torch.ones((2, n), dtype=torch.int64, device=self._plan.chunks.device)
             status, scratch = results[1].view(torch.int32)[:n], self._memory.scratch
-            targets, sizes = (replace(cuts[0], address=one.data_ptr()) for one in (self._memory.targets, self._memory.sizes))
+            targets, sizes = (part(one, 0, n) for one in (self._memory.targets, self._memory.sizes))
             self._codec.compress(*cuts, targets, sizes, scratch=scratch, status=status)
             base = self._memory.dense.memory.data_ptr() + start
             streams = copy_kernels.CodedStreams(self._memory.out, self._codec.stride, sizes)

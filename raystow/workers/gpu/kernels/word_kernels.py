@@ -7,13 +7,12 @@ thousands of chunks, and a launch for each would cost the training process more 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from ....storage.coding.digest import BLOCK, SECOND_WORD_KEYS, WORD_KEYS, block_key
-from ..kernel_args import COLUMNS, Addressed, Table, in_parts
+from ..kernel_args import COLUMNS, Addressed, Table, in_parts, part
 from .constants import BLOCKS, COMPARE, GROUP, SLICE, Value, transform
 from .library import Kernel
 
@@ -53,7 +52,7 @@ def split(
         followed: Round float32 words to this dtype (bfloat16 or float16), as ``coding.derived.derive`` does.
     """
     n = len(table)
-    rows = [replace(results, address=results.address + 8 * n * row, rows=n) for row in range(FOUND)]
+    rows = [part(results, n * row, n) for row in range(FOUND)]
     _run(table, largest, *rows, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True, FOLLOWED=followed)
 
 
