@@ -90,6 +90,7 @@ class GpuEncoder:
         ``announce`` receives the messages for the node worker: the layout of the chunks if it is new, and the places of chunks
         that have arrived in the ring. Raises ``SaveFailed`` naming a tensor that was changed too early.
         """
+
         def emit(arrived: list[Arrived]) -> None:
             plan = encoder.plan
             assert plan is not None

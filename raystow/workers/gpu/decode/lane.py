@@ -84,7 +84,7 @@ class Lane:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _allocate_numbers(self, count: int) -> None:
-        self._on_device = torch.empty(count, dtype=torch.int64, device=self._device)  # first: never fewer
+        self._on_device = torch.empty(count, dtype=torch.int64, device=self._device)  # first: if it fails, nothing has changed
         self.numbers = torch.empty(count, dtype=torch.int64, pin_memory=True).numpy()
         self._bytes = self.numbers.data.cast("B")
         self._numbers_address = self.numbers.ctypes.data

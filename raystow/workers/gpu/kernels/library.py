@@ -134,19 +134,19 @@ class _Loaded:
     """A kernel in the memory of a device."""
 
     def __init__(self, device: int, binary: Binary) -> None:
-        self._driver, self._context, self._name = _driver(), _context(device), binary.name
+        self._context = context(device)
         self._types = [_TYPES[kind] for kind in binary.arguments]
         self._threads, self._shared = binary.threads, binary.shared
         _call("cuCtxSetCurrent", self._context)
-        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         try:
-            _call("cuModuleLoadData", ctypes.byref(self._module), binary.image)
+            _call("cuModuleLoadData", ctypes.byref(module), binary.image)
         except DriverError as error:
             if error.code not in _TOO_NEW:
                 raise
             what = f"the driver cannot load raystow's GPU kernels: {error}"
             raise Unsupported(what, subject=binary.name, remedy="update the NVIDIA driver") from error
-        _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, binary.entry.encode())
+        _call("cuModuleGetFunction", ctypes.byref(self._function), module, binary.entry.encode())
         if binary.shared > 48 << 10:  # more must be asked for
             _call("cuFuncSetAttribute", self._function, ctypes.c_int(8), ctypes.c_int(binary.shared))
 
@@ -188,6 +188,11 @@ def copy_to_device(target: int, source: int, nbytes: int) -> None:
     _copy("cuMemcpyHtoDAsync_v2", target, source, nbytes)
 
 
+def copy_on_device(target: int, source: int, nbytes: int) -> None:
+    """Enqueue a copy between addresses in device memory."""
+    _copy("cuMemcpyDtoDAsync_v2", target, source, nbytes)
+
+
 def _copy(function: str, target: int, source: int, nbytes: int) -> None:
     if nbytes:
         _enqueue(function, *map(ctypes.c_uint64, (target, source)), ctypes.c_size_t(nbytes))
@@ -201,7 +206,7 @@ def record(event: torch.cuda.Event) -> None:
 def _enqueue(function: str, *arguments: object) -> None:
     """Call a function whose last argument is the stream."""
     device = torch.cuda.current_device()
-    _call("cuCtxSetCurrent", _context(device))
+    _call("cuCtxSetCurrent", context(device))
     _call(function, *arguments, ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)))
 
 
@@ -239,7 +244,7 @@ def _driver() -> ctypes.PyDLL:
 
 
 @functools.cache
-def _context(device: int) -> ctypes.c_void_p:
+def context(device: int) -> ctypes.c_void_p:
     """Return the context that torch uses on a device."""
     context, handle = ctypes.c_void_p(), ctypes.c_int()
     _call("cuDeviceGet", ctypes.byref(handle), device)

@@ -16,6 +16,7 @@ import torch
 
 from ....storage.clock import SYSTEM
 from ....storage.errors import ClusterError
+from ..kernels.library import DriverError, context
 
 SLOT = 64 << 20
 """Bytes of a slot; the largest chunk must fit."""
@@ -40,23 +41,16 @@ class _View:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _driver() -> ctypes.CDLL:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise ClusterError(f"there is no NVIDIA driver here: {error}") from error
-    driver.cuInit(0)  # torch has called it before; another call has no effect
-    return driver
+    """Return the driver. Calls release the interpreter lock, unlike those of ``library``: some wait for the device."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a function of the driver. Raises ``ClusterError`` with the driver's name of the error."""
-    code = getattr(_driver(), name)(*arguments)
-    if code:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorName(code, ctypes.byref(text))
-        raise ClusterError(f"{name}: {text.value.decode() if text.value else 'error'} ({code})")
+    """Call a function of the driver. Raises ``ClusterError`` with the driver's description of the error."""
+    if code := getattr(_driver(), name)(*arguments):
+        raise ClusterError(str(DriverError(name, code)))
 
 
 def _open(handle: _Handle) -> int:
@@ -73,22 +67,13 @@ class DeviceRing:
         self.slots, self.slot_size = slots, slot_size
         self._device = torch.device("cuda", device)
         self._owned = handle is None
-        self._number = ctypes.c_int()
-        self._context = ctypes.c_void_p()  # the primary context, which torch uses as well
-        self.address = 0
-        _call("cuDeviceGet", ctypes.byref(self._number), ctypes.c_int(device))
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._number)
-        try:
-            with self._current():
-                if handle is None:
-                    address = ctypes.c_uint64()
-                    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(slots * slot_size))
-                    self.address = address.value
-                else:
-                    self.address = _open(_Handle.from_buffer_copy(bytes.fromhex(handle)))
-        except BaseException:
-            _call("cuDevicePrimaryCtxRelease_v2", self._number)
-            raise
+        with self._current():
+            if handle is None:
+                address = ctypes.c_uint64()
+                _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(slots * slot_size))
+                self.address = address.value
+            else:
+                self.address = _open(_Handle.from_buffer_copy(bytes.fromhex(handle)))
 
     @staticmethod
     def create(device: int, slots: int = SLOTS, slot_size: int = SLOT) -> DeviceRing:
@@ -121,17 +106,10 @@ class DeviceRing:
         memory = self._memory()
         return bytes(torch.cat((memory[:, :_MARK], memory[:, -_MARK:]), 1).cpu().numpy()).hex()
 
-    def write(self, to: int, source: int, nbytes: int) -> None:
-        """Enqueue a copy from an address on the same device to ``to``, an address in the ring, on the current stream."""
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
-        with self._current():
-            _call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), stream)
-
     def close(self) -> None:
         """Free the memory, or unmap it. No copy to or from it may be in progress."""
         with self._current():
             _call("cuMemFree_v2" if self._owned else "cuIpcCloseMemHandle", ctypes.c_uint64(self.address))
-        _call("cuDevicePrimaryCtxRelease_v2", self._number)
 
     def _memory(self) -> torch.Tensor:
         """Return the ring as a tensor of bytes with a row for each slot."""
@@ -140,7 +118,7 @@ class DeviceRing:
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
         """Make the device's context current for driver calls of this thread."""
-        _call("cuCtxPushCurrent_v2", self._context)
+        _call("cuCtxPushCurrent_v2", context(self._device.index))
         try:
             yield
         finally:

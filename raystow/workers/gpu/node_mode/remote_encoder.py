@@ -47,6 +47,7 @@ from ..codec_choice import Choice
 from ..digests import Digests
 from ..encode.derived_check import DerivedCheck, DerivedChecker, check_derived
 from ..encode_request import DerivedPair, EncodeRequest, Source
+from ..kernels.library import copy_on_device
 from ..unchanged import Remaining
 from .device_ring import DeviceRing
 from .refusal import EncodingRefused
@@ -161,7 +162,7 @@ class RemoteEncoder:
                 if source is None:
                     copy = pieces[i].gather()  # its memory is reused on this stream only
                     source = int(copy.data_ptr())
-                mapped.ring.write(start + at, source, pieces[i].nbytes)
+                copy_on_device(start + at, source, pieces[i].nbytes)
             mapped.stream.synchronize()
             chunks = [DeviceChunk(pieces[i].describe(), at, pieces[i].nbytes, pieces[i].planes, int(sums[i])) for i, at in batch]
             announce(StageOnDevice(mapped.uuid, slot, tuple(chunks)))
