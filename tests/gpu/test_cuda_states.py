@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from gpu_tensors import layouts, same_bits
 from local_cluster import LocalCluster
 
 import raystow
@@ -25,37 +24,18 @@ DTYPES = [
 ]
 
 
-def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    high = 2 if dtype is torch.bool else 256
-    return (
-        torch.randint(0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, device="cuda").view(dtype).reshape(shape)
-    )
-
-
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "raw", "cpu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_restored_on_a_gpu_and_on_a_cpu(dtype: torch.dtype, codec: str) -> None:
-    base = random_bits(dtype, 700, 1030)
-    state = {
-        "plain": base,
-        "transposed": base.t(),
-        "strided": base[::3, 5:400:2],
-        "one": random_bits(dtype, 1),
-        "empty": random_bits(dtype, 0, 3),
-        "scalar": random_bits(dtype),
-    }
+    state = layouts(dtype)
     with LocalCluster(f"memory://cuda-{dtype}-{codec}", codec=codec) as cluster:
         version = cluster.save(state, step=1)
     into = {name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()}
     raystow.restore_latest(cluster.uri, into=into)
     for name, tensor in state.items():
         assert into[name].is_cuda
-        assert as_bytes(into[name]) == as_bytes(tensor), name
-        assert as_bytes(version.read(name)) == as_bytes(tensor), name
+        assert same_bits(into[name], tensor), name
+        assert same_bits(version.read(name), tensor), name
 
 
 def test_a_save_waits_for_writes_of_a_side_stream() -> None:

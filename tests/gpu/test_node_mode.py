@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_tensors import layouts, same_bits, weights
 from local_cluster import LocalCluster, first_save
 from msgspec.structs import replace
 from polling import wait_until
@@ -36,31 +34,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.flo
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)  # a killed node worker may still be writing
-
-
-@pytest.fixture
 def cluster(folder: Path) -> Iterator[LocalCluster]:
     with LocalCluster(str(folder), memory=256 * MIB, process="node") as cluster:
         yield cluster
-
-
-def weights(n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return (torch.randn(n, device="cuda") * 0.02).to(dtype)
-
-
-def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    words = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, device="cuda")
-    return words.view(dtype).reshape(shape)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors are equal in every bit, NaNs included."""
-    bits_a, bits_b = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits_a, bits_b)
 
 
 def check(cluster: LocalCluster, state: dict[str, torch.Tensor]) -> None:
@@ -70,7 +46,7 @@ def check(cluster: LocalCluster, state: dict[str, torch.Tensor]) -> None:
     assert version is not None
     for name, tensor in state.items():
         assert same_bits(into[name], tensor), name
-        assert same_bits(version.read(name).to(tensor.device), tensor), name
+        assert same_bits(version.read(name), tensor), name
 
 
 def free_memory() -> int:
@@ -86,15 +62,7 @@ def free_memory() -> int:
 def test_every_dtype_and_odd_sizes_are_restored(folder: Path, codec: str, caplog: pytest.LogCaptureFixture) -> None:
     state = {"host": torch.randn(1000), "integers": torch.arange(3 * MIB, device="cuda")}
     for dtype in DTYPES:
-        base = random_bits(dtype, 700, 1030)
-        state |= {
-            f"{dtype}.plain": base,
-            f"{dtype}.transposed": base.t(),
-            f"{dtype}.strided": base[::3, 5:400:2],
-            f"{dtype}.one": random_bits(dtype, 1),
-            f"{dtype}.empty": random_bits(dtype, 0, 3),
-            f"{dtype}.scalar": random_bits(dtype),
-        }
+        state |= {f"{dtype}.{name}": tensor for name, tensor in layouts(dtype).items()}
     state |= {
         "weights": weights(40 * MIB + 5),
         "never negative": weights(6 * MIB + 3, torch.float32).square(),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_tensors import same_bits, weights
 from local_cluster import LocalCluster
 
 import raystow
@@ -17,21 +15,6 @@ import raystow
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
-
-
-def weights(n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return (torch.randn(n, device="cuda") * 0.02).to(dtype)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8).to(a.device))
 
 
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "ans", "raw"])
@@ -60,9 +43,9 @@ def test_odd_sizes_and_values_are_restored(codec: str) -> None:
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         assert raystow.restore_latest(cluster.uri, into=into)
     for name, tensor in state.items():
-        assert same(into[name], tensor), name
+        assert same_bits(into[name], tensor), name
         if codec != "ans":
-            assert same(version.read(name), tensor), name
+            assert same_bits(version.read(name), tensor), name
     if codec == "ans":
         with pytest.raises(raystow.Unsupported, match="GPU"):
             version.read("odd")
@@ -91,10 +74,10 @@ def test_cpu_and_gpu_states_are_restored_on_either_device() -> None:
             for place in ("cpu", "cuda"):
                 into = {name: torch.zeros_like(tensor, device=place) for name, tensor in state.items()}
                 raystow.restore_latest(cluster.uri, into=into)
-                assert all(same(into[name], state[name]) for name in state), (step, place)
+                assert all(same_bits(into[name], state[name]) for name in state), (step, place)
                 holes = {"w": torch.zeros(3000, 8192, device=place)[:, ::2], "i": into["i"]}
                 raystow.restore_latest(cluster.uri, into=holes)
-                assert same(holes["w"], state["w"])
+                assert same_bits(holes["w"], state["w"])
 
 
 def test_device_memory_is_bounded_and_freed(folder: Path) -> None:

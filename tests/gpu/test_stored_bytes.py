@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from raystow.workers.packing import chunk_writer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
+Saved = tuple[str, dict[str, torch.Tensor], Callable[[int], None]]
 SIZES = (1, 3, 63, 64, 65, 1023, 1024, 1025, 2048, 3 * 1024, 5000, 128 * 1024, 129 * 1024 + 7, 1 << 20, (7 << 20) + 13)
 
 
@@ -36,7 +35,7 @@ def test_the_gpu_computes_the_digests_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("process", ["training", "node"])
-def test_the_gpu_computes_the_digests_of_a_save(monkeypatch: pytest.MonkeyPatch, process: str) -> None:
+def test_the_gpu_computes_the_digests_of_a_save(folder: Path, monkeypatch: pytest.MonkeyPatch, process: str) -> None:
     """The node worker computes the digests of small chunks, and checks every sixteenth of the others."""
     torch.manual_seed(0)
     state = {f"m{i}": torch.randn(3 << 20, device="cuda") * 0.02 for i in range(8)}
@@ -53,7 +52,6 @@ def test_the_gpu_computes_the_digests_of_a_save(monkeypatch: pytest.MonkeyPatch,
         return stored_digest(*parts)
 
     monkeypatch.setattr(chunk_writer, "stored_digest", counted)
-    folder = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm"))
     with LocalCluster(str(folder), codec="deflate", process=process) as cluster:
         for step in range(1, 3):
             hashed.clear()
@@ -66,14 +64,13 @@ def test_the_gpu_computes_the_digests_of_a_save(monkeypatch: pytest.MonkeyPatch,
     raystow.restore_latest(str(folder), into=into)  # it checks all digests
     for name, tensor in state.items():
         assert torch.equal(into[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    shutil.rmtree(folder)
 
 
 @pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, torch.Tensor], Callable[[int], None]]]:
+def saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Saved:
     """Return a version, its state, and a function that flips a bit in a number of the next reads."""
     state = {"w": (torch.randn(6 << 20, device="cuda") * 0.02).to(torch.bfloat16), "v": torch.randn(3 << 20, device="cuda")}
-    folder, flips, bring = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm")), [0], PackReader.bring
+    flips, bring = [0], PackReader.bring
 
     def brought(self: PackReader, run: object, into: memoryview | None) -> object:
         data = bring(self, run, into)  # type: ignore[arg-type]
@@ -85,11 +82,10 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, torc
     with LocalCluster(str(folder), codec="deflate") as cluster:
         cluster.save(state, step=1)
     monkeypatch.setattr(PackReader, "bring", brought)
-    yield str(folder), state, lambda times: flips.__setitem__(0, times)
-    shutil.rmtree(folder)
+    return str(folder), state, lambda times: flips.__setitem__(0, times)
 
 
-def test_bytes_changed_in_transit_are_read_again(saved: tuple[str, dict[str, torch.Tensor], Callable[[int], None]]) -> None:
+def test_bytes_changed_in_transit_are_read_again(saved: Saved) -> None:
     uri, state, flip = saved
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     flip(1)
@@ -97,7 +93,7 @@ def test_bytes_changed_in_transit_are_read_again(saved: tuple[str, dict[str, tor
     assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
 
 
-def test_permanent_damage_names_the_tensor(saved: tuple[str, dict[str, torch.Tensor], Callable[[int], None]]) -> None:
+def test_permanent_damage_names_the_tensor(saved: Saved) -> None:
     uri, state, flip = saved
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     flip(1000)
