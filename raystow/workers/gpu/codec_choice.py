@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ...storage.coding.chunk import ANS, DEFLATE, RAW
+from .kernels.deflate_kernels import coder
 from .nvcomp import STREAM, version
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,6 @@ def sooner(*, coding: float, link: float, store: float) -> Choice:
 
 def _coding_rate(device: torch.device) -> float:
     """Measure the coding of planes like exponents of weights, in GB/s."""
-    from .kernels.deflate_kernels import coder
-
     stream = STREAM[DEFLATE]
     codec = coder(DEFLATE)
     plane = torch.randint(116, 124, (_SAMPLE,), dtype=torch.uint8, device=device)  # three bits per byte, as in exponents

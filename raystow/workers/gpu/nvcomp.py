@@ -38,8 +38,9 @@ class _Properties(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint32), ("cudart", ctypes.c_uint32)]
 
 
-@functools.lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL:
+@functools.cache
+def _library() -> tuple[ctypes.CDLL, str]:
+    """Return the library and its version."""
     found = importlib.util.find_spec("nvidia.libnvcomp") if importlib.util.find_spec("nvidia") else None
     if found is None:
         raise MissingDependency("nvCOMP is not installed", remedy='pip install "raystow[gpu]"')
@@ -49,22 +50,17 @@ def _library() -> ctypes.CDLL:
     except OSError as error:
         raise Unsupported(f"nvCOMP {MAJOR} cannot be loaded: {error}", subject=folder) from error
     properties = _Properties()
-    if library.nvcompGetProperties(ctypes.byref(properties)) or properties.version // 1000 != MAJOR:
-        raise Unsupported(f"nvCOMP {version_text(properties.version)} is not version {MAJOR}", subject=folder)
+    failed, number = library.nvcompGetProperties(ctypes.byref(properties)), properties.version
+    text = f"{number // 1000}.{number % 1000 // 100}.{number % 100}"  # 6012 is 6.0.12
+    if failed or number // 1000 != MAJOR:
+        raise Unsupported(f"nvCOMP {text} is not version {MAJOR}", subject=folder)
     library.nvcompGetStatusString.restype = ctypes.c_char_p
-    return library
-
-
-def version_text(number: int) -> str:
-    """Return a version number of nvCOMP (6012 is 6.0.12) as text."""
-    return f"{number // 1000}.{number % 1000 // 100}.{number % 100}"
+    return library, text
 
 
 def version() -> str:
     """Return the version of the library. Raises ``Unsupported`` if it is missing or has another major version."""
-    properties = _Properties()
-    _library().nvcompGetProperties(ctypes.byref(properties))
-    return version_text(properties.version)
+    return _library()[1]
 
 
 class Codec:
@@ -76,7 +72,7 @@ class Codec:
 
     def __init__(self, name: str, stream: int) -> None:
         self.name, self.stream = name, stream
-        self._library = _library()
+        self._library, _ = _library()
         self._prefix = f"nvcompBatched{_NAMES[name]}"
         self._coding = _Options()
         self._decoding = _Options(0, _ANY_TYPE if name == ANS else 0)

@@ -70,7 +70,8 @@ class GroupCoder:
         coded, self.running = self.running, None
         assert coded is not None
         coded.done.synchronize()
-        lengths, status = coded.results.numpy()[0], coded.results.numpy()[1].view(np.int32)[: coded.results.shape[1]]
+        lengths, codes = coded.results.numpy()
+        status = codes.view(np.int32)[: len(lengths)]
         if status.any():
             raise RuntimeError(
                 f"nvCOMP could not code {np.count_nonzero(status)} of {len(lengths)} streams (code {status.max()})"
