@@ -1,4 +1,4 @@
-"""What the GPU encoders are given: chunks in device memory, and the request to encode those of one device."""
+"""What the GPU encoders are given: chunks in device memory, and the request to encode those of one device. Needs no torch."""
 
 from __future__ import annotations
 
@@ -88,6 +88,10 @@ class EncodeRequest:
     on_read: Callable[[], None]
     urgent: Callable[[], bool] = lambda: False
     meanwhile: Callable[[], None] = lambda: None
+
+
+class EncodingRefused(Exception):
+    """The node worker cannot encode on a device; nothing has been lent to it yet, so the training process can encode instead."""
 
 
 def changed_too_early(name: str) -> SaveFailed:

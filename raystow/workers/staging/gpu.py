@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError
-from ..gpu.encode_request import EncodeRequest
-from ..gpu.node_mode.refusal import EncodingRefused
+from ..gpu.encode_request import EncodeRequest, EncodingRefused
 from ..protocol.messages import BaseDigests, DeviceAnswer, Message, StageDerived
 from .plan import ChunkSource, SaveOrder, StagingPlan
 from .staging_slots import StagingSlots

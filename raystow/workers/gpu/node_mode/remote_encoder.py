@@ -46,11 +46,10 @@ from ...shm.ring import ALIGN
 from ..codec_choice import Choice
 from ..digests import Digests
 from ..encode.derived_check import DerivedCheck, DerivedChecker, check_derived
-from ..encode_request import DerivedPair, EncodeRequest, Source
+from ..encode_request import DerivedPair, EncodeRequest, EncodingRefused, Source
 from ..kernels.library import copy_on_device
 from ..unchanged import Remaining
 from .device_ring import DeviceRing
-from .refusal import EncodingRefused
 
 logger = logging.getLogger(__name__)
 
