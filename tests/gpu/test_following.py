@@ -2,63 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from chunk_sources import Follower, Source
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.storage.coding import dtypes
 from raystow.storage.coding.derived import followed
+from raystow.workers.gpu.encode.derived_check import check_derived
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
 N = 9_000_001
 
 
-@dataclass
-class Piece:
-    tensor: torch.Tensor
-
-    @property
-    def name(self) -> str:
-        return "piece"
-
-    @property
-    def dtype(self) -> dtypes.DType:
-        return dtypes.dtype(str(self.tensor.dtype).removeprefix("torch."))
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    @property
-    def address(self) -> int:
-        return self.tensor.data_ptr()
-
-    origin = address
-
-
-@dataclass
-class Follower:
-    piece: Piece
-    source: Piece
-
-    def derived(self, digest: int) -> tuple[int, int]:
-        return id(self), digest
-
-
-def host(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
-
-
 def test_the_gpu_and_the_cpu_find_the_same_derived_chunks() -> None:
-    from raystow.workers.gpu.encode.derived_check import check_derived
+    followers = list[Follower]()
 
-    followers = []
+    def follow(tensor: torch.Tensor, source: torch.Tensor) -> None:
+        followers.append(Follower(Source(str(len(followers)), tensor), Source("source", source)))
+
     for n in (4096, 4097, 100_003, 4 << 20):
         bits = torch.randint(-(2**31), 2**31, (n,), device="cuda").to(torch.int32).view(torch.float32)
         numbers = torch.where(bits.isnan(), torch.randn(n, device="cuda"), bits)
@@ -66,15 +32,18 @@ def test_the_gpu_and_the_cpu_find_the_same_derived_chunks() -> None:
             rounded = numbers.to(dtype)
             changed = rounded.clone()
             changed.view(torch.int16)[n - 1] ^= 1
-            followers += [Follower(Piece(one), Piece(numbers)) for one in (rounded, changed)]
-            followers.append(Follower(Piece(bits.to(dtype)), Piece(bits)))  # with NaNs among them
-            followers += [Follower(Piece(one), Piece(rounded)) for one in (rounded.clone(), changed)]
+            follow(rounded, numbers)
+            follow(changed, numbers)
+            follow(bits.to(dtype), bits)  # with NaNs among them
+            follow(rounded.clone(), rounded)
+            follow(changed, rounded)
     found = check_derived({}, 0, followers, after=torch.cuda.current_stream().record_event())
-    said = dict(found.derived)
-    assert {id(one) for one in found.strays} == {id(one) for one in followers} - set(said)
+    said = {one.info.name: one.digest for one in found.derived}
+    assert {one.piece.name for one in found.strays} == {one.piece.name for one in followers} - set(said)
     for one in followers:
+        raw, words = (np.frombuffer(chunk.bytes, np.uint8) for chunk in (one.piece, one.source))
         names = one.source.dtype.name, one.piece.dtype.name
-        assert said.get(id(one)) == followed(host(one.piece.tensor), host(one.source.tensor), *names), names
+        assert said.get(one.piece.name) == followed(raw, words, *names), names
     assert 0 < len(found.strays) < len(followers)
     nothing = check_derived({}, 0, [], after=torch.cuda.current_stream().record_event())
     assert not nothing.derived

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from chunk_sources import Source
 from device import Device, device
 
-from raystow.storage.coding import dtypes
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.format.manifest import Chunk
@@ -30,7 +30,6 @@ from raystow.workers.gpu.encode_request import EncodeRequest
 from raystow.workers.gpu.kernel_args import Table
 from raystow.workers.gpu.kernels import blake3_kernels
 from raystow.workers.packing.attempt import coded_draft
-from raystow.workers.protocol.messages import ChunkInfo, DerivedChunk
 from raystow.workers.shm.coded_layout import Layout
 from raystow.workers.shm.ring import Ring
 
@@ -38,59 +37,6 @@ KIB, MIB = 1 << 10, 1 << 20
 HERE = torch.device("cpu")
 HASHED = 8 * KIB
 """Bytes of the smallest chunk that is hashed on the device."""
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A tensor that is one chunk."""
-
-    name: str
-    tensor: torch.Tensor
-    followed: str = ""
-    coded: tuple[int, ...] = ()  # planes; none: the highest
-
-    @property
-    def dtype(self) -> dtypes.DType:
-        return dtypes.dtype(str(self.tensor.dtype).removeprefix("torch."))
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    @property
-    def address(self) -> int | None:
-        return self.tensor.data_ptr() if self.tensor.is_contiguous() else None
-
-    origin = address
-
-    @property
-    def planes(self) -> tuple[int, ...]:
-        return self.coded or (self.dtype.width - 1,)
-
-    @property
-    def identity(self) -> Any:
-        return self.name, self.followed
-
-    def describe(self) -> ChunkInfo:
-        shape = tuple(self.tensor.shape)
-        path, offset = f'["{self.name}"]', (0,) * len(shape)
-        return ChunkInfo(self.name, path, "tensor", self.dtype.name, shape, "weights", offset, shape)
-
-    def gather(self) -> torch.Tensor:
-        return self.tensor.contiguous().view(torch.uint8)
-
-    @property
-    def bytes(self) -> bytes:
-        return self.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-@dataclass(frozen=True, eq=False)
-class Follower:
-    piece: Source
-    source: Source
-
-    def derived(self, digest: int) -> DerivedChunk:
-        return DerivedChunk(self.piece.describe(), self.source.name, self.source.dtype.name, digest)
 
 
 @dataclass(frozen=True)

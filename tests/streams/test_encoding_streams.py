@@ -8,8 +8,9 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from chunk_sources import Follower, Source
 from device import SEEDS, Device
-from encoder_run import HERE, Follower, Receiver, Source, all_sources, encode, small_encoder, streams, weights
+from encoder_run import HERE, Receiver, all_sources, encode, small_encoder, streams, weights
 from module_mutants import rewritten
 
 from raystow.storage.coding.chunk import DEFLATE, RAW

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chunk_sources import Follower, Source
 from device import SEEDS, Device
-from encoder_run import HERE, Follower, Source, weights
+from encoder_run import HERE, weights
 
 from raystow.storage.coding.delta import LEAST
 from raystow.storage.coding.digest import digest_pair
