@@ -102,10 +102,9 @@ class Decoder:
     672 MiB of device memory more if only parts of chunks are requested. Pinned memory is kept for later: see ``BUFFERS``."""
 
     def __init__(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            self._device = device
-            self._lanes = list[Lane]()
-            self._codecs: dict[tuple[str, int], Codec] = {_OWN: Deflate()}
+        self._device = device
+        self._lanes = list[Lane]()
+        self._codecs: dict[tuple[str, int], Codec] = {_OWN: Deflate()}
 
     def close(self) -> None:
         """Free the memory."""
@@ -120,7 +119,7 @@ class Decoder:
         Earlier work of the current stream on the targets is waited for. Runs that do not fit into a lane are decoded on the CPU.
         """
         others = list[Run]()
-        with torch.cuda.device(self._device), contextlib.closing(LaneFetcher(reader, reader.threads)) as fetcher:
+        with torch.cuda.device(self._device), contextlib.closing(LaneFetcher(reader)) as fetcher:
             try:
                 planned = enumerate(map(_Work, plan(runs, others), self._in_turn()))
                 works = dict(itertools.islice(planned, _FETCHING))

@@ -15,11 +15,11 @@ Arrivals = SimpleQueue[BaseException | None]
 
 
 class LaneFetcher:
-    """Fetches in the order of the calls, with at most ``threads`` threads. Futures would take the interpreter lock for longer."""
+    """Fetches in the order of the calls, with the threads of a reader. Futures would take the interpreter lock for longer."""
 
-    def __init__(self, reader: PackReader, threads: int) -> None:
-        self._reader, self._threads, self._started = reader, threads, 0
-        self._pool = ThreadPoolExecutor(threads, "raystow-read")
+    def __init__(self, reader: PackReader) -> None:
+        self._reader, self._started = reader, 0
+        self._pool = ThreadPoolExecutor(reader.threads, "raystow-read")
         self._wanted = SimpleQueue[tuple[Fetch, memoryview, Arrivals] | None]()
 
     def fetch(self, what: Iterable[tuple[Fetch, memoryview]]) -> Arrivals:
@@ -27,7 +27,7 @@ class LaneFetcher:
         arrivals = Arrivals()
         for fetch, into in what:
             self._wanted.put((fetch, into, arrivals))
-            if self._started < self._threads:
+            if self._started < self._reader.threads:
                 self._started += 1
                 self._pool.submit(self._work)
         return arrivals

@@ -37,7 +37,7 @@ class BatchResults:
         """Return ``raw_digest`` of all sources before ``finish`` (uint64 [sources]), once all have been read."""
         digests = np.zeros(len(self._sources), np.uint64)
         for batch in self._plan.batches:
-            digests[self._sources_of(batch)] = self._rows(batch)[0].view(np.uint64)
+            digests[self._plan.order[batch.first : batch.last]] = self._rows(batch)[0].view(np.uint64)
         return digests
 
     def rounding_sources(self) -> dict[int, int]:
@@ -53,11 +53,8 @@ class BatchResults:
         found = np.zeros((2, len(self._sources)), np.int64)
         for batch in self._plan.batches:
             if batch.followed:
-                found[:, self._sources_of(batch)] = self._rows(batch)[3:]
+                found[:, self._plan.order[batch.first : batch.last]] = self._rows(batch)[3:]
         return found
-
-    def _sources_of(self, batch: Batch) -> list[int]:
-        return [job.index for job in self._plan.jobs[batch.first : batch.last]]
 
     def _rows(self, batch: Batch) -> npt.NDArray[np.int64]:
         rows: npt.NDArray[np.int64] = self._on_host[FOUND * batch.first : FOUND * batch.last].reshape(FOUND, -1)

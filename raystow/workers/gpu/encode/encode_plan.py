@@ -112,6 +112,7 @@ class EncodePlan:
 
     Attributes:
         jobs: The chunks in the order in which they are read; ``batches`` and ``groups`` are ranges of them.
+        order: For each job the number of its source.
         starts: For each job the start of its lowest plane among those of its batch.
         table: The kernels' table, int64 [jobs, COLUMNS] in host memory; ``chunks`` is its copy on the device.
         cuts: The coder's table on the device, int64 [2, streams]: address and bytes of each stream.
@@ -120,6 +121,7 @@ class EncodePlan:
     def __init__(self, sources: Sequence[Source], limits: Limits, *, low_planes: torch.Tensor, high_planes: torch.Tensor) -> None:
         self.key, self.sources = key(sources), sources
         self.jobs = sorted((Job.of(i, source, limits.stream) for i, source in enumerate(sources)), key=_KIND)
+        self.order = np.array([job.index for job in self.jobs], np.int64)
         self.batches: list[Batch] = []
         self.groups: list[Group] = []
         self._limits, self._device = limits, low_planes.device
