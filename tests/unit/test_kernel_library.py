@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from raystow.storage.errors import Unsupported
 from raystow.workers.gpu.kernels import bfloat16_kernels, blake3_kernels, copy_kernels, library, word_kernels
 from raystow.workers.gpu.kernels.constants import NARROW
 from raystow.workers.gpu.kernels.library import PTX, Architecture, Binary, Kernel, sources_digest, variant_name
@@ -35,6 +36,14 @@ GPUS = {(8, 0): "sm_80", (8, 7): "sm_86", (9, 0): "sm_90", (10, 3): "sm_100", (1
 def test_each_gpu_gets_its_binaries(capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert library.architecture.__wrapped__(0).name == name
+
+
+def test_an_old_gpu_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver cannot compile the PTX for it, whatever its version."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(Unsupported, match=r"compute capability 7\.5") as raised:
+        library.architecture.__wrapped__(0)
+    assert 'Compression("cpu")' in str(raised.value.remedy)
 
 
 def test_binaries_are_packed_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from .constants import Value
 FORMAT = 1
 PTX = "ptx"
 """The file with PTX."""
+_OLDEST = 8  # major version of the compute capability that the PTX is for
 _MOST = 64 << 20  # bytes of a file, uncompressed
 _TYPES = {"*": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32}
 _TOO_NEW = (209, 218, 222)  # no binary for this GPU; PTX that the driver cannot compile, or does not know
@@ -111,6 +112,9 @@ class Architecture:
 def architecture(device: int) -> Architecture:
     """Return the kernels for a device: its own, those of an earlier minor version, or PTX."""
     major, minor = torch.cuda.get_device_capability(device)
+    if major < _OLDEST:
+        what = f"raystow's kernels need compute capability {_OLDEST}.0; this GPU has compute capability {major}.{minor}"
+        raise Unsupported(what, subject=f"cuda:{device}", remedy='save with Compression("cpu"), and restore into host memory')
     for lower in range(minor, -1, -1):
         if (resources.files(__package__) / "binaries" / f"sm_{major}{lower}.zst").is_file():
             return Architecture(f"sm_{major}{lower}")
