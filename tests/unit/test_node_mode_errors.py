@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from raystow.storage.coding.chunk import RAW
+from raystow.storage.errors import ClusterError
+from raystow.workers.gpu.encode import encoder
 from raystow.workers.gpu.encode_request import EncodeRequest
 from raystow.workers.gpu.gpu_encoder import GpuEncoder
 from raystow.workers.gpu.node_mode import node_encoder
@@ -80,3 +82,14 @@ def test_an_error_without_changed_chunks_waits_too(cuda: Cuda) -> None:
     with pytest.raises(RuntimeError, match="failed"):
         encoder.encode(0, request, failing)
     assert cuda.done == ["synchronize"]
+
+
+def test_a_full_device_is_an_error_with_a_remedy(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(encoder, "EncoderStreams", lambda *arguments: None)
+    monkeypatch.setattr(encoder, "EncoderMemory", full)
+    ring: Any = SimpleNamespace(capacity=1 << 30)
+    with pytest.raises(ClusterError, match=r"cuda:1: .* 1440 MiB .*CUDA out of memory \(leave .*Compression"):
+        encoder.Encoder(torch.device("cuda", 1), None, ring)

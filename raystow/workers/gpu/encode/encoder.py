@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ....storage.errors import ClusterError
 from ..encode_request import EncodeRequest, Source
 from ..kernels.deflate_kernels import coder
 from .batch_results import BatchResults
@@ -44,7 +45,13 @@ class Encoder:
         self._device = device
         with torch.cuda.device(device):
             streams, found = EncoderStreams(device, priority), coder(codec) if codec else None
-            self._resources = EncoderResources(found, EncoderMemory(device, found, size, ring.capacity), streams, ring)
+            try:
+                memory = EncoderMemory(device, found, size, ring.capacity)
+            except torch.OutOfMemoryError as error:
+                what = f"raystow needs {size >> 20} MiB of device memory to encode: {error}"
+                remedy = 'leave as much free, or save with Compression("cpu")'
+                raise ClusterError(what, subject=str(device), remedy=remedy) from error
+            self._resources = EncoderResources(found, memory, streams, ring)
             torch.cuda.current_stream(device).synchronize()
         self.plan: EncodePlan | None = None
         """The plan of the last request."""
