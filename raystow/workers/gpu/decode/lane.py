@@ -32,7 +32,7 @@ class Lane:
     @property
     def memory(self) -> LaneMemory:
         """The address of each part."""
-        return LaneMemory(*(part.data_ptr() for part in (self._stored, self._planes, self._aligned, self.words)))
+        return LaneMemory(*(one.data_ptr() for one in (self._stored, self._planes, self._aligned, self.words)))
 
     def follow(self) -> None:
         """Let the lane's stream wait for earlier work of the current one."""

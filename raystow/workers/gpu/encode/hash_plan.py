@@ -186,12 +186,12 @@ class HashPlan:
 
     def _range(self, first: int, last: int, circle: Circle, most: int) -> HashedTogether | None:
         jobs = self._plan.jobs[first:last]
-        numbers = ([leaf_count(job.nbytes), job.width, len(job.high)] for job in jobs)
-        counts, widths, planes = np.array(list(numbers), np.int64).T
+        counts, widths, planes = np.array([(leaf_count(job.nbytes), job.width, len(job.high)) for job in jobs], np.int64).T
         size = VALUE * int(counts.sum())
-        if size + LEAF * int(widths.sum()) > most:
+        whole = size + LEAF * int(widths.sum())
+        if whole > most:
             return None
-        address, after = circle.place(size + LEAF * int(widths.sum()))
+        address, after = circle.place(whole)
         return HashedTogether(
             first,
             Addressed(address, 0, self._device, torch.uint32),
