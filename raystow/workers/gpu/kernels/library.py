@@ -110,7 +110,7 @@ class Architecture:
 
 @functools.cache
 def architecture(device: int) -> Architecture:
-    """Return the kernels for a device: its own, those of an earlier minor version, or PTX."""
+    """Return the kernels for a device: its own, those of an earlier minor version, or PTX. ``Unsupported`` if it is too old."""
     major, minor = torch.cuda.get_device_capability(device)
     if major < _OLDEST:
         what = f"raystow's kernels need compute capability {_OLDEST}.0; this GPU has compute capability {major}.{minor}"
