@@ -15,7 +15,7 @@ from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError
-from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote
+from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote, RankReading
 from raystow.workers.shm.ring import Ring, SlotPart
 
 
@@ -46,12 +46,12 @@ class MemorySink:
 
 
 class EntryBox:
-    """The entries of all ranks, in place of node workers. ``refuse``: steps that are not kept."""
+    """The entries of all ranks, in place of node workers. ``refuse``: steps that are not kept. ``told``: that ranks replay on."""
 
     def __init__(self) -> None:
         self.entries: dict[EntryInfo, bytes] = {}
         self.refuse: set[int] = set()
-        self.rounds = JournalRounds(SYSTEM)
+        self.rounds, self.told = JournalRounds(SYSTEM), list[RankReading]()
         self.changed = threading.Condition()
 
     def journal(
@@ -112,6 +112,9 @@ class BoxPort:
             box.changed.notify_all()
             assert box.changed.wait_for(lambda: round.answers(vote), vote.timeout)
             return round.answer(vote)
+
+    def reading(self, rank: RankReading) -> None:
+        self._box.told.append(rank)
 
     def close(self) -> None:
         pass

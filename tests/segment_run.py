@@ -32,6 +32,7 @@ from raystow.workers.protocol.messages import (
     JournalChoice,
     JournalVote,
     OpenJournal,
+    RankReading,
     SegmentStored,
     SegmentTicket,
     StoredEntry,
@@ -143,6 +144,9 @@ class SegmentPort:
             run.changed.notify_all()
             assert run.changed.wait_for(lambda: round.answers(vote), vote.timeout)
             return round.answer(vote)
+
+    def reading(self, rank: RankReading) -> None:
+        self._run.rounds.reading(rank)
 
     def close(self) -> None:
         pass

@@ -17,9 +17,11 @@ from polling import wait_until
 from ranks import Rank, every, start
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import coordinator_name
+from raystow.storage.clock import SYSTEM
 from raystow.storage.stores import open_store
 from raystow.workers.node.actor import NAMESPACE
 
@@ -69,6 +71,15 @@ def resume(self: Rank, durable_every: int = 0) -> tuple[int, int]:
         state["step"] = replayed["step"]
     self.reached = state["step"]
     return -1 if version is None else version.step, self.reached
+
+
+def resume_slowly(self: Rank, seconds: float) -> tuple[int, int]:
+    """``resume``, with steps of an optimizer that take so long."""
+    hook = register_optimizer_step_post_hook(lambda *_: SYSTEM.sleep(seconds))
+    try:
+        return resume(self)
+    finally:
+        hook.remove()
 
 
 def train(self: Rank, last: int, save_at: int = 0) -> None:
@@ -148,6 +159,20 @@ def test_steps_after_a_version_are_replayed(tmp_path: Path) -> None:
     wait_for_copies()
     every(ranks, "do", train, 8)
     assert every(ranks, "do", bits) == [undisturbed(8)] * 2
+
+
+def test_a_replay_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
+    """On one rank; the other one waits as long as it replays on."""
+    ranks = start(str(tmp_path), 2)
+    every(ranks, "do", resume)
+    every(ranks, "do", train, 6)
+    for rank in ranks:
+        ray.kill(rank)
+
+    ranks = start(str(tmp_path), 2, timeout=6.0)
+    reached = [ranks[0].do.remote(resume), ranks[1].do.remote(resume_slowly, 1.5)]
+    assert ray.get(reached, timeout=120) == [(-1, 6)] * 2
+    assert every(ranks, "do", bits) == [undisturbed(6)] * 2
 
 
 def test_training_continues_without_journal_memory(tmp_path: Path) -> None:

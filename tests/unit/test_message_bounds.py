@@ -156,7 +156,7 @@ def test_the_fingerprint_depends_on_every_field_and_bound() -> None:
 
 
 def test_the_protocol_names_the_present_messages() -> None:
-    assert f"1.{fingerprint(MESSAGES)}" == PROTOCOL, "a message has changed: put this into messages/__init__.py"
+    assert f"2.{fingerprint(MESSAGES)}" == PROTOCOL, "a message has changed: put this into messages/__init__.py"
 
 
 def test_another_version_of_the_protocol_is_refused() -> None:

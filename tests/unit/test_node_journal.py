@@ -30,6 +30,7 @@ from raystow.workers.protocol.messages import (
     JournalChoice,
     JournalVote,
     OpenJournal,
+    RankReading,
 )
 from raystow.workers.protocol.unix_channel import Listener
 from raystow.workers.replication.peers import Peers
@@ -91,6 +92,8 @@ class Node:
 class NoCoordinator:
     def settle_journal(self, vote: JournalVote) -> JournalChoice:
         raise AssertionError("the coordinator is asked")
+
+    def reading(self, rank: RankReading) -> None: ...
 
 
 def no_node(name: str) -> object:

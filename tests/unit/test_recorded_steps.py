@@ -22,9 +22,9 @@ from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.step_hooks import StepHooks
 from raystow.orchestrator.journal.step_reader import DecodedStep, StepReader
 from raystow.orchestrator.journal.tracked_state import TrackedState
-from raystow.storage.errors import ClusterError, Damaged, StateError
+from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, StateError
 from raystow.storage.log import about
-from raystow.workers.protocol.messages import START, JournalVote
+from raystow.workers.protocol.messages import START, EntryInfo, Generation, JournalVote, RankReading
 
 
 class Training:
@@ -132,3 +132,83 @@ def test_another_number_of_ranks_ends_an_open_replay() -> None:
     with pytest.raises(ClusterError, match="3 ranks have begun another replay"):
         round.answer(old)
     assert not waiting.answers(new)
+
+
+class Agreeing:
+    """Two ranks that have begun a replay of the steps 1 to 5, after which others wait 60 s for them."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.rounds = JournalRounds(self.clock)
+        lineage = (Generation("g", 0),)
+        held = [EntryInfo("r", rank, 2, step, step - 1, lineage) for rank in range(2) for step in range(1, 6)]
+        for rank in range(2):
+            self.round = self.rounds.vote(self.of(rank), lambda: {"node": held})
+        assert self.round.answer(self.of(0)).step == 5
+
+    def of(self, rank: int, reached: int | None = None) -> JournalVote:
+        return JournalVote(rank, 2, f"p{rank}", 1, 60.0, 0, reached)
+
+    def vote(self, rank: int, reached: int) -> JournalVote:
+        vote = self.of(rank, reached)
+        assert self.rounds.vote(vote, dict) is self.round
+        return vote
+
+
+def test_ranks_wait_for_a_rank_that_replays_on() -> None:
+    """Votes that the waiting rank repeats meanwhile are no reason to wait longer."""
+    run = Agreeing()
+    waiting = run.vote(0, 5)
+    for _ in range(9):
+        run.clock.time += 40
+        run.rounds.reading(RankReading(1, "p1", 1, 60.0))
+        run.rounds.tick()
+        run.vote(0, 5)
+        assert not run.round.answers(waiting)
+    for other in (RankReading(1, "other", 1, 60.0), RankReading(1, "p1", 2, 60.0), RankReading(0, "p0", 1, 60.0)):
+        run.rounds.reading(other)
+    run.clock.time += 61
+    run.rounds.tick()
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\] did not go on with their replay"):
+        run.round.answer(waiting)
+
+
+def test_ranks_wait_for_a_rank_that_replays_less_once_more() -> None:
+    run = Agreeing()
+    again, waiting = run.vote(0, 5), run.vote(1, 3)
+    assert run.round.answer(again).step == 3
+    run.clock.time += 40
+    run.rounds.reading(RankReading(0, "p0", 1, 60.0))
+    run.clock.time += 40
+    run.rounds.tick()
+    assert run.rounds.vote(waiting, dict) is run.round
+    assert run.round.answer(run.vote(0, 3)).agreed
+
+
+def test_a_repeated_vote_is_answered_after_the_replay() -> None:
+    """The last rank has finished when another rank is about to repeat its vote, or the replay has failed."""
+    run = Agreeing()
+    waiting = run.vote(0, 5)
+    run.vote(1, 5)
+    run.vote(0, 5)
+    assert run.round.answer(waiting).agreed
+    run = Agreeing()
+    waiting = run.vote(0, 5)
+    run.rounds.left(1, "new")
+    run.vote(0, 5)
+    with pytest.raises(ClusterError, match="rank 1 was restarted"):
+        run.round.answer(waiting)
+
+
+def test_a_rank_tells_the_others_that_it_replays_on() -> None:
+    """Not for each step, but with a ``timeout`` of 0."""
+    told = []
+    for timeout in (0.0, 600.0):
+        box, training, again = EntryBox(), Training(), Training()
+        with opened(box, training) as journal:
+            journal.replay()
+            training.steps(journal, range(1, 4))
+        with contextlib.closing(box.journal(again.model, again.optimizer, timeout=timeout)) as journal:
+            assert journal.replay() == 3
+        told.append(len(box.told))
+    assert told == [9, 0], "before each step, when it is fetched, and when it was read"

@@ -226,6 +226,7 @@ class CoordinatorActor:
                 await self.start()
                 async with self._restoring:
                     self._rounds.reading(request)
+                    self._replays.reading(request)
         return messages.Acknowledged()
 
     async def handle_vote(self, protocol: str, data: bytes) -> tuple[bytes, ray.ObjectRef | None]:
@@ -252,10 +253,7 @@ class CoordinatorActor:
             round = await asyncio.to_thread(self._rounds.vote, vote, in_memory)
             core.restored(self._rounds.restored())
         await self._tell()
-        try:
-            async with self._changed:
-                await asyncio.wait_for(self._changed.wait_for(lambda: round.answers(vote.tried)), vote.timeout)
-        except asyncio.TimeoutError:
+        if not await self._within(vote.timeout, lambda: round.answers(vote.tried)):
             return RanksReading()
         entry = round.answer(vote.tried)
         if entry is None or entry == vote.tried:
@@ -267,7 +265,7 @@ class CoordinatorActor:
             return replace(choice, group=round.group)
 
     async def handle_journal(self, protocol: str, data: bytes) -> bytes:
-        """Take a rank's vote on the step to replay to, and answer when all ranks have voted."""
+        """Take a rank's vote on the step to replay to, and answer when all ranks have voted, or with ``RanksReading``."""
         self._check(protocol)
         await self.start()
         vote = messages.decode(data, JournalVote)
@@ -275,8 +273,8 @@ class CoordinatorActor:
             held = await self._journal_entries() if self._replays.chooses(vote) else {}
             round = self._replays.vote(vote, lambda: held)
         await self._tell()
-        async with self._changed:
-            await self._changed.wait_for(lambda: round.answers(vote))
+        if not await self._within(vote.timeout, lambda: round.answers(vote)):
+            return messages.encode(RanksReading())
         choice = round.answer(vote)
         entries = tuple(replace(place, stored=self._in_store.get(place.info)) for place in choice.entries)
         return messages.encode(replace(choice, entries=entries))
@@ -338,6 +336,14 @@ class CoordinatorActor:
             async with self._changed:
                 self._changed.notify_all()
 
+    async def _within(self, seconds: float, reached: Callable[[], bool]) -> bool:
+        """Wait until a change leads to ``reached``; return False if none does within so many seconds."""
+        try:
+            async with self._changed:
+                return await asyncio.wait_for(self._changed.wait_for(reached), seconds)
+        except asyncio.TimeoutError:
+            return False
+
     async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool]) -> Attempt:
         attempt = (await self._started()).attempt(ticket)
         async with self._changed:
@@ -374,11 +380,7 @@ class CoordinatorActor:
                 self._measure(core)
             except Exception as error:
                 errors.note(error)
-            async with self._changed:
-                try:
-                    await asyncio.wait_for(self._changed.wait_for(self._has_commit), _TICK)
-                except asyncio.TimeoutError:
-                    pass
+            await self._within(_TICK, self._has_commit)
 
     def _has_commit(self) -> bool:
         assert self._core is not None

@@ -100,8 +100,11 @@ class RayCoordinatorClient:
 
     def settle_journal(self, vote: JournalVote) -> JournalChoice:
         """See ``journal.rounds``. Waits for the other ranks."""
-        data = self._call("handle_journal", vote, vote.timeout + 2 * _ANSWER)
-        return messages.decode(data, JournalChoice)
+        answer: messages.Message = messages.RanksReading()
+        while not isinstance(answer, JournalChoice):
+            data = self._call("handle_journal", vote, vote.timeout + 2 * _ANSWER)
+            answer = messages.decode(data, JournalChoice, messages.RanksReading)
+        return answer
 
     def next_save(self, ask: messages.AskNextSave) -> messages.NextSave:
         """See ``save_schedule``."""

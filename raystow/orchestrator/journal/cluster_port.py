@@ -11,7 +11,16 @@ import torch
 from ...storage.errors import ClusterError
 from ...workers.journal.client import JournalClient
 from ...workers.journal.entry_writer import EntryWriter, entry_ring
-from ...workers.protocol.messages import START, EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote, OpenJournal
+from ...workers.protocol.messages import (
+    START,
+    EntryInfo,
+    EntryKept,
+    EntryPlace,
+    JournalChoice,
+    JournalVote,
+    OpenJournal,
+    RankReading,
+)
 from .journal import Journal, JournalIdentity
 from .tracked_state import TrackedState
 
@@ -32,6 +41,8 @@ class JournalCoordinator(Protocol):
     """The part of the coordinator that replays use: see ``rounds``."""
 
     def settle_journal(self, vote: JournalVote) -> JournalChoice: ...
+
+    def reading(self, rank: RankReading) -> None: ...
 
 
 class ClusterPort:
@@ -65,6 +76,9 @@ class ClusterPort:
     def settle(self, vote: JournalVote) -> JournalChoice:
         self._saved, self._single = vote.base, START
         return self._coordinator.settle_journal(vote)
+
+    def reading(self, rank: RankReading) -> None:
+        self._coordinator.reading(rank)
 
     def close(self) -> None:
         with self._lock:

@@ -19,7 +19,8 @@ from ...storage.clock import SYSTEM
 from ...storage.errors import RaystowError, StateError
 from ...storage.log import about
 from ...storage.metrics import JOURNALED, STALL, UNRECORDED, record
-from ...workers.protocol.messages import START, EntryInfo, EntryKept, Generation, JournalVote, shortened
+from ...workers.protocol.messages import START, EntryInfo, EntryKept, EntryPlace, Generation, JournalVote, shortened
+from ..heartbeat import Heartbeat
 from . import value_tree
 from .entry_encoder import CapturedEntry, EntryEncoder
 from .port import JournalPort
@@ -133,7 +134,7 @@ class Journal:
 
         Raises:
             ClusterError: The node worker or the coordinator does not answer.
-            DeadlineExceeded: Another rank did not call within the ``timeout`` of the Checkpointer.
+            DeadlineExceeded: Another rank did not call, or did not replay on, for the ``timeout`` of the Checkpointer.
         """
         self._entry = CapturedEntry()
         self._replays += 1
@@ -144,9 +145,20 @@ class Journal:
             nothing=not self._replayable,
             fixed=fixed_ranks(self._state),
         )
+        heartbeat = Heartbeat(self._port.reading)
+
+        def go_on() -> None:
+            heartbeat.beat(vote)
+
+        def fetch(place: EntryPlace, number: int) -> memoryview:
+            go_on()
+            return self._port.fetch(place, number)
+
         choice = self._port.settle(vote)
-        reader = StepReader(self._state, self._port.fetch, identity.world_size)
-        replayer = Replayer(self._state, self._hooks, reader, after_step=after_step, base=self._base, log=self._log)
+        reader = StepReader(self._state, fetch, identity.world_size)
+        replayer = Replayer(
+            self._state, self._hooks, reader, after_step=after_step, base=self._base, log=self._log, on_progress=go_on
+        )
         result = ReplayResult(self._base)
         with contextlib.closing(reader):
             if choice.entries:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...storage.coding.kernels import Bytes
-from ...workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote
+from ...workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote, RankReading
 from ...workers.shm.ring import Ring, SlotPart
 
 
@@ -46,6 +46,9 @@ class JournalPort(Protocol):
 
     def settle(self, vote: JournalVote) -> JournalChoice:
         """Agree with the other ranks on the step to replay to; waits for them."""
+
+    def reading(self, rank: RankReading) -> None:
+        """Tell that this rank replays on; does not wait for an answer."""
 
     def close(self) -> None:
         """Close the connections."""

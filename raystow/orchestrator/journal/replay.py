@@ -53,6 +53,7 @@ class Replayer:
         reader: Reads recorded steps.
         after_step: Called after the optimizers' steps of each recorded step.
         base: The step that the state is of now.
+        on_progress: Called before each step, and when it was read.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Replayer:
         after_step: Callable[[], None] | None,
         base: int,
         log: logging.Logger | Log,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._state, self._hooks, self._reader, self._after_step = state, hooks, reader, after_step
-        self._base, self._log = base, log
+        self._base, self._log, self._on_progress = base, log, on_progress
         self._digester = Digester(state)
         self._check: ShardCheck | None = None
         self._kept: StateCopy | None = None
@@ -97,8 +99,10 @@ class Replayer:
             for number, places in enumerate(steps):
                 assert coming is not None
                 touched, step = False, places[0].info.step
+                self._on_progress()
                 try:
                     decoded = coming.result()
+                    self._on_progress()
                     coming = pool.submit(self._reader.read, *steps[number + 1 : number + 3]) if number + 1 < len(steps) else None
                     residue = self._check_before(decoded, result.step)
                     touched = True

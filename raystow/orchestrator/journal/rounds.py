@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...storage.clock import Clock
 from ...storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
-from ...workers.protocol.messages import EntryInfo, Generation, JournalChoice, JournalVote
+from ...workers.protocol.messages import EntryInfo, Generation, JournalChoice, JournalVote, RankReading
 from .entry_plan import EntryPlan, continued, plan_entries
 
 Survey = Callable[[], Mapping[str, Sequence[EntryInfo]]]
@@ -55,12 +55,18 @@ class JournalRounds:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._open: JournalRound | None = None
+        self._ended: dict[int, JournalRound] = {}  # by rank: the last round that ended
         self.changes = 0
         """The number of changes of all rounds."""
 
     def vote(self, vote: JournalVote, survey: Survey) -> JournalRound:
         """Take a rank's vote, and look for entries when all ranks have come."""
+        ended = self._ended.get(vote.rank)
+        if ended is not None and _is_of(vote, ended.votes[vote.rank]):  # the round ended while this rank was busy
+            return ended
         round = self._round_of(vote)
+        if round.votes.get(vote.rank) == vote:  # repeated, since other ranks replay on
+            return round
         round.votes[vote.rank] = vote
         round.deadline = self._clock.monotonic() + vote.timeout
         if len(round.votes) < round.world_size:
@@ -77,6 +83,13 @@ class JournalRounds:
         others = {} if round is None or round.plan is not None else round.votes
         return vote.reached is None and len(others.keys() | {vote.rank}) >= vote.world_size
 
+    def reading(self, rank: RankReading) -> None:
+        """A rank replays on: the others wait for it."""
+        round = self._open
+        vote = None if round is None else round.votes.get(rank.rank)
+        if round is not None and vote is not None and _is_of(rank, vote) and round.answers(vote):
+            round.deadline = max(round.deadline, self._clock.monotonic() + rank.timeout)
+
     def left(self, rank: int, incarnation: str) -> None:
         """A new process has taken a rank: the round of its previous process fails."""
         round = self._open
@@ -88,17 +101,16 @@ class JournalRounds:
         round = self._open
         if round is not None and self._clock.monotonic() > round.deadline:
             missing = sorted({*range(round.world_size)} - round.votes.keys())
-            what = f"ranks {missing[:8]} did not call replay" if missing else "a rank did not end its replay"
+            busy = sorted(rank for rank, vote in round.votes.items() if round.answers(vote))
+            what = f"ranks {missing[:8]} did not call replay" if missing else f"ranks {busy[:8]} did not go on with their replay"
             self._fail(round, DeadlineExceeded(what, subject="replay of the journal"))
 
     def _round_of(self, vote: JournalVote) -> JournalRound:
         round = self._open
-        if round is not None and vote.rank in round.votes:
-            known = round.votes[vote.rank]
-            if (known.incarnation, known.number) != (vote.incarnation, vote.number):
-                self._fail(round, ClusterError(f"rank {vote.rank} was restarted during the replay", remedy="restore again"))
-                round = None
-        if round is None or round.failure is not None or round.world_size != vote.world_size:
+        if round is not None and vote.rank in round.votes and not _is_of(vote, round.votes[vote.rank]):
+            self._fail(round, ClusterError(f"rank {vote.rank} was restarted during the replay", remedy="restore again"))
+            round = None
+        if round is None or round.world_size != vote.world_size:
             if vote.reached is not None:
                 failed = JournalRound(vote.world_size, 0.0)
                 failed.failure = ClusterError("another rank has aborted the replay", remedy="restore again")
@@ -134,11 +146,23 @@ class JournalRounds:
         round.plan = plan._replace(step=step)
         self.changes += 1
         if round.agreed:
-            round.lineage, self._open = continued(plan.lineage, base, step, self._clock), None
+            round.lineage = continued(plan.lineage, base, step, self._clock)
+            round.plan = round.plan._replace(steps=())  # only for the first answers
+            self._close(round)
 
     def _fail(self, round: JournalRound, error: RaystowError) -> None:
-        round.failure, self._open = error, None
+        round.failure = error
+        self._close(round)
+
+    def _close(self, round: JournalRound) -> None:
         self.changes += 1
+        self._open = None
+        self._ended.update(dict.fromkeys(round.votes, round))
+
+
+def _is_of(one: JournalVote | RankReading, vote: JournalVote) -> bool:
+    """Whether both are of one replay of one process."""
+    return (one.incarnation, one.number) == (vote.incarnation, vote.number)
 
 
 def _first_residue(votes: Sequence[JournalVote]) -> int | None:

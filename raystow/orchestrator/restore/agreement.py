@@ -21,6 +21,7 @@ from ...storage.version import Bases, Version
 from ...storage.version_selector import LATEST, VersionSelector, select, selector_text
 from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
+from ..heartbeat import Heartbeat
 from .plan import Sources, by_source
 from .rounds import falling_back, none_left
 
@@ -132,8 +133,8 @@ class ClusterAgreement:
         here: str = "",
     ) -> None:
         self._repository, self._port, self._numbers, self._address = repository, port, numbers, address
-        self._told = SYSTEM.monotonic()
-        self._patience = self._told + opening.timeout
+        self._heartbeat = Heartbeat(port.reading)
+        self._patience = SYSTEM.monotonic() + opening.timeout
         self._opening = replace(opening, node=here)
         self._here, self.sources = here, Sources()
         self._log = about(logger, repository=repository.uri, rank=opening.rank)
@@ -207,10 +208,7 @@ class ClusterAgreement:
         return version
 
     def reading(self) -> None:
-        now, vote = SYSTEM.monotonic(), self._opening
-        if now >= self._told + vote.timeout / 4:
-            self._told = now
-            self._port.reading(RankReading(vote.rank, vote.incarnation, vote.number, vote.timeout))
+        self._heartbeat.beat(self._opening)
 
     def give_up(self, error: str) -> None:
         self._let_go()

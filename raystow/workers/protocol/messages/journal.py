@@ -305,7 +305,7 @@ class JournalVote(Message, frozen=True):
         number: How many replays its process has begun.
         base: The step that the rank has restored; ``START`` without a version.
         reached: The last step that the rank has replayed, if it has been told how far to go.
-        timeout: Seconds to wait for the other ranks.
+        timeout: Seconds to wait for other ranks that do not replay on.
         nothing: Nothing is to be replayed: the version was asked for by name.
         fixed: Why the rank cannot replay steps that another number of ranks has recorded; empty if it can.
         residues: A number of 64 bits for each step up to ``reached``; their sum over all ranks is 0 if the state after it is

@@ -89,7 +89,7 @@ class RanksReading(Message, frozen=True):
 
 
 class RankReading(Message, frozen=True):
-    """A rank reads on, in its restore with this ``number``: the others wait for it for ``timeout`` seconds from now."""
+    """A rank reads on, in its restore or replay with this ``number``: the others wait for it for ``timeout`` seconds from now."""
 
     rank: int
     incarnation: Text
