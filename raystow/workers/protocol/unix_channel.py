@@ -32,6 +32,10 @@ MAX_MESSAGE = 256 << 20
 """Bytes of a message."""
 
 
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
 def _is_ours(peer: socket.socket) -> bool:
     """Whether the process at the other end runs as this user, or as root."""
     _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -89,12 +93,14 @@ class Connection:
         """Connect to a ``Listener`` on this machine.
 
         Raises:
-            ClusterError: Nothing listens under this name, or a process of another user does.
+            ClusterError: Nothing listens under this name, or a process of another user does, or it accepts no connection.
             ProtocolError: The node worker speaks another version of the protocol.
         """
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_HANDSHAKE))  # ``settimeout`` would not wait at all
             peer.connect("\0" + name)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(0))
         except OSError as error:
             peer.close()
             raise ClusterError(f"the node worker does not answer: {error}", subject=name) from error
@@ -166,18 +172,23 @@ class Connection:
                 self._socket.settimeout(timeout)
             head, ancillary, _, _ = self._socket.recvmsg(_LENGTH.size, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
             fds = [struct.unpack("i", data[:4])[0] for _, kind, data in ancillary if kind == socket.SCM_RIGHTS]
-            head += self._exactly(_LENGTH.size - len(head)) if head else b""
-            if len(head) < _LENGTH.size:
-                return None
-            (length,) = _LENGTH.unpack(head)
-            if length > MAX_MESSAGE:
-                raise ProtocolError(f"a message of {length} bytes exceeds {MAX_MESSAGE}")
-            body = self._exactly(length)
-            if len(body) < length:
-                return None
-            if timeout is not None:
-                self._socket.settimeout(None)
-            return decode(body, *expected), fds[0] if fds else None
+            with contextlib.ExitStack() as broken:
+                for fd in fds:
+                    broken.callback(os.close, fd)
+                head += self._exactly(_LENGTH.size - len(head)) if head else b""
+                if len(head) < _LENGTH.size:
+                    return None
+                (length,) = _LENGTH.unpack(head)
+                if length > MAX_MESSAGE:
+                    raise ProtocolError(f"a message of {length} bytes exceeds {MAX_MESSAGE}")
+                body = self._exactly(length)
+                if len(body) < length:
+                    return None
+                if timeout is not None:
+                    self._socket.settimeout(None)
+                message = decode(body, *expected)
+                broken.pop_all()
+            return message, fds[0] if fds else None
         except TimeoutError as error:
             raise ClusterError(f"the other process did not answer within {timeout:g} s") from error
         except OSError:
