@@ -19,6 +19,7 @@ from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
 from raystow.workers.node.node import NoNodePeers
 from raystow.workers.protocol.messages import OpenStates
+from raystow.workers.protocol.tcp_channel import TcpChannel
 from raystow.workers.protocol.unix_channel import Listener
 from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.replica_store import ReplicaStore
@@ -198,6 +199,44 @@ def test_states_of_a_node_share_its_budget(worker: Worker, client: Callable[[str
     wait_until(lambda: worker.states._senders["first"].memory is None, "the state is dropped")
     second.stage(3, len(DATA), 30, write)
     assert worker.read("second", 3) == DATA
+
+
+def test_a_state_of_a_sender_that_connects_again_is_dropped(worker: Worker, client: Callable[[str], StateClient]) -> None:
+    """The state is not read any more, and its memory is not counted any more."""
+    before = StateClient(worker.address, "sender")
+    before.stage(3, len(DATA), 30, write)
+    assert worker.read("sender", 3) == DATA
+    known = worker.states._senders["sender"]
+    before._connection.shut()
+    client("sender").stage(4, len(DATA), 30, write)
+    assert worker.read("sender", 4) == DATA
+    assert known.memory is None
+
+
+def test_connections_in_use_are_closed_by_their_threads(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new connection could get the descriptor, and TLS write into it, while the thread still uses the old one."""
+    closed, close = dict[int, str](), TcpChannel.close
+    monkeypatch.setattr(
+        TcpChannel, "close", lambda self: closed.setdefault(id(self), threading.current_thread().name) and close(self)
+    )
+    StateClient(worker.address, "sender")
+    wait_until(lambda: "sender" in worker.states._senders, "the sender is known")
+    reader, errors = StateReader(worker.server.contact, "sender", 3, 30), list[Exception]()
+
+    def read() -> None:
+        try:
+            reader.read(0, memoryview(bytearray(10)))
+        except ClusterError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read, name="reading")
+    thread.start()
+    wait_until(lambda: reader._open, "a connection")
+    (channel,) = reader._open
+    reader.close()
+    thread.join(10)
+    assert "its node does not answer" in str(errors)
+    assert closed[id(channel)] == "reading"
 
 
 def test_a_client_detects_the_loss_of_its_node_worker(worker: Worker) -> None:

@@ -45,6 +45,8 @@ class StagedStates:
         """Handle the messages of a training process until it goes away."""
         sender = _Sender()
         with self._changed:
+            if (before := self._senders.get(opening.sender)) is not None:
+                self._release(before)
             self._senders[opening.sender] = sender
         try:
             while (received := connection.receive(StageState, StateStaged, DropState, MapState)) is not None:

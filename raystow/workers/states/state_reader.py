@@ -31,15 +31,8 @@ class StateReader:
             DeadlineExceeded: The time is over.
         """
         try:
-            state = "pending"
-            while state == "pending":
-                channel = self._take()
-                channel.send(ReadObject("", self._key, start, target.nbytes))
-                state = channel.receive(ObjectState).state
-                if state == "present":
-                    channel.receive_into(target)
-                with self._lock:
-                    self._idle.append(channel)
+            while (state := self._ask(start, target)) == "pending":
+                pass
         except (OSError, ProtocolError) as error:
             self._check_time(error)
             raise ClusterError(f"its node does not answer: {error}", subject="the sender of the state") from error
@@ -52,7 +45,23 @@ class StateReader:
         with self._lock:
             self._closed = True
             for channel in self._open:
+                channel.shut()  # the thread that uses it closes it
+            for channel in self._idle:
                 channel.close()
+
+    def _ask(self, start: int, target: memoryview) -> str:
+        channel = self._take()
+        try:
+            channel.send(ReadObject("", self._key, start, target.nbytes))
+            state = channel.receive(ObjectState).state
+            if state == "present":
+                channel.receive_into(target)
+        except BaseException:
+            channel.close()
+            raise
+        with self._lock:
+            self._idle.append(channel)
+        return state
 
     def _take(self) -> TcpChannel:
         self._check_time(None)
@@ -64,7 +73,7 @@ class StateReader:
             self._open.add(channel)
             closed = self._closed
         if closed:
-            channel.close()
+            channel.shut()
         return channel
 
     def _check_time(self, cause: Exception | None) -> None:
