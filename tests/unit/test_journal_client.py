@@ -13,7 +13,7 @@ import pytest
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import ClusterError
-from raystow.workers.journal import entry_writer
+from raystow.workers.journal import client, entry_writer
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.entry_bytes import ArrivingEntry, SharedMemories
 from raystow.workers.journal.entry_writer import EntryWriter
@@ -205,6 +205,17 @@ def test_an_entry_is_fetched_into_shared_memory(node: Node) -> None:
 def test_an_entry_that_cannot_be_fetched_raises_cluster_error(node: Node) -> None:
     with answering(node, (b"", "no node has it")), pytest.raises(ClusterError, match="no node has it"):
         node.client.fetch(EntryPlace(info(1, 5), ("n",)), 0)
+
+
+def test_a_late_answer_is_to_no_other_fetch(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_PATIENCE", 0.05)
+    with pytest.raises(ClusterError, match="no entry after"):
+        node.client.fetch(EntryPlace(info(1, 5), ("n",)), 0)
+    assert isinstance(node.received.get(timeout=10), FetchEntry)
+    with contextlib.suppress(ClusterError):
+        node.connection.send(FetchedEntry())
+    with pytest.raises(ClusterError):
+        node.client.fetch(EntryPlace(info(2, 5), ("n",)), 1)
 
 
 @contextlib.contextmanager

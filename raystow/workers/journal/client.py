@@ -92,6 +92,8 @@ class JournalClient:
         try:
             answer = self._fetched.get(timeout=_PATIENCE)
         except queue.Empty:
+            self.lost = True  # the answer may still come, and is to no other question
+            self._connection.shut()
             raise ClusterError(f"no entry after {_PATIENCE:.0f} s", subject=f"entry of step {place.info.step}") from None
         if answer is None:
             self._fetched.put(None)
