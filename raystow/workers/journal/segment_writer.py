@@ -70,6 +70,7 @@ class SegmentWriter:
         pause = _AGAIN
         while self.step() and not self._closed:
             self._woken.wait(pause)
+            self._woken.clear()
             pause = min(2 * pause, _LONGEST)
         return not self._closed
 
