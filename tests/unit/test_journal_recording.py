@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 from raystow.orchestrator.journal.state_digests import Digester
 from raystow.orchestrator.journal.tracked_state import TrackedState
+from raystow.storage.errors import ClusterError, StateError
 
 
 class Run:
@@ -56,6 +59,55 @@ def test_an_unexpected_error_loses_steps_until_the_next_save(
     again.replay()
     again.close()
     assert snapshot(saved.model, saved.optimizer) == snapshot(run.model, run.optimizer)
+
+
+def test_an_interrupted_record_loses_steps_until_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries after a gap would be useless."""
+    box, run = EntryBox(), Run()
+    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
+        journal.replay()
+        for number in range(1, 4):
+            run.step(number)
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if number == 2 else contextlib.nullcontext():
+                if number == 2:
+                    patch.setattr(journal._digester, "take", lambda **_: fail(KeyboardInterrupt()))
+                journal.record(number)
+        assert journal.save_advised
+    assert box.steps() == [1]
+
+
+def test_values_too_long_for_an_entry_are_refused() -> None:
+    """The entry could not be read."""
+    run = Run()
+    with contextlib.closing(EntryBox().journal(run.model, run.optimizer)) as journal:
+        journal.replay()
+        with pytest.raises(StateError, match="values of 101000008 bytes cannot be recorded"):
+            journal.record(1, "x" * 101_000_000)
+
+
+@pytest.mark.parametrize("error", [ClusterError("another rank has aborted"), KeyboardInterrupt()])
+def test_a_replay_that_raises_can_be_repeated(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves the state of the version, on all ranks."""
+    box, run, again = EntryBox(), Run(), Run()
+    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
+        journal.replay()
+        for number in range(1, 4):
+            run.step(number)
+            journal.record(number, number)
+    before = snapshot(again.model, again.optimizer)
+    with contextlib.closing(box.journal(again.model, again.optimizer)) as journal:
+        with monkeypatch.context() as patch:
+            settle = journal._port.settle
+            patch.setattr(journal._port, "settle", lambda vote: settle(vote) if vote.reached is None else fail(error))
+            with pytest.raises(type(error)):
+                journal.replay()
+        assert snapshot(again.model, again.optimizer) == before
+        assert journal.replay() == 3
+    assert snapshot(again.model, again.optimizer) == snapshot(run.model, run.optimizer)
+
+
+def fail(error: BaseException) -> Any:
+    raise error
 
 
 def test_digests_hold_no_replaced_tensors() -> None:

@@ -19,6 +19,7 @@ from ...storage.clock import SYSTEM
 from ...storage.errors import RaystowError, StateError
 from ...storage.log import about
 from ...storage.metrics import JOURNALED, STALL, UNRECORDED, record
+from ...workers.protocol.codec import MAX_JSON
 from ...workers.protocol.messages import START, EntryInfo, EntryKept, EntryPlace, Generation, JournalVote, shortened
 from ..heartbeat import Heartbeat
 from . import value_tree
@@ -102,6 +103,9 @@ class Journal:
         if step <= self._last:
             raise StateError(f"step {step} is recorded after step {self._last}", remedy="number the steps ascending")
         text = value_tree.dumps(values)
+        if len(text) > MAX_JSON:
+            what = f"values of {len(text)} bytes cannot be recorded, at most {MAX_JSON}"
+            raise StateError(what, remedy="give only what the next step needs")
         entry, self._entry = self._entry, CapturedEntry()
         previous, self._last = self._last, step
         if previous < self._saved < step:
@@ -110,8 +114,12 @@ class Journal:
         if self._chained:
             try:
                 self._finish(entry, step, previous, text)
-            except Exception as error:
+            except BaseException as error:
                 self._failed(step, error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                self._await_copies(step)
         elif self._saved != step:
             record(UNRECORDED, repository=self._identity.uri)
         if self._saved == step:  # the save came first
@@ -133,7 +141,7 @@ class Journal:
             The values that were recorded with the last replayed step; None if no step was replayed.
 
         Raises:
-            ClusterError: The node worker or the coordinator does not answer.
+            ClusterError: The node worker or the coordinator does not answer. The state is the restored one, as after any error.
             DeadlineExceeded: Another rank did not call, or did not replay on, for the ``timeout`` of the Checkpointer.
         """
         self._entry = CapturedEntry()
@@ -161,11 +169,15 @@ class Journal:
         )
         result = ReplayResult(self._base)
         with contextlib.closing(reader):
-            if choice.entries:
-                result = replayer.go_to(choice.step, choice.entries)
-            while not (answer := self._port.settle(_reached(vote, result))).agreed:
-                if answer.step < result.step:
-                    result = replayer.go_to(answer.step, choice.entries)
+            try:
+                if choice.entries:
+                    result = replayer.go_to(choice.step, choice.entries)
+                while not (answer := self._port.settle(_reached(vote, result))).agreed:
+                    if answer.step < result.step:
+                        result = replayer.go_to(answer.step, choice.entries)
+            except BaseException:
+                replayer.undo()
+                raise
         if answer.end and identity.rank == 0:
             self._log.warning("nothing after step %d is replayed: %s", answer.step, answer.end, extra={"step": answer.step})
         if result.step > self._base:
@@ -258,6 +270,9 @@ class Journal:
             self._encoding += 1
             self._in_flight[step] = None
         self._work.put((entry, info))
+
+    def _await_copies(self, step: int) -> None:
+        """Wait for the copies of the entries before a step."""
         with self._changed:
             if not self._changed.wait_for(lambda: not any(other < step for other in self._in_flight), _LAG):
                 self._log.warning("the entry of the step before has no copies after %.0f s", _LAG, extra={"step": step})
@@ -282,10 +297,10 @@ class Journal:
             self._encoding -= 1
             self._changed.notify_all()
 
-    def _failed(self, step: int, error: Exception) -> None:
+    def _failed(self, step: int, error: BaseException) -> None:
         self._kept(EntryKept(step, 0, self._problem(step, error)))
 
-    def _problem(self, step: int, error: Exception) -> str:
+    def _problem(self, step: int, error: BaseException) -> str:
         """Return the text of an error; the traceback of one that is not expected is logged."""
         if not isinstance(error, RaystowError):
             self._log.error("an entry could not be recorded", exc_info=error, extra={"step": step})

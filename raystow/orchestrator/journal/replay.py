@@ -76,17 +76,20 @@ class Replayer:
 
     def go_to(self, step: int, entries: Sequence[EntryPlace]) -> ReplayResult:
         """Replay entries up to a step, from the state of the base; returns how far the checks agreed."""
-        if self._kept is not None:
-            self._state.restore(self._kept)
+        self.undo()
         by_step = itertools.groupby(entries, key=lambda place: place.info.step)
         wanted = [tuple(places) for number, places in by_step if number <= step]
         while True:
             result, exact = self._run(wanted)
             if exact:
                 return result
-            assert self._kept is not None
-            self._state.restore(self._kept)
+            self.undo()
             wanted = [places for places in wanted if places[0].info.step <= result.step]
+
+    def undo(self) -> None:
+        """Put the state of the base back."""
+        if self._kept is not None:
+            self._state.restore(self._kept)
 
     def _run(self, steps: Sequence[tuple[EntryPlace, ...]]) -> tuple[ReplayResult, bool]:
         """Replay steps; return how far the checks agreed, and whether the state is of that step exactly."""

@@ -24,7 +24,10 @@ _Item = TypeVar("_Item")
 Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 """A name, a path, an address, or an explanation."""
 
-JsonText = Annotated[str, msgspec.Meta(max_length=96 << 20)]
+MAX_JSON = 96 << 20
+"""Characters of a plain value."""
+
+JsonText = Annotated[str, msgspec.Meta(max_length=MAX_JSON)]
 """A plain value, as ``storage.format.values`` stores it."""
 
 Digest = Annotated[int, msgspec.Meta(ge=0)]
