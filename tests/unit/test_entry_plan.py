@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from raystow.orchestrator.journal.entry_plan import EntryPlan, plan_entries
+import pytest
+from fake_clock import FakeClock
+
+from raystow.orchestrator.journal.entry_plan import EntryPlan, continued, plan_entries
 from raystow.workers.protocol.messages import EntryInfo, Generation
 
 FIRST, SECOND = Generation("1", 1), Generation("2", 4)
@@ -48,3 +51,18 @@ def test_the_newest_generation_is_replayed() -> None:
     plan = plan_entries(0, 2, held)
     assert [place.info.generation for place in plan.entries(0, 2)] == ["1", "1", "1", "2"]
     assert [place.nodes for place in plan.entries(0, 2)] == [("a",)] * 3 + [("b",)]
+
+
+@pytest.mark.parametrize("found", [(1,), (2,)], ids=["continued", "not reached"])
+def test_a_clock_set_back_does_not_make_a_generation_older(found: tuple[int, ...]) -> None:
+    """The training goes on from what is found of three steps, when the clock was set back, and then all of them are found."""
+    clock = FakeClock()
+    clock.time += 3600
+    first = continued(EntryPlan(0), 0, 0, clock)
+    clock.time -= 3600
+    plan = plan_entries(0, 2, {"a": steps(*found, lineage=first)})
+    second = continued(plan, 0, plan.step, clock)
+    repeated = steps(*range(plan.step + 1, 3), lineage=second)
+    plan = plan_entries(0, 2, {"a": steps(1, 2, 3, lineage=first), "b": repeated})
+    assert plan.lineage == second
+    assert plan.step == 2

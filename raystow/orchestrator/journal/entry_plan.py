@@ -21,12 +21,14 @@ class EntryPlan(NamedTuple):
         lineage: The generations of the entries.
         steps: The entries of all ranks that have recorded a step, by rank; oldest step first.
         end: Why later entries are not used; empty if there are none.
+        newest: Token of the newest generation that was found.
     """
 
     step: int
     lineage: tuple[Generation, ...] = ()
     steps: tuple[tuple[EntryPlace, ...], ...] = ()
     end: str = ""
+    newest: str = ""
 
     def entries(self, rank: int, world_size: int) -> Iterator[EntryPlace]:
         """The entries that one of ``world_size`` ranks needs, oldest first: its own, or those of all ranks that have recorded a
@@ -56,22 +58,25 @@ def plan_entries(base: int, world_size: int, held: Mapping[str, Sequence[EntryIn
         for info in infos:
             if info.step > base:
                 nodes.setdefault(info, []).append(node)
-    end = ""
+    end, newest = "", max((info.generation for info in nodes), default="")
     for lineage in sorted({info.lineage for info in nodes}, key=lambda lineage: lineage[-1].token, reverse=True):
         plan = _follow(base, world_size, lineage, nodes, fixed)
         if plan.step > base:
-            return plan
+            return plan._replace(newest=newest)
         end = end or plan.end
-    return EntryPlan(base, end=end)
+    return EntryPlan(base, end=end, newest=newest)
 
 
-def continued(lineage: Sequence[Generation], base: int, step: int, clock: Clock) -> tuple[Generation, ...]:
+def continued(plan: EntryPlan, base: int, step: int, clock: Clock) -> tuple[Generation, ...]:
     """The lineage of entries recorded from ``step`` on, as a new generation; ``base``: the newest version. Tokens of later
-    generations sort after those of earlier ones."""
-    before = [generation for generation in lineage if generation.first <= step]
+    generations sort after those of earlier ones, also if the clock was set back."""
+    token = f"{int(clock.now() * 1000):013x}-{clock.token()}"
+    if token <= plan.newest:
+        token = f"{plan.newest}-{clock.token()}"
+    before = [generation for generation in plan.lineage if generation.first <= step]
     pairs = itertools.zip_longest(before, before[1:])
     needed = [generation for generation, following in pairs if following is None or following.first > base + 1]
-    return *needed[-_MOST_GENERATIONS:], Generation(f"{int(clock.now() * 1000):013x}-{clock.token()}", step + 1)
+    return *needed[-_MOST_GENERATIONS:], Generation(token, step + 1)
 
 
 def _follow(

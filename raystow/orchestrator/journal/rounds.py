@@ -146,7 +146,7 @@ class JournalRounds:
         round.plan = plan._replace(step=step)
         self.changes += 1
         if round.agreed:
-            round.lineage = continued(plan.lineage, base, step, self._clock)
+            round.lineage = continued(plan, base, step, self._clock)
             round.plan = round.plan._replace(steps=())  # only for the first answers
             self._close(round)
 
