@@ -314,14 +314,15 @@ class Checkpointer:
             what = "there is a journal already" if optimizers else "there are no optimizers"
             raise StateError(what, subject=self.uri, remedy="make one journal, with all optimizers")
         durable_every = integer("durable_every", durable_every, least=0)
-        from ..journal.cluster_port import cluster_journal
-        from ..journal.journal import JournalIdentity
+        from ..journal.cluster_port import ClusterPort
+        from ..journal.journal import Journal, JournalIdentity
+        from ..journal.tracked_state import TrackedState
 
         repository = self._startup.wait().repository
         who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._incarnation, self._timeout)
         memory, replicas = self._memory.journal, self._replication.replicas
         opening = OpenJournal(self.uri, who.repository, self.rank, replicas, memory, durable_every)
-        self._journal = cluster_journal(model, optimizers, who, opening, node_address, self._port)
+        self._journal = Journal(TrackedState(model, optimizers), ClusterPort(opening, node_address, self._port), who)
         self._journal.restored(*self._restored)
         return self._journal
 

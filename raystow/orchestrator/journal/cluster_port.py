@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
-
-import torch
 
 from ...storage.errors import ClusterError
 from ...workers.journal.client import JournalClient
@@ -21,20 +19,6 @@ from ...workers.protocol.messages import (
     OpenJournal,
     RankReading,
 )
-from .journal import Journal, JournalIdentity
-from .tracked_state import TrackedState
-
-
-def cluster_journal(
-    model: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    who: JournalIdentity,
-    opening: OpenJournal,
-    address: Callable[[], str],
-    coordinator: JournalCoordinator,
-) -> Journal:
-    """The journal of one rank in a cluster; for the other arguments see ``ClusterPort``."""
-    return Journal(TrackedState(model, optimizers), ClusterPort(opening, address, coordinator), who)
 
 
 class JournalCoordinator(Protocol):

@@ -10,7 +10,8 @@ import torch
 from msgspec.structs import replace
 
 from ...storage.errors import StateError
-from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep, RecordedTensor, ShardBox
+from ...storage.format.boxes import Box
+from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep, RecordedTensor
 from . import entry_file, value_tree
 from .gradient_coding import TensorEncoder
 from .port import EntrySink
@@ -35,7 +36,7 @@ class CapturedEntry:
     values: str = ""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     fresh: bool = True
-    layout: tuple[ShardBox, ...] = ()
+    layout: tuple[Box, ...] = ()
     ready: dict[int, torch.cuda.Event] = field(default_factory=dict)
 
     @property

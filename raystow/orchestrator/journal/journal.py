@@ -280,16 +280,15 @@ class Journal:
     def _run(self) -> None:
         """Encode entries and hand them over."""
         while (work := self._work.get()) is not None:
-            released = _Once(self._release)
             entry, begun = work
-            try:
-                info = self._encoder.encode(entry, begun, self._port.begin(begun, entry.most), released)
-                record(JOURNALED, info.size, repository=self._identity.uri)
-                self._port.keep(info, self._kept)
-            except Exception as error:
-                self._failed(begun.step, error)
-            finally:
-                released()
+            with contextlib.ExitStack() as unread:
+                unread.callback(self._release)
+                try:
+                    info = self._encoder.encode(entry, begun, self._port.begin(begun, entry.most), unread.close)
+                    record(JOURNALED, info.size, repository=self._identity.uri)
+                    self._port.keep(info, self._kept)
+                except Exception as error:
+                    self._failed(begun.step, error)
 
     def _release(self) -> None:
         """The copies of an entry's gradients may be overwritten."""
@@ -324,15 +323,3 @@ class Journal:
 
 def _reached(vote: JournalVote, result: ReplayResult) -> JournalVote:
     return replace(vote, reached=result.step, residues=array("Q", result.residues).tobytes())
-
-
-class _Once:
-    """Calls a function at the first call only."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function: Callable[[], None] | None = function
-
-    def __call__(self) -> None:
-        function, self._function = self._function, None
-        if function is not None:
-            function()

@@ -15,7 +15,6 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from ...storage.errors import StateError
 from ...storage.format.boxes import Box, overlap, within
-from ...workers.protocol.messages import ShardBox
 from .tracked_state import TrackedState
 
 _ELEMENTWISE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
@@ -80,17 +79,12 @@ class ShardMap:
         return whole
 
 
-def layout(state: TrackedState) -> tuple[ShardBox, ...]:
+def layout(state: TrackedState) -> tuple[Box, ...]:
     """This rank's part of each parameter; empty if one is not a box."""
     try:
-        return tuple(ShardBox(*_box(parameter)) for parameter in state.all_parameters())
+        return tuple(_box(parameter) for parameter in state.all_parameters())
     except StateError:
         return ()
-
-
-def boxes(layout: Sequence[ShardBox]) -> list[Box]:
-    """The parts as boxes."""
-    return [(part.offset, part.extent) for part in layout]
 
 
 def copy_numbers(state: TrackedState) -> list[tuple[int, ...]]:

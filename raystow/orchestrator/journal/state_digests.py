@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +34,8 @@ Piece = tuple[torch.Tensor, int, int]
 """A tensor, and a span of its bytes."""
 
 
-class PendingDigests(Protocol):
-    """Digests that a device may still be computing."""
-
-    def numbers(self) -> _Numbers:
-        """Wait for them: uint64 [spans]."""
+PendingDigests = Callable[[], _Numbers]
+"""Waits for digests that a device may still be computing: uint64 [spans]."""
 
 
 class StateDigests(NamedTuple):
@@ -54,7 +51,7 @@ class StateDigests(NamedTuple):
         """One number of 64 bits for each tensor, and one for the rest; waits for the device."""
         found = np.zeros(sum(self.spans), np.uint64)
         for places, pending in self.parts:
-            found[places] = pending.numbers()
+            found[places] = pending()
         totals = unfinished(found, np.array(self.sizes, np.uint64))
         ends = np.cumsum([0, *self.spans])
         merged = [merged_spans(totals[first:last]) for first, last in itertools.pairwise(ends)]
@@ -88,8 +85,8 @@ class Digester:
         tensors = self._state.tensors()
         self._plans = {of: plan for of, plan in self._plans.items() if plan.of is tensors}  # the others hold old tensors
         plan = self._plans.get(whole) or self._plans.setdefault(whole, _plan(tensors, whole=whole))
-        host = [raw_digest(bytes_of(tensor)[first:last]) for _, (tensor, first, last) in plan.host]
-        parts: list[tuple[list[int], PendingDigests]] = [([at for at, _ in plan.host], _Known(np.array(host, np.uint64)))]
+        host = np.array([raw_digest(bytes_of(tensor)[first:last]) for _, (tensor, first, last) in plan.host], np.uint64)
+        parts: list[tuple[list[int], PendingDigests]] = [([at for at, _ in plan.host], lambda: host)]
         parts += [(places, take()) for places, take in plan.devices]
         sizes = [last - first for mine in plan.spans for first, last in mine]
         return StateDigests(plan.names, [len(mine) for mine in plan.spans], sizes, parts, self._values(plan.numbers))
@@ -135,17 +132,11 @@ def _plan(tensors: list[NamedTensor], *, whole: bool) -> DigestPlan:
     return plan
 
 
-class _Known(NamedTuple):
-    found: _Numbers
-
-    def numbers(self) -> _Numbers:
-        return self.found
-
-
 def _on_gpu(device: torch.device, pieces: Sequence[Piece]) -> Callable[[], PendingDigests]:
     from ...workers.gpu.span_digests import SpanDigester
 
-    return SpanDigester(device, pieces).take
+    digester = SpanDigester(device, pieces)
+    return lambda: digester.take().numbers
 
 
 def is_number(tensor: torch.Tensor) -> bool:

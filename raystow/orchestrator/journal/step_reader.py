@@ -15,7 +15,7 @@ from ...workers.protocol.messages import EntryPlace, OptimizerStep
 from . import value_tree
 from .entry_decoder import EntryDecoder
 from .entry_file import JournalEntry, StoredTensor, parse
-from .shard_map import ShardMap, boxes, layout
+from .shard_map import ShardMap, layout
 from .step_hooks import StepInputs
 from .tracked_state import TrackedState, local
 
@@ -49,8 +49,8 @@ class StepReader:
         self._state, self._fetch, self._world_size, self._decoder = state, fetch, world_size, EntryDecoder()
         self._fetching, self._fetches = ThreadPoolExecutor(1, "raystow-fetch"), 0
         self._coming: tuple[EntryPlace, Future[memoryview]] | None = None
-        self._layouts: dict[tuple[int, int], list[Box]] = {}  # by number of ranks and rank
-        self._mine: list[Box] = []
+        self._layouts: dict[tuple[int, int], tuple[Box, ...]] = {}  # by number of ranks and rank
+        self._mine: tuple[Box, ...] = ()
         numbers = {id(parameter): number for number, parameter in enumerate(state.all_parameters())}
         self._numbers = [[numbers[id(one)] for one in state.parameters(at)] for at in range(len(state.optimizers))]
 
@@ -89,7 +89,7 @@ class StepReader:
 
     def _covering(self, places: Mapping[int, EntryPlace]) -> tuple[dict[int, JournalEntry], ShardMap]:
         """The entry of rank 0, and those of ranks that have this rank's shards together. ``places``: the best guess first."""
-        self._mine = self._mine or boxes(layout(self._state))
+        self._mine = self._mine or layout(self._state)
         ranks = len(places)
         known = {rank: self._layouts[ranks, rank] for rank in places if (ranks, rank) in self._layouts}
         entries = dict[int, JournalEntry]()
@@ -99,7 +99,7 @@ class StepReader:
             content = self._fetching.submit(self._fetch, place, len(entries)).result()
             entries[rank] = entry = parse(place.info, content)
             if entry.header.layout:
-                self._layouts[ranks, rank] = boxes(entry.header.layout)
+                self._layouts[ranks, rank] = entry.header.layout
             if len(self._layouts.get((ranks, rank), ())) != len(self._mine):
                 raise StateError(f"rank {rank} of {ranks} had other parameters, or parts of them that are not boxes")
             shards = ShardMap(self._mine, {read: self._layouts[ranks, read] for read in entries})

@@ -45,18 +45,17 @@ class EntryStore:
     def add(self, info: EntryInfo, content: Buffer, *, own: bool) -> str:
         """Keep an entry, whose bytes nobody changes from then on; return why it is not kept, else an empty text."""
         with self._lock:
-            line = self._lines.setdefault(_line(info), {})
+            line = self._lines.get(_line(info), {})
             if info.key in line:
                 line[info.key].own |= own
                 return ""
             self._drop([kept for kept in line.values() if info.replaces(kept.info)])
             problem = self._problem(info)
-            if problem:
-                return problem
-            line = self._lines.setdefault(_line(info), {})
-            line[info.key] = KeptEntry(info, memoryview(content).toreadonly(), own)
-            self.used += info.size
-            return ""
+            if not problem:
+                kept = KeptEntry(info, memoryview(content).toreadonly(), own)
+                self._lines.setdefault(_line(info), {})[info.key] = kept
+                self.used += info.size
+            return problem
 
     def stored(self, newest: EntryInfo, step: int) -> None:
         """Note that the store has the entries up to a step, from which ``newest`` descends."""
@@ -70,13 +69,6 @@ class EntryStore:
         with self._lock:
             found = [kept.info for kept in self._descent(newest) if kept.info.previous >= after]
         return found[::-1]
-
-    def claim(self, info: EntryInfo) -> None:
-        """Let this node see to the copies of an entry that is here."""
-        with self._lock:
-            kept = self._lines.get(_line(info), {}).get(info.key)
-            if kept is not None:
-                kept.own = True
 
     def problem(self, info: EntryInfo) -> str:
         """Make place for an entry; return why it cannot be kept, else an empty text."""

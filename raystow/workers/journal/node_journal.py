@@ -84,10 +84,6 @@ class NodeJournal:
         self.store.committed(repository, step)
         self._replicator.freed()
 
-    def save_failed(self, repository: str, step: int) -> None:
-        """Drop no more entries for a save that has failed."""
-        self.store.save_failed(repository, step)
-
     def serve(self, connection: Connection, opening: OpenJournal) -> None:
         """Handle the messages of a training process until it goes away."""
         self._uris[opening.repository] = opening.uri
@@ -169,13 +165,11 @@ class NodeJournal:
         """Put an entry from here, another node or the store into shared memory; return why that failed, or an empty text. It
         stays here if it fits, so that it has as many copies as a new one."""
         info = place.info
-        content = self.store.view(info)
         try:
-            if content is not None:
-                self.store.claim(info)
-            else:
+            content = self.store.view(info)
+            if content is None:
                 content = self._copy(uri, place)
-                self.store.add(info, content, own=True)
+            self.store.add(info, content, own=True)
             shared.put(number, content)
         except RaystowError as error:
             return shortened(str(error))

@@ -313,7 +313,7 @@ class Node:
         if isinstance(outcome, RaystowError):
             self._tier.given_up(key)
             self.replicator.give_up(key)
-            self.journal.save_failed(key.repository, ticket.step)
+            self.journal.store.save_failed(key.repository, ticket.step)
         else:
             self._saves.settle(uri, number)
             known = attempt.known(key)

@@ -60,7 +60,8 @@ class StagedStates:
                             sender.staged = size
                             self._changed.notify_all()
                     case DropState():
-                        self._drop(sender)
+                        with self._changed:
+                            self._release(sender)
                     case MapState(key, staged):
                         self._answer(connection, key, staged)
         finally:
@@ -132,10 +133,6 @@ class StagedStates:
             sender.content = memory.content
             self._changed.notify_all()
         return ""
-
-    def _drop(self, sender: _Sender) -> None:
-        with self._changed:
-            self._release(sender)
 
     def _forget(self, name: str, sender: _Sender) -> None:
         with self._changed:

@@ -84,13 +84,6 @@ def generation_of(lineage: Sequence[Generation], step: int) -> str:
     return next((generation.token for generation in reversed(lineage) if generation.first <= step), "")
 
 
-class ShardBox(MessagePart, frozen=True):
-    """A rank's part of a parameter: its first element, and the number of elements along each dimension."""
-
-    offset: Shape
-    extent: Shape
-
-
 class CodedPart(MessagePart, frozen=True):
     """A piece of a recorded tensor: the fields of its ``Coding``, and the digests of its ``nbytes`` raw bytes (``digest``) and of
     the stored ones (``stored_digest``), which begin at byte ``start`` of the entry."""
@@ -151,7 +144,7 @@ class EntryHeader(Message, frozen=True):
         before: Digests of all tensors of the state before the step; only in the first entry after a version.
         after: Digests of the state after the step.
         whole: Whether ``after`` covers every byte, and not only a sample.
-        layout: The rank's parts of all parameters, only in the first entry after a version; empty if they are not boxes.
+        layout: The rank's parts of all parameters, only in the first entry after a version; empty if they are not each a ``Box``.
     """
 
     info: EntryInfo
@@ -163,7 +156,7 @@ class EntryHeader(Message, frozen=True):
     before: Packed
     after: Packed
     whole: bool
-    layout: Column[ShardBox] = ()
+    layout: Column[tuple[Shape, Shape]] = ()
 
 
 class StoredEntry(MessagePart, frozen=True):
