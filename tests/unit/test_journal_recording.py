@@ -8,6 +8,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from journal_port import EntryBox, snapshot
@@ -83,6 +84,21 @@ def test_values_too_long_for_an_entry_are_refused() -> None:
         journal.replay()
         with pytest.raises(StateError, match="values of 101000008 bytes cannot be recorded"):
             journal.record(1, "x" * 101_000_000)
+
+
+@pytest.mark.parametrize("value", [np.longdouble(1), torch.eye(2).to_sparse(), torch.empty(2, device="meta"), np.ones(2)])
+def test_values_that_cannot_be_stored_are_named(value: object) -> None:
+    """Those of a parameter group stay as they are."""
+    run = Run()
+    run.optimizer.param_groups[0]["mine"] = value
+    box = EntryBox()
+    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
+        journal.replay()
+        with pytest.raises(StateError, match=r"values\.a\[0\]: .* cannot be recorded"):
+            journal.record(1, {"a": [value]})
+        run.step(1)
+        journal.record(1)
+    assert box.steps() == [1]
 
 
 @pytest.mark.parametrize("error", [ClusterError("another rank has aborted"), KeyboardInterrupt()])

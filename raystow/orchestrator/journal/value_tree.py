@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from ...storage.coding import dtypes
-from ...storage.errors import Damaged, StateError
+from ...storage.errors import Damaged, StateError, Unsupported
 from ...storage.format import values
+from .gradient_coding import dtype_name
 
 _DEEPEST = 32
 
@@ -43,13 +44,14 @@ def _encode(node: object, where: str, depth: int) -> object:
     if type(node) in (list, tuple):
         return ["l" if type(node) is list else "t", _items(node, where, depth)]  # type: ignore[arg-type]
     if isinstance(node, torch.Tensor):
-        host = node.detach().cpu().contiguous()
-        name = str(host.dtype).removeprefix("torch.")
-        dtypes.dtype(name)
-        content = host.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return ["a", [name, list(host.shape), base64.b64encode(content).decode()]]
-    if isinstance(node, np.generic):
-        return _encode(node.item(), where, depth)
+        try:
+            host = node.detach().cpu().contiguous()
+            content = host.reshape(-1).view(torch.uint8).numpy().tobytes()
+            return ["a", [dtype_name(host.dtype), list(host.shape), base64.b64encode(content).decode()]]
+        except (RuntimeError, Unsupported):  # it is sparse, without data, or of a dtype that has no name
+            return _refuse(node, where)
+    if isinstance(node, np.generic) and values.is_plain(node.item()):
+        return ["v", values.encode(node.item())]
     return _refuse(node, where)
 
 
