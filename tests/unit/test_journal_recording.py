@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from journal_port import EntryBox, snapshot
 from torch import nn
 
+from raystow.orchestrator.journal.journal import Journal
 from raystow.orchestrator.journal.state_digests import Digester
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.errors import ClusterError, StateError
@@ -120,6 +122,32 @@ def test_a_replay_that_raises_can_be_repeated(error: BaseException, monkeypatch:
         assert snapshot(again.model, again.optimizer) == before
         assert journal.replay() == 3
     assert snapshot(again.model, again.optimizer) == snapshot(run.model, run.optimizer)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["interrupted", "no memory"])
+def test_the_others_are_told_of_a_rank_that_cannot_replay(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not wait for it."""
+    box, again = EntryBox(), [Run(), Run()]
+    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
+
+        def journals(runs: list[Run]) -> list[Journal]:
+            made = [box.journal(run.model, run.optimizer, rank=rank, world_size=2) for rank, run in enumerate(runs)]
+            return [stack.enter_context(contextlib.closing(one)) for one in made]
+
+        runs = [Run(), Run()]
+        recording = journals(runs)
+        list(pool.map(Journal.replay, recording))
+        for run, journal in zip(runs, recording, strict=True):
+            run.step(1)
+            journal.record(1)
+            assert journal.flush()
+        replaying = journals(again)
+        monkeypatch.setattr(replaying[1]._state, "copy", lambda: fail(error))
+        waiting, failing = (pool.submit(one.replay) for one in replaying)
+        assert type(failing.exception(60)) is type(error)
+        with pytest.raises(ClusterError, match=f"rank 1 could not replay: {str(error) or 'KeyboardInterrupt'}"):
+            waiting.result(60)
+    assert snapshot(again[0].model, again[0].optimizer) == snapshot(again[1].model, again[1].optimizer)
 
 
 def fail(error: BaseException) -> Any:

@@ -20,7 +20,16 @@ from ...storage.errors import RaystowError, StateError
 from ...storage.log import about
 from ...storage.metrics import JOURNALED, STALL, UNRECORDED, record
 from ...workers.protocol.codec import MAX_JSON
-from ...workers.protocol.messages import START, EntryInfo, EntryKept, EntryPlace, Generation, JournalVote, shortened
+from ...workers.protocol.messages import (
+    START,
+    EntryInfo,
+    EntryKept,
+    EntryPlace,
+    Generation,
+    JournalChoice,
+    JournalVote,
+    shortened,
+)
 from ..heartbeat import Heartbeat
 from . import value_tree
 from .entry_encoder import CapturedEntry, EntryEncoder
@@ -162,21 +171,18 @@ class Journal:
             go_on()
             return self._port.fetch(place, number)
 
-        choice = self._port.settle(vote)
         reader = StepReader(self._state, fetch, identity.world_size)
         replayer = Replayer(
             self._state, self._hooks, reader, after_step=after_step, base=self._base, log=self._log, on_progress=go_on
         )
-        result = ReplayResult(self._base)
         with contextlib.closing(reader):
             try:
-                if choice.entries:
-                    result = replayer.go_to(choice.step, choice.entries)
-                while not (answer := self._port.settle(_reached(vote, result))).agreed:
-                    if answer.step < result.step:
-                        result = replayer.go_to(answer.step, choice.entries)
-            except BaseException:
+                result, answer = self._agreed(vote, replayer)
+            except BaseException as error:
                 replayer.undo()
+                if not isinstance(error, RaystowError):  # else the other ranks have it too, or cannot be reached
+                    with contextlib.suppress(RaystowError):
+                        self._port.settle(replace(vote, error=shortened(str(error) or repr(error))))
                 raise
         if answer.end and identity.rank == 0:
             self._log.warning("nothing after step %d is replayed: %s", answer.step, answer.end, extra={"step": answer.step})
@@ -226,6 +232,20 @@ class Journal:
         self.flush(_LAG)
         self._encoder.close()
         self._port.close()
+
+    def _agreed(self, vote: JournalVote, replayer: Replayer) -> tuple[ReplayResult, JournalChoice]:
+        """Replay to the newest step that all ranks can reach; return how far that is, and what they have agreed on."""
+        choice = self._port.settle(vote)
+        result = ReplayResult(self._base)
+        if choice.entries:
+            result = replayer.go_to(choice.step, choice.entries)
+        while True:
+            reached = replace(vote, reached=result.step, residues=array("Q", result.residues).tobytes())
+            answer = self._port.settle(reached)
+            if answer.agreed:
+                return result, answer
+            if answer.step < result.step:
+                result = replayer.go_to(answer.step, choice.entries)
 
     def _restart_chain(self, step: int) -> None:
         """The next entry starts from the state after ``step``, which a version may hold."""
@@ -319,7 +339,3 @@ class Journal:
             text = "the %s %d is not recorded, nor are later ones until the next save: %s"
             self._log.error(text, what, step, problem, extra={"step": step})
         self._chained, self.save_advised = False, True
-
-
-def _reached(vote: JournalVote, result: ReplayResult) -> JournalVote:
-    return replace(vote, reached=result.step, residues=array("Q", result.residues).tobytes())

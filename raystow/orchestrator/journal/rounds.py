@@ -69,6 +69,9 @@ class JournalRounds:
             return round
         round.votes[vote.rank] = vote
         round.deadline = self._clock.monotonic() + vote.timeout
+        if vote.error:
+            self._fail(round, ClusterError(f"rank {vote.rank} could not replay: {vote.error}", remedy="restore again"))
+            return round
         if len(round.votes) < round.world_size:
             return round
         if round.plan is None:
@@ -81,7 +84,7 @@ class JournalRounds:
         """Whether a vote is the last one before entries are looked for."""
         round = self._open
         others = {} if round is None or round.plan is not None else round.votes
-        return vote.reached is None and len(others.keys() | {vote.rank}) >= vote.world_size
+        return vote.reached is None and not vote.error and len(others.keys() | {vote.rank}) >= vote.world_size
 
     def reading(self, rank: RankReading) -> None:
         """A rank replays on: the others wait for it."""
@@ -113,7 +116,7 @@ class JournalRounds:
         if round is None or round.world_size != vote.world_size:
             if vote.reached is not None:
                 failed = JournalRound(vote.world_size, 0.0)
-                failed.failure = ClusterError("another rank has aborted the replay", remedy="restore again")
+                failed.failure = ClusterError("the coordinator was restarted, or this rank was", remedy="restore again")
                 return failed
             if round is not None:
                 self._fail(round, ClusterError(f"{vote.world_size} ranks have begun another replay", remedy="restore again"))

@@ -303,6 +303,7 @@ class JournalVote(Message, frozen=True):
         fixed: Why the rank cannot replay steps that another number of ranks has recorded; empty if it can.
         residues: A number of 64 bits for each step up to ``reached``; their sum over all ranks is 0 if the state after it is
             the recorded one: see ``ShardCheck``.
+        error: Why the rank gives up.
     """
 
     rank: int
@@ -315,6 +316,7 @@ class JournalVote(Message, frozen=True):
     nothing: bool = False
     fixed: Text = ""
     residues: Packed = b""
+    error: Text = ""
 
 
 class EntryPlace(MessagePart, frozen=True):
