@@ -37,7 +37,7 @@ class EntryStore:
 
     def __init__(self, budget: int) -> None:
         self.budget, self.used = budget, 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._lines: dict[Line, dict[str, KeptEntry]] = {}
         self._saving: dict[str, tuple[int, str]] = {}  # repository -> step and generation of the newest save that has begun
         self._needless: dict[Line, EntryInfo] = {}  # the newest entry that was dropped because nobody needs it
@@ -50,7 +50,7 @@ class EntryStore:
                 line[info.key].own |= own
                 return ""
             self._drop([kept for kept in line.values() if info.replaces(kept.info)])
-            problem = self._problem(info)
+            problem = self.problem(info)
             if not problem:
                 kept = KeptEntry(info, memoryview(content).toreadonly(), own)
                 self._lines.setdefault(_line(info), {})[info.key] = kept
@@ -73,7 +73,14 @@ class EntryStore:
     def problem(self, info: EntryInfo) -> str:
         """Make place for an entry; return why it cannot be kept, else an empty text."""
         with self._lock:
-            return self._problem(info)
+            needed = self.used + info.size
+            spare = self._spare(info) if needed > self.budget else []
+            if needed - sum(kept.info.size for kept in spare) > self.budget:
+                return f"the memory for entries of recorded steps is full ({self.used} of {self.budget} bytes): save a version"
+            for kept in spare:
+                if self.used + info.size > self.budget:
+                    self._drop([kept], needless=True)
+            return ""
 
     def save_begun(self, repository: str, step: int, generation: str) -> None:
         """Note that a save of the state after a step is under way. ``generation``: of the entries that are recorded now."""
@@ -105,7 +112,7 @@ class EntryStore:
     def own(self) -> list[EntryInfo]:
         """The entries to whose copies this node sees, those of each rank oldest first."""
         with self._lock:
-            found = [kept.info for line in self._lines.values() for kept in line.values() if kept.own]
+            found = [kept.info for kept in self._all() if kept.own]
         return sorted(found, key=lambda info: info.step)
 
     def newest(self, repository: str) -> int | None:
@@ -141,25 +148,16 @@ class EntryStore:
     def close(self) -> None:
         """Let go of everything."""
         with self._lock:
-            self._drop([kept for line in self._lines.values() for kept in line.values()])
-
-    def _problem(self, info: EntryInfo) -> str:
-        needed = self.used + info.size
-        spare = self._spare(info) if needed > self.budget else []
-        if needed - sum(kept.info.size for kept in spare) > self.budget:
-            return f"the memory for entries of recorded steps is full ({self.used} of {self.budget} bytes): save a version"
-        for kept in spare:
-            if self.used + info.size > self.budget:
-                self._drop([kept], needless=True)
-        return ""
+            self._drop(self._all())
 
     def _spare(self, info: EntryInfo) -> list[KeptEntry]:
         """What may be dropped for a new entry; what is of other repositories comes last."""
         step, generation = self._saving.get(info.repository, (START, ""))
         saving = step if generation == info.generation else START  # else the save has ended with its training process
-        mine = [kept for kept in self._of(info.repository) if kept.stored or kept.info.step <= saving]
-        others = [kept for kept in self._all() if kept.info.repository != info.repository]
-        return [*sorted(mine, key=lambda kept: kept.info.step), *others]
+        found = [
+            kept for kept in self._all() if kept.info.repository != info.repository or kept.stored or kept.info.step <= saving
+        ]
+        return sorted(found, key=lambda kept: (kept.info.repository != info.repository, kept.info.step))
 
     def _descent(self, newest: EntryInfo) -> Iterator[KeptEntry]:
         line = self._lines.get(_line(newest), {})
@@ -171,10 +169,10 @@ class EntryStore:
             kept = by_step.get((previous, generation_of(newest.lineage, previous)))
 
     def _all(self) -> list[KeptEntry]:
-        return sorted((kept for line in self._lines.values() for kept in line.values()), key=lambda kept: kept.info.step)
+        return [kept for line in self._lines.values() for kept in line.values()]
 
     def _of(self, repository: str) -> list[KeptEntry]:
-        return [kept for (of, _, _), line in self._lines.items() if of == repository for kept in line.values()]
+        return [kept for kept in self._all() if kept.info.repository == repository]
 
     def _drop(self, entries: list[KeptEntry], *, needless: bool = False) -> None:
         for kept in entries:

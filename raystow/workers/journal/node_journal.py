@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -15,6 +14,7 @@ from ...storage import background
 from ...storage.clock import Clock
 from ...storage.errors import ClusterError, ProtocolError, RaystowError
 from ...storage.metrics import JOURNAL_MEMORY, RECORDED_STEP, record
+from ..cache.fetcher import PeerReader
 from ..protocol.messages import (
     RECORDING,
     STORE,
@@ -47,13 +47,6 @@ _LEAST = 32 << 20  # bytes over each of them
 _REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotFilled, KeepEntry, SaveBegun, FetchEntry)
 
 
-class EntryReader(Protocol):
-    """Reads from the memory of other nodes."""
-
-    def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:
-        """Fill ``target`` with an object's bytes from ``start``; return whether the node has them."""
-
-
 def no_repository(uri: str) -> JournalRepository:
     """Refuse to open a repository: the node has only entries in memory."""
     raise ClusterError("this node uses no store", subject=uri)
@@ -67,7 +60,7 @@ class NodeJournal:
         self,
         node: str,
         budget: int,
-        reader: EntryReader,
+        reader: PeerReader,
         peers: EntryPeers,
         clock: Clock,
         *,
