@@ -7,9 +7,11 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from polling import wait_until
 
 from raystow.orchestrator.journal.cluster_port import ClusterPort
@@ -32,7 +34,7 @@ from raystow.workers.protocol.messages import (
     OpenJournal,
     RankReading,
 )
-from raystow.workers.protocol.unix_channel import Listener
+from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.replication.peers import Peers
 from raystow.workers.shm.ring import Ring
 
@@ -57,8 +59,12 @@ class Node:
         self.ring = Ring.create(4 * SLOT, SLOT)
         self.client = self.connect()
 
+    @property
+    def address(self) -> str:
+        return self._listener.name
+
     def connect(self) -> JournalClient:
-        return JournalClient(self._listener.name, OPENING, self.ring)
+        return JournalClient(self.address, OPENING, self.ring)
 
     def port(self) -> ClusterPort:
         """Connect a process in place of the one before."""
@@ -66,13 +72,16 @@ class Node:
         return ClusterPort(OPENING, lambda: self._listener.name, NoCoordinator())
 
     def _run(self) -> None:
-        while (connection := self._listener.accept()) is not None:
-            connection.handshake("the process")
-            received = connection.receive(OpenJournal)
-            assert received is not None
-            with contextlib.suppress(Exception):
-                self.journal.serve(connection, received[0])
-            connection.close()
+        with ThreadPoolExecutor() as pool:
+            while (connection := self._listener.accept()) is not None:
+                connection.handshake("the process")
+                received = connection.receive(OpenJournal)
+                assert received is not None
+                pool.submit(self._serve, connection, received[0])
+
+    def _serve(self, connection: Connection, opening: OpenJournal) -> None:
+        with contextlib.closing(connection), contextlib.suppress(Exception):
+            self.journal.serve(connection, opening)
 
     def record(self, step: int, data: bytes, port: ClusterPort | None = None) -> EntryKept:
         """Record an entry; return what has become of it."""
@@ -142,6 +151,21 @@ def test_an_entry_that_does_not_fit_is_refused(node: Node, monkeypatch: pytest.M
     assert 0 < sum(copied) <= BUDGET
     assert node.journal.store.used == 0
     assert node.record(1, DATA) == EntryKept(1, 0)
+
+
+def test_entries_of_another_training_are_kept(node: Node) -> None:
+    """It records on the same node: its entries are dropped for those of others only when it has ended."""
+    size, kept = BUDGET // 2, queue.SimpleQueue[EntryKept]()
+    mine, ring = replace(info(1, size), repository="other"), Ring.create(4 * SLOT, SLOT)
+    with contextlib.closing(JournalClient(node.address, replace(OPENING, repository="other"), ring)) as other:
+        other.begin(replace(mine, size=0), size).copy(np.zeros(size, np.uint8))
+        other.keep(mine, kept.put)
+        assert kept.get(timeout=10) == EntryKept(1, 0)
+        assert node.record(1, bytes(size)) == EntryKept(1, 0)
+        assert "is full" in node.record(2, DATA).problem
+    ring.close()
+    wait_until(lambda: node.record(2, DATA) == EntryKept(2, 0), "the other training has ended")
+    assert node.journal.named("other", mine.key) is None
 
 
 def test_an_unfinished_entry_is_dropped(node: Node) -> None:

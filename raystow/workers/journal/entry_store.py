@@ -1,14 +1,16 @@
 """The entries in this node's memory: those of its own ranks, and copies of those of other nodes.
 
 The budget is hard. A new entry that does not fit is refused, since entries are useful only without gaps after a version: dropping
-the oldest would make all later ones useless. Only entries that a save under way makes unnecessary or that the store has are
-dropped for new ones.
+the oldest would make all later ones useless. Only entries that a save under way makes unnecessary, that the store has, or of a
+repository whose steps are not recorded here now are dropped for new ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,9 +40,21 @@ class EntryStore:
     def __init__(self, budget: int) -> None:
         self.budget, self.used = budget, 0
         self._lock = threading.RLock()
+        self._recording: Counter[str] = Counter()  # by repository: connected training processes
         self._lines: dict[Line, dict[str, KeptEntry]] = {}
         self._saving: dict[str, tuple[int, str]] = {}  # repository -> step and generation of the newest save that has begun
         self._needless: dict[Line, EntryInfo] = {}  # the newest entry that was dropped because nobody needs it
+
+    @contextlib.contextmanager
+    def recording(self, repository: str) -> Iterator[None]:
+        """Drop nothing of a repository for entries of others during the block: a training process records its steps."""
+        with self._lock:
+            self._recording[repository] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._recording[repository] -= 1
 
     def add(self, info: EntryInfo, content: Buffer, *, own: bool) -> str:
         """Keep an entry, whose bytes nobody changes from then on; return why it is not kept, else an empty text."""
@@ -151,13 +165,16 @@ class EntryStore:
             self._drop(self._all())
 
     def _spare(self, info: EntryInfo) -> list[KeptEntry]:
-        """What may be dropped for a new entry; what is of other repositories comes last."""
+        """What may be dropped for a new entry; what is of other repositories, whose trainings have ended here, comes last."""
         step, generation = self._saving.get(info.repository, (START, ""))
         saving = step if generation == info.generation else START  # else the save has ended with its training process
-        found = [
-            kept for kept in self._all() if kept.info.repository != info.repository or kept.stored or kept.info.step <= saving
-        ]
-        return sorted(found, key=lambda kept: (kept.info.repository != info.repository, kept.info.step))
+
+        def droppable(kept: KeptEntry) -> bool:
+            if kept.info.repository != info.repository:
+                return not self._recording[kept.info.repository]
+            return kept.stored or kept.info.step <= saving
+
+        return sorted(filter(droppable, self._all()), key=lambda kept: (kept.info.repository != info.repository, kept.info.step))
 
     def _descent(self, newest: EntryInfo) -> Iterator[KeptEntry]:
         line = self._lines.get(_line(newest), {})

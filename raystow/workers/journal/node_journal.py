@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -83,10 +84,12 @@ class NodeJournal:
         self.store.budget = self._budget if opening.budget is None else opening.budget
         self._replicator.want(opening.repository, opening.replicas)
         segments, shared, arriving = None, SharedMemories(), ArrivingEntry(0)
-        if opening.durable_every:
-            segments = SegmentWriter(self.store, opening, functools.partial(self._open_repository, opening.uri))
-            background.repeat("raystow-segments", segments.run)
-        try:
+        with contextlib.ExitStack() as ended:
+            ended.enter_context(self.store.recording(opening.repository))
+            if opening.durable_every:
+                segments = SegmentWriter(self.store, opening, functools.partial(self._open_repository, opening.uri))
+                background.repeat("raystow-segments", segments.run)
+                ended.callback(segments.close)
             while (received := connection.receive(*_REQUESTS)) is not None:
                 message, descriptor = received
                 match message:
@@ -107,9 +110,6 @@ class NodeJournal:
                         self.store.save_begun(opening.repository, step, generation)
                     case FetchEntry(place, number):
                         connection.send(FetchedEntry(self._fetch(opening.uri, place, shared, number)))
-        finally:
-            if segments is not None:
-                segments.close()
 
     def accept(self, put: PutEntry) -> EntryKept:
         """Keep a copy of another node's entry, which is read from there. ``ClusterError`` if that does not answer."""
