@@ -42,10 +42,6 @@ class ReplayResult:
     residues: tuple[int, ...] = ()
 
 
-class _Mismatch(Exception):
-    """The state after an entry is not the recorded one."""
-
-
 class Replayer:
     """Replays the steps after a version on one rank.
 
@@ -110,7 +106,7 @@ class Replayer:
                     residue = self._check_before(decoded, result.step)
                     touched = True
                     residue += self._apply(decoded)
-                except (RaystowError, _Mismatch) as error:
+                except RaystowError as error:
                     self._log.warning("the replay ends before step %d: %s", step, error, extra={"step": step})
                     return result, not touched
                 except Exception as error:
@@ -161,7 +157,7 @@ class Replayer:
         compared = self._compare(decoded, after, whole=decoded.entry.header.whole, moment="after")
         if compared.differs is not None:
             what = f"the state differs from the recorded one in {compared.differs}"
-            raise _Mismatch(f"{what}; the optimizer, torch, or the GPU computes otherwise")
+            raise StateError(f"{what}; the optimizer, torch, or the GPU computes otherwise")
         return compared.residue
 
     def _compare(self, decoded: DecodedStep, recorded: Mapping[int, bytes], *, whole: bool, moment: str) -> ShardComparison:

@@ -59,17 +59,16 @@ class StateDigests(NamedTuple):
 
 
 class DigestPlan(NamedTuple):
-    """What to digest of a list of tensors: names and spans of all but the single numbers, and places in the list of spans.
+    """What to digest of a list of tensors: names and spans of all but the single numbers.
 
     ``numbers``: tensors of one element in host memory, as optimizers count steps. They share one digest. ``devices``: for each
-    GPU places, and what takes their digests.
+    device places in the list of spans, and what takes their digests.
     """
 
     of: list[NamedTensor]
     names: list[str]
     spans: list[Spans]
     numbers: list[NamedTensor]
-    host: list[tuple[int, Piece]]
     devices: list[tuple[list[int], Callable[[], PendingDigests]]]
 
 
@@ -85,9 +84,7 @@ class Digester:
         tensors = self._state.tensors()
         self._plans = {of: plan for of, plan in self._plans.items() if plan.of is tensors}  # the others hold old tensors
         plan = self._plans.get(whole) or self._plans.setdefault(whole, _plan(tensors, whole=whole))
-        host = np.array([raw_digest(bytes_of(tensor)[first:last]) for _, (tensor, first, last) in plan.host], np.uint64)
-        parts: list[tuple[list[int], PendingDigests]] = [([at for at, _ in plan.host], lambda: host)]
-        parts += [(places, take()) for places, take in plan.devices]
+        parts = [(places, take()) for places, take in plan.devices]
         sizes = [last - first for mine in plan.spans for first, last in mine]
         return StateDigests(plan.names, [len(mine) for mine in plan.spans], sizes, parts, self._values(plan.numbers))
 
@@ -110,7 +107,7 @@ class Digester:
 
 
 def _plan(tensors: list[NamedTensor], *, whole: bool) -> DigestPlan:
-    plan = DigestPlan(tensors, [], [], [], [], [])
+    plan = DigestPlan(tensors, [], [], [], [])
     devices = dict[torch.device, tuple[list[int], list[Piece]]]()
     at = 0
     for one in tensors:
@@ -121,15 +118,21 @@ def _plan(tensors: list[NamedTensor], *, whole: bool) -> DigestPlan:
         mine = spans(one.name, tensor.numel() * tensor.itemsize, whole=whole)
         plan.names.append(one.name)
         plan.spans.append(mine)
-        if tensor.device.type == "cuda":
-            places, pieces = devices.setdefault(tensor.device, ([], []))
-            places += range(at, at + len(mine))
-            pieces += [(tensor, first, last) for first, last in mine]
-        else:
-            plan.host.extend((at + i, (tensor, *span)) for i, span in enumerate(mine))
+        places, pieces = devices.setdefault(tensor.device, ([], []))
+        places += range(at, at + len(mine))
+        pieces += [(tensor, first, last) for first, last in mine]
         at += len(mine)
-    plan.devices.extend((places, _on_gpu(device, pieces)) for device, (places, pieces) in devices.items())
+    for device, (places, pieces) in devices.items():
+        plan.devices.append((places, _on_gpu(device, pieces) if device.type == "cuda" else _on_host(pieces)))
     return plan
+
+
+def _on_host(pieces: Sequence[Piece]) -> Callable[[], PendingDigests]:
+    def take() -> PendingDigests:
+        found = np.array([raw_digest(bytes_of(tensor)[first:last]) for tensor, first, last in pieces], np.uint64)
+        return lambda: found
+
+    return take
 
 
 def _on_gpu(device: torch.device, pieces: Sequence[Piece]) -> Callable[[], PendingDigests]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -116,11 +115,7 @@ class JournalClient:
             memory.grow(-(-max(nbytes, 1) // _GROWTH) * _GROWTH)
             mapped = memory.target
             self._memories[number] = memory, mapped
-            descriptor = memory.lend()
-            try:
-                self._share(number, descriptor, memory.size)
-            finally:
-                os.close(descriptor)
+            self._share(number, memory.descriptor, memory.size)
         return mapped[:nbytes]
 
     def _share(self, number: int, descriptor: int, size: int) -> None:

@@ -13,7 +13,7 @@ class AnonymousMemory:
     """``descriptor`` is closed with it. Views stay valid."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        self.size, self._descriptor = size, descriptor
+        self.size, self.descriptor = size, descriptor
 
     @staticmethod
     def received(descriptor: int, size: int) -> AnonymousMemory:
@@ -39,13 +39,13 @@ class AnonymousMemory:
 
     def grow(self, size: int) -> None:
         """Make it larger. Views of it stay what they are."""
-        os.ftruncate(self._descriptor, size)
+        os.ftruncate(self.descriptor, size)
         self.size = size
 
     @property
     def target(self) -> memoryview:
         """A new mapping of all of it, to be filled."""
-        return memoryview(mmap.mmap(self._descriptor, self.size))[: self.size]
+        return memoryview(mmap.mmap(self.descriptor, self.size))[: self.size]
 
     @property
     def content(self) -> memoryview:
@@ -54,9 +54,9 @@ class AnonymousMemory:
 
     def lend(self) -> int:
         """A descriptor, for the caller to close."""
-        return os.dup(self._descriptor)
+        return os.dup(self.descriptor)
 
     def close(self) -> None:
         """Let go of the memory."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self.descriptor = self.descriptor, -1
         os.close(descriptor)

@@ -56,13 +56,9 @@ class StateClient:
         """
         memory = AnonymousMemory.empty(size)
         try:
-            descriptor = memory.lend()
-            try:
-                self._connection.send(StageState(step, size, seconds), fd=descriptor)
-                self._check_room(step, seconds)
-                fill(descriptor, self._staged)
-            finally:
-                os.close(descriptor)
+            self._connection.send(StageState(step, size, seconds), fd=memory.descriptor)
+            self._check_room(step, seconds)
+            fill(memory.descriptor, self._staged)
             self._staged(size)
         except BaseException:
             self.drop()
