@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,12 +46,12 @@ class MemorySink:
 
 
 class EntryBox:
-    """The entries of all ranks, in place of node workers. ``refuse``: steps that are not kept. ``told``: that ranks replay on."""
+    """The entries of all ranks, in place of node workers. ``refuse``: steps that are not kept."""
 
     def __init__(self) -> None:
         self.entries: dict[EntryInfo, bytes] = {}
         self.refuse: set[int] = set()
-        self.rounds, self.told = JournalRounds(SYSTEM), list[RankReading]()
+        self.rounds = JournalRounds(SYSTEM)
         self.changed = threading.Condition()
 
     def journal(
@@ -70,15 +70,19 @@ class EntryBox:
         """Return the steps of a rank in the order of recording."""
         return [info.step for info in self.entries if info.rank == rank]
 
+    def held(self) -> Mapping[str, Sequence[EntryInfo]]:
+        """Return the entries of the only node."""
+        return {"node": tuple(self.entries)}
+
     def info(self, step: int, rank: int = 0) -> EntryInfo:
         """Return the newest entry of a step."""
         return [info for info in self.entries if (info.step, info.rank) == (step, rank)][-1]
 
 
 class BoxPort:
-    """A ``JournalPort`` on an ``EntryBox``."""
+    """A ``JournalPort`` on an ``EntryBox``, or what has its ``held``, ``rounds`` and ``changed``."""
 
-    def __init__(self, box: EntryBox) -> None:
+    def __init__(self, box: Any) -> None:
         self._box = box
         self._fetched: dict[int, bytearray] = {}
         self._sink = MemorySink()
@@ -108,13 +112,13 @@ class BoxPort:
     def settle(self, vote: JournalVote) -> JournalChoice:
         box = self._box
         with box.changed:
-            round = box.rounds.vote(vote, lambda: {"node": tuple(box.entries)})
+            round = box.rounds.vote(vote, box.held)
             box.changed.notify_all()
             assert box.changed.wait_for(lambda: round.answers(vote), vote.timeout)
             return round.answer(vote)
 
     def reading(self, rank: RankReading) -> None:
-        self._box.told.append(rank)
+        self._box.rounds.reading(rank)
 
     def close(self) -> None:
         pass

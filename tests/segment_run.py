@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from journal_port import MemorySink, snapshot
+from journal_port import BoxPort, snapshot
 from torch import nn
 
 from raystow.orchestrator.coordinator.segments import Segments, stored_entries
@@ -29,10 +29,7 @@ from raystow.workers.protocol.messages import (
     EntryInfo,
     EntryKept,
     EntryPlace,
-    JournalChoice,
-    JournalVote,
     OpenJournal,
-    RankReading,
     SegmentStored,
     SegmentTicket,
     StoredEntry,
@@ -107,15 +104,12 @@ class SegmentRun:
         return {**nodes, STORE: tuple(self.in_store)}
 
 
-class SegmentPort:
+class SegmentPort(BoxPort):
     """A ``JournalPort`` on a ``SegmentRun``."""
 
     def __init__(self, run: SegmentRun, rank: int) -> None:
-        self._run, self._rank, self._sink = run, rank, MemorySink()
-
-    def begin(self, info: EntryInfo, most: int) -> MemorySink:
-        self._sink.content = bytearray()
-        return self._sink
+        super().__init__(run)
+        self._run, self._rank = run, rank
 
     def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:
         problem = self._run.memories[self._rank].add(info, bytes(self._sink.content), own=True)
@@ -136,20 +130,6 @@ class SegmentPort:
         read_entry(self._run.store, stored, content)
         memory.add(place.info, content, own=True)
         return content
-
-    def settle(self, vote: JournalVote) -> JournalChoice:
-        run = self._run
-        with run.changed:
-            round = run.rounds.vote(vote, run.held)
-            run.changed.notify_all()
-            assert run.changed.wait_for(lambda: round.answers(vote), vote.timeout)
-            return round.answer(vote)
-
-    def reading(self, rank: RankReading) -> None:
-        self._run.rounds.reading(rank)
-
-    def close(self) -> None:
-        pass
 
 
 class Training:

@@ -49,7 +49,7 @@ class GlooPort(BoxPort):
         answer: list[Any] = [None]
         answers: list[Any] | None = None
         if vote.rank == 0:
-            rounds = [self._box.rounds.vote(one, lambda: {"node": tuple(self._box.entries)}) for one in votes]
+            rounds = [self._box.rounds.vote(one, self._box.held) for one in votes]
             answers = [rounds[-1].answer(one) for one in votes]
         dist.scatter_object_list(answer, answers)
         choice: JournalChoice = answer[0]
