@@ -79,6 +79,28 @@ def test_an_interrupted_record_loses_steps_until_a_save(monkeypatch: pytest.Monk
     assert box.steps() == [1]
 
 
+def test_an_interrupted_wait_for_copies_loses_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save of the step has begun before, and is what later entries follow."""
+    box, run = EntryBox(), Run()
+    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
+        journal.replay()
+        for number in range(1, 4):
+            run.step(number)
+            if number != 2:
+                journal.record(number, number)
+                continue
+            journal.saved(number)
+            saved = copy.deepcopy(run)
+            with monkeypatch.context() as patch:
+                patch.setattr(journal, "_await_copies", lambda step: fail(KeyboardInterrupt()))
+                with pytest.raises(KeyboardInterrupt):
+                    journal.record(number, number)
+    with contextlib.closing(box.journal(saved.model, saved.optimizer)) as journal:
+        journal.restored(2, True)
+        assert journal.replay() == 3
+    assert snapshot(saved.model, saved.optimizer) == snapshot(run.model, run.optimizer)
+
+
 def test_values_too_long_for_an_entry_are_refused() -> None:
     """The entry could not be read."""
     run = Run()

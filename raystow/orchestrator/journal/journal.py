@@ -120,19 +120,20 @@ class Journal:
         if previous < self._saved < step:
             what = "a save of step %d is no base for entries: the steps recorded next to it are %d and %d"
             self._log.warning(what, self._saved, previous, step, extra={"step": step})
-        if self._chained:
+        chained = self._chained
+        if chained:
             try:
                 self._finish(entry, step, previous, text)
             except BaseException as error:
                 self._failed(step, error)
                 if not isinstance(error, Exception):
                     raise
-            else:
-                self._await_copies(step)
         elif self._saved != step:
             record(UNRECORDED, repository=self._identity.uri)
         if self._saved == step:  # the save came first
             self._restart_chain(step)
+        if chained:
+            self._await_copies(step)
         record(STALL, SYSTEM.monotonic() - start, repository=self._identity.uri, call="journal")
 
     def replay(self, after_step: Callable[[], None] | None = None) -> Any:
