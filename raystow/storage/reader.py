@@ -225,7 +225,7 @@ class PackReader:
     def check(self, runs: Sequence[Run], progress: Callable[[int], None], *, memory: int) -> Iterator[Run]:
         """Read and decode runs and check each chunk's digests; yields each whole run, in order. As many threads read as fit into
         ``memory`` bytes, at least one."""
-        fitting = memory // max((run.cost for run in runs), default=1)
+        fitting = memory // max([1, *(run.cost for run in runs)])  # empty tensors take none
 
         def decoded(run: Run) -> Run:
             self._decode(run, progress)

@@ -76,6 +76,12 @@ def test_a_replica_has_the_same_objects_as_its_source(source: Repository, there:
     assert raystow.copy(source.uri, there) == []
 
 
+def test_a_version_of_empty_tensors_is_copied(committer: Committer, source: Repository, there: str) -> None:
+    write(committer, {"w": whole(np.empty(0))})
+    assert [version.id for version in raystow.copy(source.uri, there)] == [1, 2, 3, 4]
+    assert open_repository(there).version(4).read("w").shape == (0,)
+
+
 def test_a_selected_version_is_copied_with_its_bases(source: Repository, there: str) -> None:
     assert [version.id for version in raystow.copy(source.uri, there, [3])] == [2, 3]
     assert np.array_equal(open_repository(there).version(3).read("w"), of(1.0 + 1e-12)["w"])

@@ -56,6 +56,11 @@ def test_quick_verification_finds_packs_of_another_size(
         repository.verify(version, deep=False)
 
 
+def test_deep_verification_accepts_empty_packs(repository: Repository) -> None:
+    version = write_packs(repository, {number: np.empty(0, np.uint8) for number in range(2)})
+    assert repository.verify(version, deep=True).packs == 2
+
+
 def test_only_deep_verification_finds_a_flipped_bit_of_a_pack(repository: Repository) -> None:
     version = three_packs(repository)
     key = pack_key(version, 2)

@@ -49,7 +49,7 @@ class Transfer:
         chunks = checked_packs(version, version.store)
         there = {info.key: info.size for info in self.store.list(keys.prefix(version.id, version.attempt))}
         packs = list(version.record.packs)
-        fitting = self.memory // max((pack.size for pack in packs), default=1) if packs else 1
+        fitting = self.memory // max([1, *(pack.size for pack in packs)])
         with ThreadPoolExecutor(max(1, min(_AT_ONCE, fitting)), "raystow-copy") as pool:
 
             def copy_one(pack: PackInfo) -> None:
