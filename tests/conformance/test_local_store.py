@@ -264,6 +264,12 @@ def test_all_spellings_of_a_folder_give_one_uri(root: Path, form: str) -> None:
     assert open_store(form.format(root)).uri == root.as_uri()
 
 
+def test_the_uri_of_a_path_that_is_not_utf8_opens_it(tmp_path: Path) -> None:
+    store = open_store(os.fsdecode(bytes(tmp_path / "run") + b"\xff"))
+    store.put(KEY, [b"here"])
+    assert open_store(store.uri).get(KEY, max_bytes=4) == b"here"
+
+
 def test_relative_and_home_paths_become_absolute_uris(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -286,6 +292,9 @@ def test_relative_and_home_paths_become_absolute_uris(root: Path, tmp_path: Path
         "s3://AKIA:hush-hush@bucket/x",
         "file://host/x",
         "file:/x?y",
+        "file://[x",
+        "file:///x%00y",
+        "x\ud800",
         "memory://",
         "memory://a/b",
     ],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from ..errors import StateError
 from ..object_store import ObjectStore
@@ -37,7 +37,7 @@ def open_store(uri: str) -> ObjectStore:
             raise _bad(str(error), uri) from None
     kind = scheme[1].lower()
     if kind == "file":
-        return _local(_file_path(uri))
+        return _local(_file_path(uri[len("file:") :]))
     if not uri[len(scheme[0]) :].startswith("/"):
         raise _bad(f"two slashes must follow {kind}:", f"{kind}:")
     rest = uri[len(scheme[0]) + 1 :]
@@ -51,14 +51,17 @@ def open_store(uri: str) -> ObjectStore:
 def _local(path: str) -> ObjectStore:
     from .local import LocalStore
 
-    return LocalStore(path)
+    try:
+        return LocalStore(path)
+    except ValueError as error:
+        raise _bad(f"no path can have these characters: {error}", "the address") from None
 
 
-def _file_path(uri: str) -> str:
-    parts = urlsplit(uri)
-    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+def _file_path(rest: str) -> str:
+    host, _, path = rest.removeprefix("//").partition("/")
+    if host not in ("", "localhost") or not {"?", "#"}.isdisjoint(path):
         raise _bad("a file address has three slashes, no host, and its ? and # written as %3F and %23", "file:")
-    return unquote(parts.path)
+    return unquote(f"/{path}", errors="surrogateescape")  # as ``LocalStore.uri`` writes bytes that are not UTF-8
 
 
 def _in_bucket(kind: str, rest: str) -> ObjectStore:
