@@ -361,6 +361,19 @@ def test_an_invalid_signing_key_is_refused(tmp_path, monkeypatch):
     assert key_files.signer() is not None
 
 
+def test_a_key_that_cannot_be_written_leaves_no_file(tmp_path):
+    """The file is too large for the process, as on a full disk. Then the same command works."""
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from raystow.storage.format.key_files import write_pair\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)\n"
+        "write_pair(Path(sys.argv[1]))"
+    )
+    for most in (50, 115):  # bytes: the private key takes 119, the public one 113
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "key"), str(most)], capture_output=True, text=True)
+        assert "File too large" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_trusted_keys_come_from_one_file_or_a_folder(tmp_path, ours, theirs):
     both = tmp_path / "both.pem"
     both.write_bytes(b"# ours\n" + (tmp_path / "ours.pub").read_bytes() + b"\n" + (tmp_path / "theirs.pub").read_bytes())

@@ -148,5 +148,9 @@ def _create(path: Path, data: bytes, mode: int) -> None:
     except FileExistsError:
         what = "is there already, and a key is never overwritten"
         raise StateError(what, subject=str(path), remedy="name another file") from None
-    with open(descriptor, "wb") as file:
-        file.write(data)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+    except BaseException:
+        path.unlink()  # part of a key would be in the way of a whole one
+        raise
