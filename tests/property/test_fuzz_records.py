@@ -178,6 +178,15 @@ def test_a_deep_tree_in_place_of_a_text_raises_damaged() -> None:
             Root.load(sealed(whole))
 
 
+def test_a_deep_metric_raises_damaged() -> None:
+    """Python 3.12 parses deeper JSON than its functions may call one another."""
+    form: object = 0.0
+    for _ in range(5000):
+        form = {"complex": [form, 0.0]}
+    with pytest.raises(Damaged, match="not a stored value"):
+        values.decode(form)
+
+
 @pytest.mark.parametrize(
     "form",
     [

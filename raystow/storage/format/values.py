@@ -73,7 +73,7 @@ def decode(form: object) -> Value:
             return base64.b64decode(body, validate=True)
         if tag == "empty":
             return type(_EMPTY[body])()  # type: ignore[misc]
-    except (AttributeError, ValueError, TypeError, KeyError, struct.error) as error:
+    except (AttributeError, ValueError, TypeError, KeyError, RecursionError, struct.error) as error:
         raise Damaged(f"not a stored value: {shown(form)}") from error
     raise Damaged(f"not a stored value: {shown(form)}")
 
