@@ -118,6 +118,13 @@ def test_a_null_in_a_chunk_row_is_refused(column: str) -> None:
         Fragment.load(changed(**{column: None}), 0, KEY)
 
 
+@pytest.mark.parametrize("column", ["name", "kind"])
+@pytest.mark.parametrize("of", ["array", "value"])
+def test_a_selection_finds_rows_without_name_or_kind(of: str, column: str) -> None:
+    with pytest.raises(Damaged, match=KEY):
+        select(changed(of=of, **{column: None}), 0, KEY, {})
+
+
 @pytest.mark.parametrize("column", ["name", "path", "value", "ranks"])
 def test_a_null_in_a_value_row_is_damage(column: str) -> None:
     with pytest.raises(Damaged, match=KEY):

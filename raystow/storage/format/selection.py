@@ -45,6 +45,8 @@ def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought], chunk
     selection, names = Selection(), parquet.texts(sought)
     with parsing(key):
         for table in parquet.tables(data, SCHEMA, chunks):
+            if table["name"].null_count or table["kind"].null_count:
+                raise Damaged("a row without a name or a kind")
             plain = pc.equal(table["kind"], parquet.texts([VALUE])[0])
             selection.names.update(table["name"].filter(pc.invert(plain)).unique().to_pylist())
             rows = table.filter(pc.or_(plain, pc.is_in(table["name"], value_set=names)))
