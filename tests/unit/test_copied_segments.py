@@ -85,6 +85,16 @@ def test_a_damaged_entry_is_not_copied(run: SegmentRun, there: str) -> None:
     assert [one.step for one in open_repository(there).root().segments] == [2]
 
 
+def test_missing_entries_of_a_segment_are_damage(run: SegmentRun, there: str) -> None:
+    """``NotFound`` would say that a version was dropped, and `raystow cp --watch` would try again without end."""
+    first = run.root.segments[0]
+    key = keys.segment_entries(first.number, first.attempt, 0)
+    run.store.delete([key])
+    with pytest.raises(Damaged, match="missing") as caught:
+        copy(run, there)
+    assert caught.value.subject == key
+
+
 def test_a_segment_replaced_by_a_version_is_not_copied(run: SegmentRun, there: str) -> None:
     """The segment is collected during the copy."""
     plan = plan_copy(run.repository.uri, there)

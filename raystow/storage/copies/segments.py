@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 from ..catalog import Catalog
@@ -14,9 +13,9 @@ from ..format.root import Root, Segment
 from ..format.segment_record import RankEntries, SegmentRecord
 from ..format.signature import SEGMENT, Signer
 from ..invariants import Claims
-from ..limits import MAX_SEGMENT, MAX_SIGNATURE
 from ..object_store import ObjectStore
 from ..segments import read_record, verify_segment
+from .transfer import copy_signature
 
 
 def copy_segment(
@@ -50,7 +49,11 @@ def copy_segment(
         for one in record.ranks:
             _copy_entries(source.store, replica.store, record, one)
             progress(one.size)
-        _copy_record(source.store, replica.store, record, signer)
+        data = source.store.get(record.key(), max_bytes=segment.size)
+        place, digest = (segment.number, segment.attempt), bytes.fromhex(segment.digest)
+        renewed = signer.sign(source.id, *place, digest, SEGMENT) if signer is not None else None
+        copy_signature(source.store, replica.store, keys.segment_signature(*place), renewed)
+        replica.store.put(record.key(), [data])
     except (Damaged, NotFound):
         if segment not in source.root().segments:
             return False
@@ -69,19 +72,11 @@ def copy_segment(
 
 def _copy_entries(source: ObjectStore, replica: ObjectStore, record: SegmentRecord, one: RankEntries) -> None:
     key = keys.segment_entries(record.number, record.attempt, one.rank)
-    data = memoryview(source.get_range(key, 0, one.size))
+    try:
+        data = memoryview(source.get_range(key, 0, one.size))
+    except NotFound:
+        raise Damaged("the entries are missing", subject=key) from None
     for (start, size), digest in zip(one.places(), one.digests, strict=True):
         if stored_digest(data[start : start + size]).hex() != digest:
             raise Damaged(f"the entry at byte {start} does not have its digest", subject=key)
     replica.put(key, [data])
-
-
-def _copy_record(source: ObjectStore, replica: ObjectStore, record: SegmentRecord, signer: Signer | None) -> None:
-    data, place = source.get(record.key(), max_bytes=MAX_SEGMENT), (record.number, record.attempt)
-    signature = keys.segment_signature(*place)
-    if signer is not None:
-        replica.put(signature, [signer.sign(record.repository, *place, stored_digest(data), SEGMENT)])
-    else:
-        with suppress(NotFound):
-            replica.put(signature, [source.get(signature, max_bytes=MAX_SIGNATURE)])
-    replica.put(record.key(), [data])

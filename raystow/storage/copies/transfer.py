@@ -67,7 +67,9 @@ class Transfer:
             key = keys.fragment(version.id, version.attempt, info.node)
             if there.get(key) != info.size or stored_digest(self.store.get(key, max_bytes=info.size)).hex() != info.digest:
                 self.store.put(key, [version.fragment_bytes(info)])
-        self._put_signature()
+        signer, digest = self.signer, bytes.fromhex(version.entry.digest)
+        renewed = signer.sign(version.repository_id, version.id, version.attempt, digest) if signer is not None else None
+        copy_signature(version.store, self.store, keys.signature(version.id, version.attempt), renewed)
         self.store.put(version.record_key, [version.record_bytes()])
 
     def _copy_pack(self, key: str, size: int, chunks: Sequence[Chunk], *, there: bool) -> None:
@@ -86,18 +88,15 @@ class Transfer:
                 where = f"tensor {wrong.name!r}, bytes {wrong.start} + {wrong.coding.size}"
                 raise Damaged(f"{where}: the stored bytes do not match their digest", subject=key)
 
-    def _put_signature(self) -> None:
-        version = self.version
-        key = keys.signature(version.id, version.attempt)
-        if self.signer is not None:
-            digest = bytes.fromhex(version.entry.digest)
-            self.store.put(key, [self.signer.sign(version.repository_id, version.id, version.attempt, digest)])
-            return
+
+def copy_signature(source: ObjectStore, replica: ObjectStore, key: str, renewed: bytes | None) -> None:
+    """Put the signature ``renewed`` at the replica; None: that of the source, if there is one."""
+    if renewed is None:
         try:
-            signature = version.store.get(key, max_bytes=MAX_SIGNATURE)
+            renewed = source.get(key, max_bytes=MAX_SIGNATURE)
         except NotFound:
             return
-        self.store.put(key, [signature])
+    replica.put(key, [renewed])
 
 
 def _wrong(data: Buffer, chunks: Sequence[Chunk]) -> Chunk | None:
