@@ -11,7 +11,7 @@ import asyncio
 import functools
 import resource
 from collections.abc import Awaitable, Callable
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,15 +46,11 @@ def result_of(call: Callable[[], Awaitable[_Result]], *, patience: float, growth
     before, pause = _resident(), patience
     future = asyncio.run_coroutine_threadsafe(awaited(), _loop())
     try:
-        while True:
-            try:
-                return future.result(pause)
-            except NotYet:
-                if future.done():  # it is the call's own
-                    raise
-                if _resident() - before > growth:
-                    raise EndlessAnswer from None
-                pause = _PAUSE
+        while not wait([future], pause).done:
+            if _resident() - before > growth:
+                raise EndlessAnswer
+            pause = _PAUSE
+        return future.result()
     finally:
         future.cancel()  # does nothing if it is done
 
