@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from obstore.store import AzureStore as ObstoreAzure
 
@@ -78,38 +76,31 @@ class AzureStore(CloudStore):
     """Blobs under ``prefix`` of container ``bucket``, reached as the Azure configuration says. Azure removes the blocks of an
     upload that was never completed after a week."""
 
-    scheme, answers, tag_field = "az", _ANSWERS, "e_tag"
+    scheme, answers, client, endpoint_field, tag_field = "az", _ANSWERS, ObstoreAzure, "endpoint", "e_tag"
 
-    def _client(self, options: Mapping[str, Any]) -> ObstoreAzure:
-        config = _configuration(self.uri)
-        http = {"allow_http": str(config.get("endpoint", "")).startswith("http://")}
-        return ObstoreAzure(self._bucket, config=config, **{**options, "client_options": options["client_options"] | http})  # type: ignore[arg-type]
-
-
-def _configuration(subject: str) -> dict[str, object]:
-    """What obstore does not read from the environment by itself. Raises ``StoreError`` if there is no account, or
-    no way to get credentials."""
-    config: dict[str, object] = {}
-    for name, variables in _VARIABLES.items():
-        if value := next((os.environ[each] for each in variables if os.environ.get(each)), None):
-            config[name] = value
-    pairs = (pair.strip().partition("=") for pair in os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";"))
-    connection = {field: value for field, _, value in pairs if value}
-    if {"AccountName", "EndpointSuffix"} <= connection.keys():
-        connection.setdefault("BlobEndpoint", f"https://{connection['AccountName']}.blob.{connection['EndpointSuffix']}")
-    for field, name in _CONNECTION_STRING.items():
-        if field in connection:
-            config.setdefault(name, connection[field])
-    if "account_name" not in config:
-        remedy = "set AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING"
-        raise StoreError("the Azure configuration names no storage account", subject=subject, remedy=remedy)
-    if any(name in config for name in _PROOFS):
+    def _configuration(self) -> dict[str, object]:
+        """See ``CloudStore``. Raises ``StoreError`` also if there is no account."""
+        config: dict[str, object] = {}
+        for name, variables in _VARIABLES.items():
+            if value := next((os.environ[each] for each in variables if os.environ.get(each)), None):
+                config[name] = value
+        pairs = (pair.strip().partition("=") for pair in os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";"))
+        connection = {field: value for field, _, value in pairs if value}
+        if {"AccountName", "EndpointSuffix"} <= connection.keys():
+            connection.setdefault("BlobEndpoint", f"https://{connection['AccountName']}.blob.{connection['EndpointSuffix']}")
+        for field, name in _CONNECTION_STRING.items():
+            if field in connection:
+                config.setdefault(name, connection[field])
+        if "account_name" not in config:
+            remedy = "set AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING"
+            raise StoreError("the Azure configuration names no storage account", subject=self.uri, remedy=remedy)
+        if any(name in config for name in _PROOFS):
+            return config
+        if _has_cli_login():
+            return config | {"use_azure_cli": True}
+        metadata = os.environ.get("AZURE_MSI_ENDPOINT") or os.environ.get("AZURE_IDENTITY_ENDPOINT") or METADATA
+        require_metadata(metadata, self.uri, _CREDENTIALS)
         return config
-    if _has_cli_login():
-        return config | {"use_azure_cli": True}
-    metadata = os.environ.get("AZURE_MSI_ENDPOINT") or os.environ.get("AZURE_IDENTITY_ENDPOINT") or METADATA
-    require_metadata(metadata, subject, _CREDENTIALS)
-    return config
 
 
 def _has_cli_login() -> bool:

@@ -1,4 +1,4 @@
-"""The objects of one bucket or container: addresses, and packs and ranges of them through obstore.
+"""The objects of one bucket or container: addresses, what all servers answer alike, and packs and ranges through obstore.
 
 obstore takes buffers without a copy and works without the interpreter's lock.
 """
@@ -6,16 +6,21 @@ obstore takes buffers without a copy and works without the interpreter's lock.
 from __future__ import annotations
 
 import functools
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 import obstore
 from obstore.exceptions import BaseError
 
+from ..errors import NotFound, StoreError
+from ..gc_pause import uncollected
 from ..metrics import RETRIES, record
-from ..object_store import Buffer, Tagged
+from ..object_store import Buffer, ObjectInfo, Tagged
 from . import checks
+from .forks import mark_used
 from .request_limits import DEFAULT_LIMITS, RequestLimits
 from .store_answers import GET_OF_RANGE, StoreAnswers
 
@@ -37,7 +42,10 @@ class BucketClients(Protocol):
     def fetch(self) -> ObstoreClient: ...
 
 
-class Bucket(ABC):
+_Clients = TypeVar("_Clients", bound=BucketClients)
+
+
+class Bucket(ABC, Generic[_Clients]):
     """Objects under ``prefix`` of ``bucket``.
 
     The clients are made at the first call, in the calling process. Pickling carries the address and the limits only.
@@ -49,6 +57,8 @@ class Bucket(ABC):
     def __init__(self, bucket: str, prefix: str = "", *, limits: RequestLimits = DEFAULT_LIMITS) -> None:
         self._bucket, self._prefix, self._limits = bucket, prefix, limits
         self._below = f"{prefix}/" if prefix else ""
+        self._made: _Clients | None = None
+        self._lock = threading.Lock()
 
     @property
     def uri(self) -> str:
@@ -56,11 +66,44 @@ class Bucket(ABC):
         return f"{self.scheme}://{self._bucket}/{self._prefix}".rstrip("/")
 
     @property
+    def _clients(self) -> _Clients:
+        mark_used(self.uri)
+        with self._lock:
+            if self._made is None:
+                with uncollected():
+                    self._made = self._connect()
+            return self._made
+
     @abstractmethod
-    def _clients(self) -> BucketClients: ...
+    def _connect(self) -> _Clients:
+        """Make the clients. Raises ``StoreError`` without credentials."""
 
     @abstractmethod
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged: ...
+
+    @abstractmethod
+    def _swap(self, path: str, data: bytes, tag: str | None, subject: str) -> str:
+        """Send the request of ``put_if``. Raises ``NotFound`` if the object that carried the tag is gone."""
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
+        """As the protocol says. Sent once and never again: after a lost answer a repeated request would lose against itself."""
+        subject = self._subject(key)
+        try:
+            return self._swap(self._below + key, data, tag, subject)
+        except NotFound:
+            raise checks.stale(subject) from None
+
+    def _listed(self, found: Iterable[tuple[str, int, datetime]], prefix: str) -> Iterator[ObjectInfo]:
+        """What was listed, by path, size and time of change, without the objects of others (the "folders" of web
+        consoles): they are neither read nor deleted."""
+        last = ""
+        for path, size, modified in found:
+            if path <= last:  # it would also let a listing go on for ever
+                subject = f"{self.uri}/{prefix}"
+                raise StoreError("LIST does not give keys in their order", subject=subject, remedy="use another store")
+            last, key = path, path[len(self._below) :]
+            if key.startswith(prefix) and checks.is_key(key):
+                yield ObjectInfo(key, size, modified.timestamp())
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
         return self.get_tagged(key, max_bytes=max_bytes).data

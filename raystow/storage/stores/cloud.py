@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
-import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -17,11 +16,9 @@ import obstore
 from obstore.exceptions import BaseError
 
 from ..errors import NotFound, StoreError, StoreUnavailable
-from ..gc_pause import uncollected
 from ..object_store import ObjectInfo, Tagged, Unfinished
-from . import checks, forks
+from . import checks
 from .bucket import Bucket
-from .request_limits import DEFAULT_LIMITS, RequestLimits
 from .store_answers import CONDITIONAL_PUT
 
 if TYPE_CHECKING:
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
 
 _DELETE_BATCH = 256  # Azure's limit
 _CHUNK = 1 << 20
-_NO_LIMIT = 1 << 20
-
 
 METADATA = "http://169.254.169.254"
 """Where a machine in a cloud learns its own identity."""
@@ -56,19 +51,17 @@ class CloudClients:
     swap: ObstoreClient
 
 
-class CloudStore(Bucket):
-    """An object store whose conditional writes obstore supports. ``tag_field``: the tag, as obstore names it."""
+class CloudStore(Bucket[CloudClients]):
+    """An object store whose conditional writes obstore supports. ``client``: obstore's class. ``endpoint_field`` and
+    ``tag_field``: its names of an endpoint in the configuration, and of the tag."""
 
+    client: ClassVar[Any]
+    endpoint_field: ClassVar[str]
     tag_field: ClassVar[Literal["e_tag", "version"]]
 
-    def __init__(self, bucket: str, prefix: str = "", *, limits: RequestLimits = DEFAULT_LIMITS) -> None:
-        super().__init__(bucket, prefix, limits=limits)
-        self._made: CloudClients | None = None
-        self._lock = threading.Lock()
-
     @abstractmethod
-    def _client(self, options: Mapping[str, Any]) -> ObstoreClient:
-        """Make a client with these ``client_options`` and ``retry_config``. Raises ``StoreError`` without credentials."""
+    def _configuration(self) -> dict[str, object]:
+        """What obstore does not read from the environment by itself. Raises ``StoreError`` if there are no credentials."""
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         subject, data = self._subject(key), bytearray()
@@ -85,16 +78,10 @@ class CloudStore(Bucket):
             raise StoreUnavailable(f"GET returned {len(data)} bytes of {size}", subject=subject, remedy="try again")
         return Tagged(bytes(data), self._required_tag(answer.meta, "GET", subject))
 
-    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
-        """As the protocol says. Sent once and never again: after a lost answer a repeated request would lose against itself."""
-        subject = self._subject(key)
+    def _swap(self, path: str, data: bytes, tag: str | None, subject: str) -> str:
         mode: PutMode = "create" if tag is None else self._with_tag(tag)
-        try:
-            with self.answers.obstore_errors(CONDITIONAL_PUT, subject):
-                result = obstore.put(self._clients.swap, self._below + key, data, mode=mode, use_multipart=False)
-        except NotFound:
-            # The object that carried the tag is gone.
-            raise checks.stale(subject) from None
+        with self.answers.obstore_errors(CONDITIONAL_PUT, subject):
+            result = obstore.put(self._clients.swap, path, data, mode=mode, use_multipart=False)
         return self._required_tag(result, CONDITIONAL_PUT, subject)
 
     def _with_tag(self, tag: str) -> UpdateVersion:
@@ -112,18 +99,11 @@ class CloudStore(Bucket):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         subject = f"{self.uri}/{checks.checked_prefix(prefix)}"
-        # obstore lists folders: what follows the last slash is compared here.
-        folder, last = (self._below + prefix).rpartition("/")[0], ""
+        # obstore lists folders: what follows the last slash is compared in ``_listed``.
+        folder = (self._below + prefix).rpartition("/")[0]
         with self.answers.obstore_errors("LIST", subject):
-            for page in obstore.list(self._clients.fetch, folder or None):
-                for entry in page:
-                    path = entry["path"]
-                    if path <= last:  # it would also let a listing go on for ever
-                        raise StoreError("LIST does not give keys in their order", subject=subject, remedy="use another store")
-                    last, key = path, path[len(self._below) :]
-                    # Objects of others are neither read nor deleted.
-                    if key.startswith(prefix) and checks.is_key(key):
-                        yield ObjectInfo(key, entry["size"], entry["last_modified"].timestamp())
+            pages = obstore.list(self._clients.fetch, folder or None)
+            yield from self._listed(((e["path"], e["size"], e["last_modified"]) for page in pages for e in page), prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         remaining = iter(keys)
@@ -146,32 +126,17 @@ class CloudStore(Bucket):
     def abort(self, unfinished: Iterable[Unfinished]) -> None:
         """Do nothing, since ``unfinished`` lists nothing."""
 
-    @property
-    def _clients(self) -> CloudClients:
-        forks.refuse_forked(self.uri)
-        with self._lock:
-            if self._made is None:
-                self._made = self._connect()
-            return self._made
-
-    @uncollected()
     def _connect(self) -> CloudClients:
-        forks.mark_used()
         limits = self._limits
-        timeouts = {
-            "connect_timeout": timedelta(seconds=limits.connect_seconds),
-            "timeout": timedelta(seconds=limits.request_seconds),
-        }
-        # The stall limit runs from the start of a request to the first byte of its answer, the time to send the body included,
-        # and would fail every upload over a slow line: uploads have the limit of the whole request only.
-        reading = timeouts | {"read_timeout": timedelta(seconds=limits.stall_seconds)}
-        # By time and not by number: a server that is busy is so for a while, and answers at once.
-        retry = {"max_retries": _NO_LIMIT, "retry_timeout": timedelta(seconds=limits.retry_seconds)}
         try:
+            config = self._configuration()
+            http = {"allow_http": str(config.get(self.endpoint_field, "")).startswith("http://")}
+            make = functools.partial(self.client, self._bucket, config=config)
+            reading = {**limits.read_timeouts, **http}
             return CloudClients(
-                send=self._client({"client_options": timeouts, "retry_config": retry}),
-                fetch=self._client({"client_options": reading, "retry_config": retry}),
-                swap=self._client({"client_options": reading, "retry_config": retry | {"max_retries": 0}}),
+                send=make(client_options={**limits.upload_timeouts, **http}, retry_config=limits.retries),
+                fetch=make(client_options=reading, retry_config=limits.retries),
+                swap=make(client_options=reading, retry_config={**limits.retries, "max_retries": 0}),
             )
         except (BaseError, OSError, ValueError) as error:  # their texts may hold parts of credentials
             what = f"the configuration does not make a client: {type(error).__name__}"

@@ -9,17 +9,13 @@ from ..errors import StoreError
 _first_process: int | None = None
 
 
-def mark_used() -> None:
-    """obstore is about to start its threads in this process."""
+def mark_used(subject: str) -> None:
+    """Note that this process uses obstore, which starts threads. Raises ``StoreError`` if it was forked from one that did."""
     global _first_process
-    _first_process = os.getpid()
-
-
-def refuse_forked(subject: str) -> None:
-    """Raise if this process was forked from one that used obstore."""
     if _first_process not in (None, os.getpid()):
         raise StoreError(
             "this process was forked from one that had already used an object store",
             subject=subject,
             remedy="start processes by spawn, as Ray does, or fork before the first use",
         )
+    _first_process = os.getpid()

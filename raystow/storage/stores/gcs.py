@@ -7,9 +7,7 @@ service account (also GKE's workload identity).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from obstore.store import GCSStore as ObstoreGcs
 
@@ -60,9 +58,9 @@ class GcsStore(CloudStore):
     """Objects under ``prefix`` of ``bucket``, reached as the Google configuration says. A lifecycle rule of the bucket
     (AbortIncompleteMultipartUpload) removes the parts of an upload that was never completed."""
 
-    scheme, answers, tag_field = "gs", _ANSWERS, "version"
+    scheme, answers, client, endpoint_field, tag_field = "gs", _ANSWERS, ObstoreGcs, "base_url", "version"
 
-    def _client(self, options: Mapping[str, Any]) -> ObstoreGcs:
+    def _configuration(self) -> dict[str, object]:
         config: dict[str, object] = {}
         if not any(os.environ.get(name) for name in _PROOFS):
             login = (
@@ -76,5 +74,4 @@ class GcsStore(CloudStore):
                 require_metadata(f"http://{metadata}" if metadata else METADATA, self.uri, _CREDENTIALS)
         if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
             config["base_url"] = emulator if "://" in emulator else f"http://{emulator}"
-        http = {"allow_http": str(config.get("base_url", "")).startswith("http://")}
-        return ObstoreGcs(self._bucket, config=config, **{**options, "client_options": options["client_options"] | http})  # type: ignore[arg-type]
+        return config

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
 
 _MIB = 1 << 20
+_NO_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,23 @@ class RequestLimits:
     connections: int = 32
     suspect_seconds: float = 1.0
     suspect_bytes: int = 256 * _MIB
+
+    @property
+    def retries(self) -> RetryConfig:
+        """The ``retry_config`` of obstore: by time and not by number, since a server that is busy is so for a while, and answers
+        at once."""
+        return {"max_retries": _NO_LIMIT, "retry_timeout": timedelta(seconds=self.retry_seconds)}
+
+    @property
+    def upload_timeouts(self) -> ClientConfig:
+        """The ``client_options`` of obstore for uploads, without a stall limit: obstore's runs from the start of a request to the
+        first byte of its answer, the time to send the body included, and would fail every upload over a slow line."""
+        return {"connect_timeout": timedelta(seconds=self.connect_seconds), "timeout": timedelta(seconds=self.request_seconds)}
+
+    @property
+    def read_timeouts(self) -> ClientConfig:
+        """The same for reads and small requests."""
+        return {**self.upload_timeouts, "read_timeout": timedelta(seconds=self.stall_seconds)}
 
 
 DEFAULT_LIMITS = RequestLimits()

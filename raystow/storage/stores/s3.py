@@ -7,20 +7,17 @@ them).
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import obstore
 
-from ..errors import NotFound, StoreError, StoreUnavailable
+from ..errors import StoreUnavailable
 from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import bounded_http, checks, endless_answers
 from .bucket import Bucket
-from .forks import refuse_forked
-from .request_limits import DEFAULT_LIMITS, RequestLimits
 from .s3_clients import S3Clients, connect
 from .s3_errors import ANSWERS, boto_errors
 from .store_answers import CONDITIONAL_PUT, GET_OF_RANGE
@@ -28,23 +25,15 @@ from .store_answers import CONDITIONAL_PUT, GET_OF_RANGE
 _DELETE_BATCH = 1000
 
 
-class S3Store(Bucket):
-    """Objects under ``prefix`` of ``bucket``, reached as the AWS configuration says."""
+class S3Store(Bucket[S3Clients]):
+    """Objects under ``prefix`` of ``bucket``, reached as the AWS configuration says.
+
+    Every body that is put carries a CRC64NVME, and over plain http a SHA-256 in the signature, which the server checks before it
+    answers. The standard setting ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required`` leaves both away. obstore aborts an upload in
+    parts on failure; what a killed process leaves, ``unfinished`` finds.
+    """
 
     scheme, answers = "s3", ANSWERS
-
-    def __init__(self, bucket: str, prefix: str = "", *, limits: RequestLimits = DEFAULT_LIMITS) -> None:
-        super().__init__(bucket, prefix, limits=limits)
-        self._made: S3Clients | None = None
-        self._lock = threading.Lock()
-
-    def put(self, key: str, parts: Sequence[Buffer]) -> None:
-        """As the protocol says. obstore aborts an upload in parts on failure; what a killed process leaves, ``unfinished`` finds.
-
-        Every body carries a CRC64NVME, and over plain http a SHA-256 in the signature, which the server checks before it
-        answers. The standard setting ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required`` leaves both away.
-        """
-        super().put(key, parts)
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         """As the protocol says; the tag is the ETag."""
@@ -86,31 +75,18 @@ class S3Store(Bucket):
                 data: bytes = body.read()
                 return data
 
-    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
-        """As the protocol says. Sent once and never again: after a lost answer a repeated request would lose against itself."""
-        subject = self._subject(key)
+    def _swap(self, path: str, data: bytes, tag: str | None, subject: str) -> str:
         condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
-        try:
-            with boto_errors(CONDITIONAL_PUT, subject):
-                answer = self._clients.swap.put_object(Bucket=self._bucket, Key=self._below + key, Body=data, **condition)
-                return str(answer["ETag"])
-        except NotFound:
-            # The object that carried the tag is gone.
-            raise checks.stale(subject) from None
+        with boto_errors(CONDITIONAL_PUT, subject):
+            return str(self._clients.swap.put_object(Bucket=self._bucket, Key=path, Body=data, **condition)["ETag"])
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         subject = f"{self.uri}/{checks.checked_prefix(prefix)}"
         with boto_errors("LIST", subject):
-            pages, last = self._clients.decide.get_paginator("list_objects_v2"), ""
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._below + prefix):
-                for entry in page.get("Contents", ()):
-                    if entry["Key"] <= last:  # it would also let a listing go on for ever
-                        raise StoreError("LIST does not give keys in their order", subject=subject, remedy="use another store")
-                    last = entry["Key"]
-                    key = last[len(self._below) :]
-                    # Objects of others (the "folders" of web consoles) are neither read nor deleted.
-                    if checks.is_key(key):
-                        yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
+            pages = self._clients.decide.get_paginator("list_objects_v2")
+            found = pages.paginate(Bucket=self._bucket, Prefix=self._below + prefix)
+            entries = (entry for page in found for entry in page.get("Contents", ()))
+            yield from self._listed(((e["Key"], e["Size"], e["LastModified"]) for e in entries), prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         remaining = iter(keys)
@@ -139,14 +115,10 @@ class S3Store(Bucket):
             with boto_errors("the end of a multipart upload", subject), contextlib.suppress(client.exceptions.NoSuchUpload):
                 client.abort_multipart_upload(Bucket=self._bucket, Key=self._below + write.key, UploadId=write.token)
 
-    @property
-    def _clients(self) -> S3Clients:
-        refuse_forked(self.uri)
-        with self._lock:
-            if self._made is None:
-                self._made = connect(self._bucket, self._limits)
-                self._made.decide.meta.events.register("request-created.s3", self._count_retry)
-            return self._made
+    def _connect(self) -> S3Clients:
+        clients = connect(self._bucket, self._limits)
+        clients.decide.meta.events.register("request-created.s3", self._count_retry)
+        return clients
 
     def _count_retry(self, request: Any, **_: object) -> None:
         """botocore is about to send a request: once more, if that was tried before."""

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import boto3
@@ -24,15 +24,15 @@ from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.store import S3Store as ObstoreS3
 
 from ..errors import StoreError
-from ..gc_pause import uncollected
 from . import bounded_http
-from .forks import mark_used, refuse_forked
 from .request_limits import RequestLimits
 from .s3_errors import boto_errors
 
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig
+
 # botocore renews credentials ten minutes before they end at the latest, so a copy of them is good for less than that.
 _CREDENTIALS_LIVE = timedelta(minutes=9)
-_NO_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,9 @@ class _Place:
         return self.endpoint.startswith("http://")
 
 
-@uncollected()
 def connect(bucket: str, limits: RequestLimits) -> S3Clients:
     """Make the clients. Nothing is sent yet, but a role's credentials may be fetched. Raises ``StoreError`` if there are none."""
     subject = f"s3://{bucket}"
-    refuse_forked(subject)
-    mark_used()
     with boto_errors("the set-up of the S3 client", subject):
         core = botocore.session.get_session()
         core.register_component("data_loader", _models(core.get_config_variable("data_path")))
@@ -76,13 +73,11 @@ def connect(bucket: str, limits: RequestLimits) -> S3Clients:
             remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
             raise StoreError("there are no AWS credentials", subject=subject, remedy=remedy)
         place = _place(session, core, bucket)
-        # The stall limit of obstore runs from the start of a request to the first byte of its answer, the time to send the
-        # body included, and would fail every upload over a slow line: uploads have the limit of the whole request only.
         return S3Clients(
             decide=_boto_client(session, place, limits, limits.attempts),
             swap=_boto_client(session, place, limits, 1),
-            send=_obstore_client(session, place, limits, {}),
-            fetch=_obstore_client(session, place, limits, {"read_timeout": timedelta(seconds=limits.stall_seconds)}),
+            send=_obstore_client(session, place, limits, limits.upload_timeouts),
+            fetch=_obstore_client(session, place, limits, limits.read_timeouts),
         )
 
 
@@ -145,7 +140,7 @@ def _boto_client(session: Any, place: _Place, limits: RequestLimits, attempts: i
     return client
 
 
-def _obstore_client(session: Any, place: _Place, limits: RequestLimits, timeouts: dict[str, timedelta]) -> ObstoreS3:
+def _obstore_client(session: Any, place: _Place, limits: RequestLimits, timeouts: ClientConfig) -> ObstoreS3:
     host = place.endpoint.replace("://", f"://{place.bucket}.", 1) if place.virtual else place.endpoint
     config: dict[str, object] = {
         # Under both names: obstore would prefer the second from the environment to the first from here.
@@ -159,20 +154,14 @@ def _obstore_client(session: Any, place: _Place, limits: RequestLimits, timeouts
     }
     if place.checksums:
         config["checksum_algorithm"] = "CRC64NVME"
-    options: dict[str, object] = {
-        "allow_http": place.plain,
-        "connect_timeout": timedelta(seconds=limits.connect_seconds),
-        "timeout": timedelta(seconds=limits.request_seconds),
-        **timeouts,
-    }
+    options: ClientConfig = {**timeouts, "allow_http": place.plain}
     if place.certificates and not place.plain:
         options["root_certificate"] = _certificates(place)
     return ObstoreS3(
         place.bucket,
         config=config,  # type: ignore[arg-type]
-        client_options=options,  # type: ignore[arg-type]
-        # By time and not by number: a server that says SlowDown does so for a while, and answers at once.
-        retry_config={"max_retries": _NO_LIMIT, "retry_timeout": timedelta(seconds=limits.retry_seconds)},
+        client_options=options,
+        retry_config=limits.retries,
         credential_provider=Boto3CredentialProvider(session, ttl=_CREDENTIALS_LIVE),
     )
 

@@ -6,11 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    FlexibleChecksumError,
-)
+from botocore.exceptions import BotoCoreError, ClientError, FlexibleChecksumError
 from urllib3.exceptions import HTTPError
 
 from ..errors import StoreError, StoreUnavailable
