@@ -14,14 +14,13 @@ from obstore.store import AzureStore as ObstoreAzure
 
 from ..errors import StoreError
 from .cloud import METADATA, CloudStore, require_metadata
-from .store_answers import StoreAnswers
+from .store_answers import ANOTHER, StoreAnswers
 
 _RIGHTS = "this needs the role Storage Blob Data Contributor, or a SAS token that reads, writes, lists and deletes"
 _CREDENTIALS = (
     "check the Azure credentials: AZURE_STORAGE_CONNECTION_STRING, AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, "
     "AZURE_CLIENT_ID with AZURE_CLIENT_SECRET and AZURE_TENANT_ID, a workload or managed identity, or az login"
 )
-_ANOTHER = "this store lacks an operation that raystow needs: use another"
 _LEASED = "break the lease on the blob"
 
 _ANSWERS = StoreAnswers(
@@ -41,9 +40,9 @@ _ANSWERS = StoreAnswers(
         "BlobImmutableDueToPolicy": "remove the container's immutability policy",
         "LeaseIdMissing": _LEASED,
         "InvalidBlobType": "the address has blobs of another type: use another prefix",
-        "FeatureNotSupported": _ANOTHER,
+        "FeatureNotSupported": ANOTHER,
     },
-    refused_status={401: _CREDENTIALS, 403: _RIGHTS, 501: _ANOTHER},
+    refused_status={401: _CREDENTIALS, 403: _RIGHTS, 501: ANOTHER},
     lost_races=("BlobAlreadyExists", "ConditionNotMet"),
     spoilt=("Md5Mismatch", "InvalidBlockList", "InvalidBlobOrBlock"),
     credentials=_CREDENTIALS,

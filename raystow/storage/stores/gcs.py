@@ -12,14 +12,13 @@ from pathlib import Path
 from obstore.store import GCSStore as ObstoreGcs
 
 from .cloud import METADATA, CloudStore, require_metadata
-from .store_answers import StoreAnswers
+from .store_answers import ANOTHER, StoreAnswers
 
 _RIGHTS = "this needs the role Storage Object User on the bucket"
 _CREDENTIALS = (
     "check the Google credentials: GOOGLE_APPLICATION_CREDENTIALS (a service account's key), "
     "gcloud auth application-default login, or the machine's service account"
 )
-_ANOTHER = "this store lacks an operation that raystow needs: use another"
 
 _ANSWERS = StoreAnswers(
     name="Google Cloud Storage",
@@ -33,10 +32,10 @@ _ANSWERS = StoreAnswers(
         "UserProjectMissing": "use a bucket whose owner pays for requests",
         "RetentionPolicyNotMet": "remove the bucket's retention policy",
         "ObjectUnderActiveHold": "release the hold on the object",
-        "NotImplemented": _ANOTHER,
-        "MethodNotAllowed": _ANOTHER,
+        "NotImplemented": ANOTHER,
+        "MethodNotAllowed": ANOTHER,
     },
-    refused_status={401: _CREDENTIALS, 403: _RIGHTS, 501: _ANOTHER},
+    refused_status={401: _CREDENTIALS, 403: _RIGHTS, 501: ANOTHER},
     lost_races=("PreconditionFailed",),
     spoilt=("BadDigest", "IncompleteBody", "NoSuchUpload"),
     credentials=_CREDENTIALS,

@@ -10,10 +10,8 @@ from botocore.exceptions import BotoCoreError, ClientError, FlexibleChecksumErro
 from urllib3.exceptions import HTTPError
 
 from ..errors import StoreError, StoreUnavailable
-from .store_answers import StoreAnswers, silent_endpoint
+from .store_answers import ANOTHER, StoreAnswers, silent_endpoint
 
-# Two writers met: the condition was false (412), or could not be judged while the other was at work (409; AWS, then Ceph).
-_LOST_RACES = ("PreconditionFailed", "ConditionalRequestConflict", "ConcurrentModification")
 _RIGHTS = (
     "this needs s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload, ListBucket and, to collect, "
     "ListBucketMultipartUploads on the bucket"
@@ -21,50 +19,40 @@ _RIGHTS = (
 _KEYS = "check the AWS credentials: variables, profile or role"
 _CONFIGURATION = "check the AWS configuration: variables, ~/.aws/config, ~/.aws/credentials"
 _REGION = "set AWS_DEFAULT_REGION to the bucket's region"
-_REFUSED = {
-    "NoSuchBucket": "create the bucket, or correct the address",
-    "InvalidBucketName": "correct the address",
-    "AccessDenied": _RIGHTS,
-    "AllAccessDisabled": _RIGHTS,
-    "InvalidAccessKeyId": _KEYS,
-    "SignatureDoesNotMatch": _KEYS,
-    "ExpiredToken": _KEYS,
-    "InvalidToken": _KEYS,
-    "TokenRefreshRequired": _KEYS,
-    "RequestTimeTooSkewed": "set this machine's clock",
-    "PermanentRedirect": _REGION,
-    "AuthorizationHeaderMalformed": _REGION,
-    "IllegalLocationConstraintException": _REGION,
-    "QuotaExceeded": "raise the bucket's quota, or remove old versions",
-    "EntityTooLarge": "this store limits the size of objects: raise its limit",
-    "NotImplemented": "this store lacks an operation that raystow needs: use another",
-    "MethodNotAllowed": "this store lacks an operation that raystow needs: use another",
-}
-_REFUSED_STATUS = {301: _REGION, 307: _REGION, 401: _KEYS, 403: _RIGHTS, 501: _REFUSED["NotImplemented"]}
 _MISCONFIGURED = re.compile(
     r"(No|Partial|Unknown)Credential|Profile|Config|Token|SSO|Login|Refresh|ParamValidation|(No|Unknown|Invalid)(Region|Endpoint)"
 )
 
-# The request arrived changed; or it was the second of its kind, since the answer to the first was lost.
-_SPOILT = (
-    "BadDigest",
-    "IncompleteBody",
-    "MalformedXML",
-    "NoSuchUpload",
-    "XAmzContentChecksumMismatch",
-    "XAmzContentSHA256Mismatch",
-)
-
-_LATER = "check the endpoint (AWS_ENDPOINT_URL) and the network, or try again later"
-
 ANSWERS = StoreAnswers(
     name="S3",
-    refused=_REFUSED,
-    refused_status=_REFUSED_STATUS,
-    lost_races=_LOST_RACES,
-    spoilt=_SPOILT,
+    refused={
+        "NoSuchBucket": "create the bucket, or correct the address",
+        "InvalidBucketName": "correct the address",
+        "AccessDenied": _RIGHTS,
+        "AllAccessDisabled": _RIGHTS,
+        "InvalidAccessKeyId": _KEYS,
+        "SignatureDoesNotMatch": _KEYS,
+        "ExpiredToken": _KEYS,
+        "InvalidToken": _KEYS,
+        "TokenRefreshRequired": _KEYS,
+        "RequestTimeTooSkewed": "set this machine's clock",
+        "PermanentRedirect": _REGION,
+        "AuthorizationHeaderMalformed": _REGION,
+        "IllegalLocationConstraintException": _REGION,
+        "QuotaExceeded": "raise the bucket's quota, or remove old versions",
+        "EntityTooLarge": "this store limits the size of objects: raise its limit",
+        "NotImplemented": ANOTHER,
+        "MethodNotAllowed": ANOTHER,
+    },
+    refused_status={301: _REGION, 307: _REGION, 401: _KEYS, 403: _RIGHTS, 501: ANOTHER},
+    # The condition was false (412), or could not be judged while another writer was at work (409; AWS, then Ceph).
+    lost_races=("PreconditionFailed", "ConditionalRequestConflict", "ConcurrentModification"),
+    spoilt=(
+        *("BadDigest", "IncompleteBody", "MalformedXML", "NoSuchUpload"),
+        *("XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"),
+    ),
     credentials=_KEYS,
-    later=_LATER,
+    later="check the endpoint (AWS_ENDPOINT_URL) and the network, or try again later",
 )
 
 
@@ -85,7 +73,7 @@ def boto_errors(operation: str, subject: str) -> Iterator[None]:
         name = type(error).__name__
         if _MISCONFIGURED.search(name):
             raise StoreError(f"{operation} could not be sent: {name}", subject=subject, remedy=_CONFIGURATION) from None
-        remedy = "set AWS_CA_BUNDLE if its certificate is your own" if "SSL" in name else _LATER
+        remedy = "set AWS_CA_BUNDLE if its certificate is your own" if "SSL" in name else ANSWERS.later
         raise StoreUnavailable(
             f"{operation} failed: {name}{silent_endpoint(str(error))}", subject=subject, remedy=remedy
         ) from None
@@ -93,4 +81,4 @@ def boto_errors(operation: str, subject: str) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         missing = f": there is no {error} in the answer" if isinstance(error, KeyError) else ""
         what = f"{operation} failed: {type(error).__name__}{missing}"
-        raise StoreUnavailable(what, subject=subject, remedy=_LATER) from None
+        raise StoreUnavailable(what, subject=subject, remedy=ANSWERS.later) from None

@@ -17,6 +17,8 @@ from ..errors import Damaged, NotFound, PreconditionFailed, StoreError, StoreUna
 
 CONDITIONAL_PUT = "conditional PUT"
 GET_OF_RANGE = "GET of a range"
+ANOTHER = "this store lacks an operation that raystow needs: use another"
+"""A remedy."""
 
 _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})\b")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
