@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
 
 from blake3 import blake3
@@ -75,30 +76,27 @@ class LocalStore:
         return self._root.as_uri()
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        with self._errors(key), self._open(key) as (descriptor, size):
+        with self._errors(key), self._open(key) as (file, size):
             if size > max_bytes:
                 raise checks.too_large(self._subject(key), size, max_bytes)
-            return self._read(descriptor, key, 0, size)
+            return self._read(file, key, 0, size)
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         checks.checked_range(self._subject(key), start, length)
-        with self._errors(key), self._open(key) as (descriptor, size):
+        with self._errors(key), self._open(key) as (file, size):
             if start + length > size:
                 raise checks.ends_early(self._subject(key), start, length)
-            return self._read(descriptor, key, start, length)
+            return self._read(file, key, start, length)
 
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:
         subject, length = self._subject(key), target.nbytes
         checks.checked_range(subject, start, length)
-        with self._errors(key), self._open(key) as (descriptor, size):
+        with self._errors(key), self._open(key) as (file, size):
             if start + length > size:
                 raise checks.ends_early(subject, start, length)
-            have = 0
-            while have < length:
-                got = os.preadv(descriptor, [target[have:]], start + have)
-                if not got:
-                    raise checks.ends_early(subject, start, length)
-                have += got
+            file.seek(start)
+            if file.readinto(target) < length:  # it was cut meanwhile
+                raise checks.ends_early(subject, start, length)
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """As the protocol says: a temporary file, synced, renamed, and its folder synced."""
@@ -181,7 +179,7 @@ class LocalStore:
                 path.rmdir()
 
     @contextlib.contextmanager
-    def _open(self, key: str) -> Iterator[tuple[int, int]]:
+    def _open(self, key: str) -> Iterator[tuple[BufferedReader, int]]:
         path = self._path(key)
         try:
             self._check_kind(key, path.lstat().st_mode)  # before it is opened: a device may act on that
@@ -190,12 +188,10 @@ class LocalStore:
             if error.errno in _GONE:
                 raise checks.missing(self._subject(key)) from error
             raise
-        try:
+        with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             self._check_kind(key, status.st_mode)
-            yield descriptor, status.st_size
-        finally:
-            os.close(descriptor)
+            yield file, status.st_size
 
     def _check_kind(self, key: str, mode: int) -> None:
         """Raise unless the mode is that of a regular file."""
@@ -208,24 +204,17 @@ class LocalStore:
     def _tag_of(self, key: str) -> str | None:
         """The tag of an object; None if there is none."""
         try:
-            with self._open(key) as (descriptor, size):
-                return _tag(self._read(descriptor, key, 0, size)) if size <= MAX_ROOT else "too large to have been read"
+            with self._open(key) as (file, size):
+                return _tag(self._read(file, key, 0, size)) if size <= MAX_ROOT else "too large to have been read"
         except NotFound:
             return None
 
-    def _read(self, descriptor: int, key: str, start: int, length: int) -> bytes:
-        # One call moves 2 GiB at most, and a signal may cut it short.
-        data = os.pread(descriptor, length, start)
-        if len(data) == length:
-            return data
-        pieces, have = [data], len(data)
-        while have < length:
-            piece = os.pread(descriptor, length - have, start + have)
-            if not piece:
-                raise checks.ends_early(self._subject(key), start, length)
-            pieces.append(piece)
-            have += len(piece)
-        return b"".join(pieces)
+    def _read(self, file: BufferedReader, key: str, start: int, length: int) -> bytes:
+        file.seek(start)
+        data = file.read(length)
+        if len(data) < length:
+            raise checks.ends_early(self._subject(key), start, length)
+        return data
 
     def _walk(self, below: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """What is in a folder, and in those below it that may have keys with the prefix, by path, in the order of keys."""
