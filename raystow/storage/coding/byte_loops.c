@@ -1,6 +1,6 @@
 /* The loops of saves and restores, compiled ahead of time: importing numba and loading its code takes longer than to decode 193 MB.
 
-   Contracts are those of the functions in loops.py and zstd_loops.py, against which tests hold these. Callers check all sizes.
+   Contracts are those of the functions in loops.py, against which tests hold these. Callers check all sizes.
    After a change: make byte-loops. */
 
 #include <immintrin.h>

@@ -11,20 +11,21 @@ import ctypes
 import functools
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 
-from .words import WORDS, Bytes, Words
+from .words import WORDS, Bytes, Words, mixed
 
 __all__ = [
     "WORDS",
     "Bytes",
     "Words",
     "add",
-    "frame_loops",
+    "fallback_loops",
     "join",
     "mixed",
     "pack7",
@@ -35,6 +36,8 @@ __all__ = [
     "weighted_sums",
     "with_numba",
 ]
+
+_P = ParamSpec("_P")
 
 LIBRARY = Path(__file__).with_name("byte_loops.x86_64.so")
 
@@ -84,7 +87,8 @@ def with_numba() -> bool:
     return True
 
 
-def _loops() -> ModuleType:
+def fallback_loops() -> ModuleType:
+    """The module with the loops for machines that cannot run the library, those over the frames of a plane included."""
     if with_numba():
         from . import loops
 
@@ -94,15 +98,18 @@ def _loops() -> ModuleType:
     return numpy_loops
 
 
-def frame_loops() -> ModuleType:
-    """The module with ``encode`` and ``decode`` for the frames of a plane."""
-    if with_numba():
-        from . import zstd_loops
+def _or_loops(run: Callable[Concatenate[ctypes.CDLL, _P], None]) -> Callable[_P, None]:
+    """Call ``run`` with the library; without one, the function of the same name in ``fallback_loops()``."""
 
-        return zstd_loops
-    from . import numpy_loops
+    @functools.wraps(run)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        found = library()
+        if found is None:
+            getattr(fallback_loops(), run.__name__)(*args, **kwargs)
+        else:
+            run(found, *args, **kwargs)
 
-    return numpy_loops
+    return call
 
 
 def _same(what: str, sizes: Iterable[int], size: int) -> None:
@@ -110,101 +117,69 @@ def _same(what: str, sizes: Iterable[int], size: int) -> None:
         raise ValueError(f"{what} of different sizes")
 
 
-def split(words: Words, rotate: bool, planes: tuple[Bytes, ...]) -> None:
+@_or_loops
+def split(found: ctypes.CDLL, words: Words, rotate: bool, planes: tuple[Bytes, ...]) -> None:
     """Byte ``p`` of every word into ``planes[p]``; each word rotated left by one bit before if ``rotate``."""
-    found = library()
-    if found is None:
-        _loops().split(words, rotate, planes)
-        return
     _same("planes and words", (plane.size for plane in planes), words.size)
     targets = (ctypes.c_void_p * len(planes))(*map(address, planes))
     getattr(found, f"split{8 * len(planes)}")(address(words), words.size, rotate, targets)
 
 
-def join(planes: tuple[Bytes, ...], rotated: bool, words: Words) -> None:
+@_or_loops
+def join(found: ctypes.CDLL, planes: tuple[Bytes, ...], rotated: bool, words: Words) -> None:
     """The inverse of ``split``."""
-    found = library()
-    if found is None:
-        _loops().join(planes, rotated, words)
-        return
     _same("planes and words", (plane.size for plane in planes), words.size)
     sources = (ctypes.c_void_p * len(planes))(*map(address, planes))
     getattr(found, f"join{8 * len(planes)}")(sources, words.size, rotated, address(words))
 
 
-def subtract(words: Words, base: Words, out: Words) -> None:
+@_or_loops
+def subtract(found: ctypes.CDLL, words: Words, base: Words, out: Words) -> None:
     """``words - base`` modulo the words' range into ``out``, small differences of either sign as small numbers: 0, -1, 1, -2, 2
     become 0, 1, 2, 3, 4."""
-    found = library()
-    if found is None:
-        _loops().subtract(words, base, out)
-        return
     _same("words, base and differences", (base.size, out.size), words.size)
     getattr(found, f"subtract{8 * words.itemsize}")(address(words), address(base), address(out), words.size)
 
 
-def add(words: Words, base: Words) -> None:
+@_or_loops
+def add(found: ctypes.CDLL, words: Words, base: Words) -> None:
     """The inverse of ``subtract``, in place."""
-    found = library()
-    if found is None:
-        _loops().add(words, base)
-        return
     _same("words and base", (base.size,), words.size)
     getattr(found, f"add{8 * words.itemsize}")(address(words), address(base), words.size)
 
 
-def pack7(plane: Bytes, out: Bytes) -> None:
+@_or_loops
+def pack7(found: ctypes.CDLL, plane: Bytes, out: Bytes) -> None:
     """The upper 7 bits of each byte, densely, most significant bit first; ``plane.size`` is a multiple of 8."""
-    found = library()
-    if found is None:
-        _loops().pack7(plane, out)
-        return
     groups = plane.size // 8
     if out.size < 7 * groups:
         raise ValueError("the memory for a packed plane is too short")
     found.pack7(address(plane), address(out), groups)
 
 
-def unpack7(packed: Bytes, plane: Bytes) -> None:
+@_or_loops
+def unpack7(found: ctypes.CDLL, packed: Bytes, plane: Bytes) -> None:
     """The inverse of ``pack7``; the lowest bit of each byte becomes zero."""
-    found = library()
-    if found is None:
-        _loops().unpack7(packed, plane)
-        return
     groups = plane.size // 8
     if packed.size < 7 * groups:
         raise ValueError("a packed plane is too short")
     found.unpack7(address(packed), address(plane), groups)
 
 
-def mixed(word: int) -> int:
-    """A 32-bit word as another one: the finalizer of MurmurHash3 (Appleby, 2011), a bijection after which every bit depends on
-    all."""
-    word = (word ^ word >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-    word = (word ^ word >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return word ^ word >> 16
-
-
-def weighted_sum_pairs(words: Words, keys: Words, sums: Words) -> None:
+@_or_loops
+def weighted_sum_pairs(found: ctypes.CDLL, words: Words, keys: Words, sums: Words) -> None:
     """As ``weighted_sums``, twice in one pass: with each row of ``keys`` into the same row of ``sums`` (both uint64 [2, ...]).
 
     The second sum is taken of ``mixed`` words.
     """
-    found = library()
-    if found is None:
-        _loops().weighted_sum_pairs(words, keys, sums)
-        return
     _check_sums(words, keys[0], sums[0])
     where = [address(row) for row in (*keys, *sums)]
     found.weighted_sum_pairs(address(words), words.size, *where[:2], keys.shape[1], *where[2:])
 
 
-def weighted_sums(words: Words, keys: Words, sums: Words) -> None:
+@_or_loops
+def weighted_sums(found: ctypes.CDLL, words: Words, keys: Words, sums: Words) -> None:
     """``sums[b]`` = sum of ``words[b * len(keys) + i] * keys[i]`` modulo 2**64. Words are uint32, the others uint64."""
-    found = library()
-    if found is None:
-        _loops().weighted_sums(words, keys, sums)
-        return
     _check_sums(words, keys, sums)
     found.weighted_sums(address(words), words.size, address(keys), keys.size, address(sums))
 

@@ -1,4 +1,5 @@
-"""The loops over bytes that numpy would take in a dozen passes: compiled once by numba, cached on disk, free of the GIL.
+"""The loops over bytes that numpy would take in a dozen passes, and those over the frames of a plane: compiled once by numba,
+cached on disk, free of the GIL.
 
 ``kernels`` calls them, and imports this module when the first one is needed: that takes a third of a second.
 """
@@ -10,6 +11,9 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
+from llvmlite import binding  # type: ignore[import-untyped]
+from numba import types
+from zstandard import backend_cffi
 
 from .words import WORDS, Bytes, Words
 
@@ -154,3 +158,42 @@ def weighted_sums(words: Words, keys: Words, sums: Words) -> None:
         for i in range(block.size):
             total += np.uint64(block[i]) * keys[i]
         sums[b] = total
+
+
+def _external(name: str) -> Any:
+    """A function of the library for compiled code to call by name, so that the code can be cached on disk. It takes (context,
+    target, its size, source, its size), pointers as integers, and gives a size or an error code beyond all sizes."""
+    symbol = f"raystow_{name}"
+    address = backend_cffi.ffi.cast("uintptr_t", backend_cffi.ffi.addressof(backend_cffi.lib, name))
+    binding.add_symbol(symbol, int(address))
+    return types.ExternalFunction(symbol, types.uint64(*[types.uint64] * 5))
+
+
+_compress, _decompress = _external("ZSTD_compress2"), _external("ZSTD_decompressDCtx")
+
+
+@compiled
+def zstd_encode(context: int, plane: Bytes, stream: int, out: Bytes, sizes: Words) -> Any:
+    """Fills ``sizes``; 0 or an error code."""
+    end = 0
+    for i in range(sizes.size):
+        source = plane[i * stream : (i + 1) * stream]
+        size = _compress(context, out.ctypes.data + end, out.size - end, source.ctypes.data, source.size)
+        if size > np.uint64(out.size):
+            return size
+        sizes[i] = size
+        end += np.int64(size)
+    return np.uint64(0)
+
+
+@compiled
+def zstd_decode(context: int, coded: Bytes, sizes: Words, stream: int, plane: Bytes) -> Any:
+    """The number of bytes decoded until all were or one frame had the wrong size, or an error code."""
+    end = 0
+    for i in range(sizes.size):
+        target, size = plane[i * stream : (i + 1) * stream], np.int64(sizes[i])
+        got = _decompress(context, target.ctypes.data, target.size, coded.ctypes.data + end, size)
+        if got != np.uint64(target.size):
+            return got if got > np.uint64(plane.size) else np.uint64(i * stream)
+        end += size
+    return np.uint64(plane.size)

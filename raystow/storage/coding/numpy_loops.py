@@ -1,6 +1,6 @@
 """The loops over bytes for processes without numba: several passes of numpy each, and Python for the frames of a plane.
 
-The functions do the same as those of ``loops`` and ``zstd_loops``; tests compare them.
+The functions do the same as those of ``loops``; tests compare them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from zstandard import backend_cffi
 
-from .words import Bytes, Words
+from .words import Bytes, Words, mixed
 
 _ffi: Any = backend_cffi.ffi
 _lib: Any = backend_cffi.lib
@@ -79,26 +79,12 @@ def unpack7(packed: Bytes, plane: Bytes) -> None:
         parts[slab] = ((bits >> _SEVENS) & np.uint64(127)) << np.uint64(1)
 
 
-def mixed(word: Any) -> Any:
-    """A uint32, or an array of them, as another one: the finalizer of MurmurHash3."""
-    word = word ^ (word >> np.uint32(16))
-    word = _product(word, 0x85EBCA6B)
-    word = word ^ (word >> np.uint32(13))
-    word = _product(word, 0xC2B2AE35)
-    return word ^ (word >> np.uint32(16))
-
-
-def _product(word: Any, factor: int) -> Any:
-    """The lower 32 bits of a product; the upper ones overflow no scalar type, which numpy would warn of."""
-    return ((np.uint64(word) * np.uint64(factor)) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-
-
 def weighted_sum_pairs(words: Words, keys: Words, sums: Words) -> None:
     """As ``weighted_sums``, with each row of ``keys`` into the same row of ``sums``; the second sum is of ``mixed`` words."""
     weighted_sums(words, keys[0], sums[0])
     for b in range(sums.shape[1]):
-        block = mixed(words[b * keys.shape[1] : (b + 1) * keys.shape[1]])
-        sums[1, b] = np.dot(block.astype(np.uint64), keys[1, : block.size])
+        block = mixed(words[b * keys.shape[1] : (b + 1) * keys.shape[1]].astype(np.uint64))
+        sums[1, b] = np.dot(block, keys[1, : block.size])
 
 
 def weighted_sums(words: Words, keys: Words, sums: Words) -> None:
@@ -108,8 +94,8 @@ def weighted_sums(words: Words, keys: Words, sums: Words) -> None:
         sums[b] = np.dot(block.astype(np.uint64), keys[: block.size])
 
 
-def encode(context: int, plane: Bytes, stream: int, out: Bytes, sizes: Words) -> int:
-    """See ``zstd_loops.encode``."""
+def zstd_encode(context: int, plane: Bytes, stream: int, out: Bytes, sizes: Words) -> int:
+    """See ``loops.zstd_encode``."""
     end = 0
     for i in range(sizes.size):
         source = plane[i * stream : (i + 1) * stream]
@@ -125,8 +111,8 @@ def encode(context: int, plane: Bytes, stream: int, out: Bytes, sizes: Words) ->
     return 0
 
 
-def decode(context: int, coded: Bytes, sizes: Words, stream: int, plane: Bytes) -> int:
-    """See ``zstd_loops.decode``."""
+def zstd_decode(context: int, coded: Bytes, sizes: Words, stream: int, plane: Bytes) -> int:
+    """See ``loops.zstd_decode``."""
     end = 0
     for i in range(sizes.size):
         target, size = plane[i * stream : (i + 1) * stream], int(sizes[i])
