@@ -340,7 +340,8 @@ def _rounded(data: bytes, chunks: int) -> dict[str, Rounded]:
     schema = pa.unify_schemas([pa.schema([SCHEMA.field("name")]), ROUNDED])
     if not {*ROUNDED.names} <= {*pq.read_schema(pa.BufferReader(data)).names}:
         return {}
-    rows = (row for rows in parquet.read(data, schema, chunks) for row in rows if None not in row.values())
+    batches = (batch for table in parquet.tables(data, schema, chunks) for batch in table.to_batches(max_chunksize=8192))
+    rows = (row for batch in batches for row in batch.to_pylist() if None not in row.values())
     found = {_text(row["name"]): Rounded(*(row[name] for name in ROUNDED.names)) for row in rows}
     if not all(math.isfinite(one.error) and math.isfinite(one.relative) for one in found.values()):
         raise Damaged("the rounding error is not a number")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from ..errors import Damaged
 from . import keys, records
 from .signature import PublicKey
-
-_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Marker:
         """Parse and check ``raystow.json``. ``created`` is for people and not read."""
         fields = records.load(data, keys.MARKER)
         texts = records.texts(fields, "signed_by", keys.MARKER) if "signed_by" in fields else None
-        if texts is not None and not (texts and all(map(_KEY.fullmatch, texts))):
+        if texts is not None and not (texts and all(map(records.DIGEST.fullmatch, texts))):
             raise Damaged("field 'signed_by' is not a list of public keys", subject=keys.MARKER)
         signed_by = tuple(PublicKey(bytes.fromhex(text)) for text in texts or ())
         return Marker(records.field(fields, "repository", str, keys.MARKER), signed_by=signed_by)

@@ -8,7 +8,6 @@ read, and what exceeds the limits is refused. Texts are read as dictionaries, an
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,13 +35,6 @@ def texts(values: Collection[str]) -> pa.StringArray:
 def integers(values: Sequence[int]) -> pa.Int64Array:
     """An array of int64; see ``texts``."""
     return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.array(values, np.int64))])
-
-
-def read(data: bytes, schema: pa.Schema, chunks: int) -> Iterator[list[dict[str, Any]]]:
-    """The rows of ``tables``, some thousands at a time."""
-    for table in tables(data, schema, chunks):
-        for batch in table.to_batches(max_chunksize=8192):
-            yield batch.to_pylist()
 
 
 def tables(data: bytes, schema: pa.Schema, chunks: int) -> Iterator[pa.Table]:

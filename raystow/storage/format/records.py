@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -35,6 +36,8 @@ LIMITS = {
     "segment.sig": MAX_SIGNATURE,
 }
 """The largest size of each record in bytes, by file name."""
+DIGEST = re.compile(r"[0-9a-f]{64}")
+"""32 bytes: a digest, or a public key."""
 _LINE = len('{"digest": "') + 64 + len('",\n')
 
 
@@ -95,9 +98,9 @@ def parse(kind: Callable[..., T], fields: Json, key: str, *, optional: Collectio
     return kind(**{name: check(fields, name, key) for name, check in _checks(kind).items() if name not in absent}, **parsed)
 
 
-def objects(fields: Json, name: str, key: str) -> list[Json]:
-    """``fields[name]``, checked to be a list of objects."""
-    found = field(fields, name, list, key)
+def objects(fields: Json, name: str, key: str, *, optional: bool = False) -> list[Json]:
+    """``fields[name]``, checked to be a list of objects. ``optional``: may be missing, then there are none."""
+    found = field(fields, name, list, key) if name in fields or not optional else []
     if not all(isinstance(entry, dict) for entry in found):
         raise Damaged(f"an entry of {name!r} is not an object", subject=key)
     return found
@@ -109,6 +112,14 @@ def column(rows: list[Json], name: str, kind: type[T], key: str) -> list[T]:
     if {*map(type, values)} <= {kind} and (kind is not int or not values or 0 <= min(values) <= max(values) <= MAX_INTEGER):
         return values
     return [field(row, name, kind, key) for row in rows]
+
+
+def integers(fields: Json, name: str, key: str, *, most: int = MAX_INTEGER) -> tuple[int, ...]:
+    """``fields[name]``, checked to be integers from 0 to ``most``."""
+    values = field(fields, name, list, key)
+    if any(type(value) is not int or not 0 <= value <= most for value in values):
+        raise Damaged(f"field {name!r} is {shown(values)}", subject=key)
+    return tuple(values)
 
 
 def ids(fields: Json, name: str, key: str) -> tuple[int, ...]:

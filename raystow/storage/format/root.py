@@ -153,11 +153,10 @@ class Root:
     def load(data: bytes) -> Root:
         """Parse and check ``root.json``."""
         fields = records.load(data, keys.ROOT)
-
         versions = tuple(_entry(entry) for entry in records.objects(fields, "versions", keys.ROOT))
         rolled_back = tuple(
             records.parse(RolledBack, one, keys.ROOT, entry=_entry(one))
-            for one in (records.objects(fields, "rolled_back", keys.ROOT) if "rolled_back" in fields else ())
+            for one in records.objects(fields, "rolled_back", keys.ROOT, optional=True)
         )
         for entries in (versions, [one.entry for one in rolled_back]):
             if any(a.id >= b.id for a, b in itertools.pairwise(entries)):
@@ -166,11 +165,10 @@ class Root:
             raise Damaged("a rolled-back version follows a newer one", subject=keys.ROOT)
         notes = {"dropped": Dropped, "rewrites": Rewrite, "segments": Segment}
         parsed = {
-            name: tuple(records.parse(kind, note, keys.ROOT) for note in records.objects(fields, name, keys.ROOT))
+            name: tuple(records.parse(kind, note, keys.ROOT) for note in records.objects(fields, name, keys.ROOT, optional=True))
             for name, kind in notes.items()
-            if name in fields
         }
-        numbers = [one.number for one in parsed.get("segments", ()) if isinstance(one, Segment)]
+        numbers = [one.number for one in parsed["segments"] if isinstance(one, Segment)]
         if any(a >= b for a, b in itertools.pairwise([0, *numbers])):
             raise Damaged("the numbers of segments are not ascending", subject=keys.ROOT)
         optional = ("verified", "rollbacks", "next_segment")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import dataclass
 
 from ..errors import Damaged
-from ..limits import MAX_INTEGER, MAX_NUMBER
+from ..limits import MAX_NUMBER
 from . import keys, records
 from .root import Segment
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class SegmentRecord:
         """Parse and check a record whose digest was compared with the root's."""
         fields = records.load(data, key)
         steps = tuple(
-            records.parse(RecordedStep, step, key, optional=("previous",), firsts=_numbers(step, "firsts", key))
+            records.parse(RecordedStep, step, key, optional=("previous",), firsts=records.integers(step, "firsts", key))
             for step in records.objects(fields, "steps", key)
         )
         ranks = tuple(_rank(one, len(steps), key) for one in records.objects(fields, "ranks", key))
@@ -113,16 +110,10 @@ class SegmentRecord:
 
 
 def _rank(fields: records.Json, steps: int, key: str) -> RankEntries:
-    one = records.parse(RankEntries, fields, key, steps=_numbers(fields, "steps", key), sizes=_numbers(fields, "sizes", key))
-    if not len(one.steps) == len(one.sizes) == len(one.digests) or not all(map(_DIGEST.fullmatch, one.digests)):
+    steps_of_rank, sizes = (records.integers(fields, name, key) for name in ("steps", "sizes"))
+    one = records.parse(RankEntries, fields, key, steps=steps_of_rank, sizes=sizes)
+    if not len(one.steps) == len(one.sizes) == len(one.digests) or not all(map(records.DIGEST.fullmatch, one.digests)):
         raise Damaged(f"the entries of rank {one.rank} have not one size and one digest each", subject=key)
     if any(a >= b for a, b in itertools.pairwise((-1, *one.steps, steps))) or one.rank > MAX_NUMBER:
         raise Damaged(f"the entries of rank {records.shown(one.rank)} are not in the order of steps", subject=key)
     return one
-
-
-def _numbers(fields: records.Json, name: str, key: str) -> tuple[int, ...]:
-    values = records.field(fields, name, list, key)
-    if any(type(value) is not int or not 0 <= value <= MAX_INTEGER for value in values):
-        raise Damaged(f"field {name!r} is {records.shown(values)}", subject=key)
-    return tuple(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,8 +9,6 @@ from ..errors import Damaged
 from ..limits import MAX_FRAGMENT, MAX_NUMBER
 from . import keys, records, values
 from .root import Entry
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -163,12 +160,8 @@ class VersionRecord:
     def load(data: bytes, key: str) -> VersionRecord:
         """Parse and check a record whose digest was compared with the root's."""
         fields = records.load(data, key)
-        fragments = (
-            records.parse(FragmentInfo, info, key, optional=("stall", "bases"), ranks=_ranks(info, key))
-            for info in records.objects(fields, "fragments", key)
-        )
         listed, kinds = records.objects(fields, "packs", key), {"node": int, "group": str, "number": int, "size": int}
-        restores = records.objects(fields, "restores", key) if "restores" in fields else ()
+        restores = records.objects(fields, "restores", key, optional=True)
         metrics = records.field(fields, "metrics", dict, key)
         thinned = records.field(fields, "thinned", dict, key) if "thinned" in fields else None
         bits = ("mantissa_bits", "base_bits")
@@ -178,7 +171,7 @@ class VersionRecord:
             key,
             optional=("coding", "lossy", "saved"),
             metrics={name: values.decode(form) for name, form in metrics.items()},
-            fragments=tuple(fragments),
+            fragments=tuple(_fragment(info, key) for info in records.objects(fields, "fragments", key)),
             packs=Packs(*(records.column(listed, name, kind, key) for name, kind in kinds.items())),
             restores=tuple(records.parse(RestoreInfo, restore, key) for restore in restores),
             thinned=records.parse(Thinned, thinned, key, optional=bits) if thinned is not None else None,
@@ -219,7 +212,7 @@ def check_part(info: FragmentInfo, packs: Sequence[PackInfo], node: int) -> None
     """Raise ``Damaged`` if readers would refuse what node number ``node`` reports of its part of a version."""
     if {info.node, *(pack.node for pack in packs)} != {node}:
         raise Damaged("the part is that of another node")
-    if not _DIGEST.fullmatch(info.digest) or not 0 <= info.size <= MAX_FRAGMENT:
+    if not records.DIGEST.fullmatch(info.digest) or not 0 <= info.size <= MAX_FRAGMENT:
         raise Damaged(f"an impossible fragment of {info.size} bytes with digest {records.shown(info.digest)}")
     part = replace(_EMPTY, fragments=(info,), packs=tuple(packs))
     VersionRecord.load(part.dump(), part.key())
@@ -241,8 +234,6 @@ def _known(part: FragmentInfo | Thinned) -> dict[str, object]:
     return {name: value for name, value in vars(part).items() if value is not None and (name, value) != ("bases", ())}
 
 
-def _ranks(fields: records.Json, key: str) -> tuple[int, ...]:
-    ranks = records.field(fields, "ranks", list, key)
-    if any(type(rank) is not int or not 0 <= rank <= MAX_NUMBER for rank in ranks):
-        raise Damaged(f"{records.shown(ranks)} are not ranks", subject=key)
-    return tuple(ranks)
+def _fragment(fields: records.Json, key: str) -> FragmentInfo:
+    ranks = records.integers(fields, "ranks", key, most=MAX_NUMBER)
+    return records.parse(FragmentInfo, fields, key, optional=("stall", "bases"), ranks=ranks)
