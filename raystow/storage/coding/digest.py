@@ -39,14 +39,8 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> 31)
 
 
-@functools.lru_cache(maxsize=65536)
-def _key(i: int) -> int:
-    """The odd multiplier of word ``i``: odd, so that a change in a single word always changes the sum."""
-    return int(_mix(((i + 1) * _GOLDEN) & _MASK)) | 1
-
-
 def _word_keys(first: int) -> npt.NDArray[np.uint64]:
-    """``_key`` of a block's words, the first of them ``first``."""
+    """The multipliers of a block's words: odd, so that a change in a single word always changes the sum."""
     mixed: npt.NDArray[np.uint64] = _mix(np.arange(first + 1, first + 1 + BLOCK, dtype=np.uint64) * np.uint64(_GOLDEN))
     mixed |= np.uint64(1)
     return mixed
@@ -55,16 +49,16 @@ def _word_keys(first: int) -> npt.NDArray[np.uint64]:
 WORD_KEYS = _word_keys(0)
 """The multipliers of the words in a block."""
 
-
 SECOND_WORD_KEYS = _word_keys(1 << 40)
 """The same for the second digest of ``digest_pair``."""
 
 _PAIR = np.stack([WORD_KEYS, SECOND_WORD_KEYS])
 
 
+@functools.lru_cache(maxsize=65536)
 def block_key(block: int, *, second: bool = False) -> int:
-    """The multiplier of a block's sum."""
-    return _key((1 << 41 if second else 1 << 32) + block)
+    """The multiplier of a block's sum, which is odd, too."""
+    return int(_mix((((1 << 41 if second else 1 << 32) + block + 1) * _GOLDEN) & _MASK)) | 1
 
 
 def finish(total: Any, nbytes: Any) -> Any:

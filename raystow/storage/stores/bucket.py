@@ -9,8 +9,9 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import obstore
 from obstore.exceptions import BaseError
@@ -33,13 +34,13 @@ _PIECE = 256 << 10
 _MOST_PARTS = 10_000
 
 
-class BucketClients(Protocol):
-    """``send`` is for uploads, ``fetch`` for reads."""
+@dataclass(frozen=True)
+class BucketClients:
+    """``send`` is for uploads, ``fetch`` for reads, ``swap`` for conditional writes, without any retry."""
 
-    @property
-    def send(self) -> ObstoreClient: ...
-    @property
-    def fetch(self) -> ObstoreClient: ...
+    send: ObstoreClient
+    fetch: ObstoreClient
+    swap: Any
 
 
 _Clients = TypeVar("_Clients", bound=BucketClients)

@@ -7,7 +7,6 @@ import functools
 import socket
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -18,12 +17,11 @@ from obstore.exceptions import BaseError
 from ..errors import NotFound, StoreError, StoreUnavailable
 from ..object_store import ObjectInfo, Tagged, Unfinished
 from . import checks
-from .bucket import Bucket
+from .bucket import Bucket, BucketClients
 from .store_answers import CONDITIONAL_PUT
 
 if TYPE_CHECKING:
     from obstore import PutMode, UpdateVersion
-    from obstore.store import ObjectStore as ObstoreClient
 
 _DELETE_BATCH = 256  # Azure's limit
 _CHUNK = 1 << 20
@@ -42,16 +40,7 @@ def require_metadata(url: str, subject: str, remedy: str) -> None:
         raise StoreError("there are no credentials", subject=subject, remedy=remedy) from None
 
 
-@dataclass(frozen=True)
-class CloudClients:
-    """``send`` is for uploads, ``fetch`` for reads and small requests, ``swap`` is one without any retry."""
-
-    send: ObstoreClient
-    fetch: ObstoreClient
-    swap: ObstoreClient
-
-
-class CloudStore(Bucket[CloudClients]):
+class CloudStore(Bucket[BucketClients]):
     """An object store whose conditional writes obstore supports. ``client``: obstore's class. ``endpoint_field`` and
     ``tag_field``: its names of an endpoint in the configuration, and of the tag."""
 
@@ -126,14 +115,14 @@ class CloudStore(Bucket[CloudClients]):
     def abort(self, unfinished: Iterable[Unfinished]) -> None:
         """Do nothing, since ``unfinished`` lists nothing."""
 
-    def _connect(self) -> CloudClients:
+    def _connect(self) -> BucketClients:
         limits = self._limits
         try:
             config = self._configuration()
             http = {"allow_http": str(config.get(self.endpoint_field, "")).startswith("http://")}
             make = functools.partial(self.client, self._bucket, config=config)
             reading = {**limits.read_timeouts, **http}
-            return CloudClients(
+            return BucketClients(
                 send=make(client_options={**limits.upload_timeouts, **http}, retry_config=limits.retries),
                 fetch=make(client_options=reading, retry_config=limits.retries),
                 swap=make(client_options=reading, retry_config={**limits.retries, "max_retries": 0}),

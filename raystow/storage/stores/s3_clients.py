@@ -25,6 +25,7 @@ from obstore.store import S3Store as ObstoreS3
 
 from ..errors import StoreError
 from . import bounded_http
+from .bucket import BucketClients
 from .request_limits import RequestLimits
 from .s3_errors import boto_errors
 
@@ -36,13 +37,10 @@ _CREDENTIALS_LIVE = timedelta(minutes=9)
 
 
 @dataclass(frozen=True)
-class S3Clients:
-    """``decide`` and ``swap`` are boto3 clients, ``swap`` one without any retry; ``send`` and ``fetch`` are obstore's."""
+class S3Clients(BucketClients):
+    """``decide``, for small requests, and ``swap`` are boto3 clients; ``send`` and ``fetch``, for large ones, are obstore's."""
 
     decide: Any
-    swap: Any
-    send: ObstoreS3
-    fetch: ObstoreS3
 
 
 @dataclass(frozen=True)
