@@ -52,6 +52,8 @@ def test_a_safe_file_system_is_accepted(kind: str, options: str) -> None:
         ("smb3", "rw", "SMB"),
         ("smbfs", "rw", "SMB"),
         ("9p", "rw,trans=virtio", "one machine"),
+        ("virtiofs", "rw", "one machine"),
+        ("beegfs", "rw,cfgFile=/etc/beegfs/beegfs-client.conf", "one machine"),
         ("afs", "rw", "AFS"),
         ("vboxsf", "rw", "virtual machine"),
         ("fuse", "rw", "FUSE"),

@@ -21,6 +21,8 @@ _REFUSED = {
     "smb3": "SMB shares do not keep locks and renames atomic between clients",
     "smbfs": "SMB shares do not keep locks and renames atomic between clients",
     "9p": "9p mounts keep flock inside one machine only",
+    "virtiofs": "virtiofs mounts keep flock inside one machine only",
+    "beegfs": "BeeGFS keeps flock inside one machine only, unless it was configured in another way",
     "afs": "AFS has no lock that orders writers on several machines",
     "vboxsf": "shared folders of a virtual machine have no locks between the machines",
     "fuse": "FUSE file systems may take a lock without keeping it",
