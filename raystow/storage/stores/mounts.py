@@ -17,9 +17,7 @@ from ..errors import UnsafeStore
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _REMEDY = "keep the repository on a local disk, on NFS 4 with its locks on, or in an S3 bucket"
 _REFUSED = {
-    "cifs": "SMB shares do not keep locks and renames atomic between clients",
-    "smb3": "SMB shares do not keep locks and renames atomic between clients",
-    "smbfs": "SMB shares do not keep locks and renames atomic between clients",
+    **dict.fromkeys(("cifs", "smb3", "smbfs"), "SMB shares do not keep locks and renames atomic between clients"),
     "9p": "9p mounts keep flock inside one machine only",
     "virtiofs": "virtiofs mounts keep flock inside one machine only",
     "beegfs": "BeeGFS keeps flock inside one machine only, unless it was configured in another way",
@@ -43,10 +41,9 @@ def unsafe_reason(mountinfo: str, path: str) -> str | None:
     if mount is None:
         return None
     where = f"{mount.point} is mounted as {mount.kind}"
-    if mount.kind.startswith("fuse."):
-        return f"{where}: {_REFUSED['fuse']}"
-    if mount.kind in _REFUSED:
-        return f"{where}: {_REFUSED[mount.kind]}"
+    kind = "fuse" if mount.kind.startswith("fuse.") else mount.kind
+    if kind in _REFUSED:
+        return f"{where}: {_REFUSED[kind]}"
     if mount.kind in ("nfs", "nfs4"):
         local = mount.options & {"nolock", "local_lock=all", "local_lock=flock"}
         if local:
@@ -78,12 +75,8 @@ def _mountinfo() -> str:
 
 def _holding(mountinfo: str, path: str) -> _Mount | None:
     # Of the mount points above the path the deepest holds it; of two on one point the later one covers the earlier.
-    best: _Mount | None = None
-    for mount in _mounts(mountinfo):
-        above = mount.point == "/" or path == mount.point or path.startswith(mount.point + "/")
-        if above and (best is None or len(mount.point) >= len(best.point)):
-            best = mount
-    return best
+    above = [m for m in _mounts(mountinfo) if m.point == "/" or path == m.point or path.startswith(m.point + "/")]
+    return max(reversed(above), key=lambda mount: len(mount.point), default=None)
 
 
 def _mounts(mountinfo: str) -> Iterator[_Mount]:
