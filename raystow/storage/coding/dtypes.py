@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  gives numpy the names of bfloat16 and fp8
 import numpy as np
 
 from ..errors import Unsupported
@@ -51,8 +51,6 @@ DTYPES: dict[str, DType] = {
 MANTISSA = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 """What can be rounded, and the bits of its mantissas. Integers, booleans and what has fewer bits stay as they are."""
 
-_ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-
 
 def dtype(name: str) -> DType:
     """The entry for ``name``. Raises ``Unsupported`` if format version 1 has none."""
@@ -66,7 +64,7 @@ def to_numpy(name: str) -> np.dtype[np.generic]:
     """The numpy type of ``name`` (bfloat16 and fp8 through ml_dtypes). For types that numpy lacks, such as complex32 or the
     packed ones, the unsigned integer of that size."""
     try:
-        return np.dtype(getattr(ml_dtypes, name) if name in _ML_DTYPES else name)
+        return np.dtype(name)
     except TypeError:
         return np.dtype(f"u{dtype(name).itemsize}")
 
