@@ -19,7 +19,7 @@ from raystow.orchestrator.cli.checks.finding import Status
 from raystow.orchestrator.cli.checks.store import check_store
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, NotFound, PreconditionFailed, StateError, StoreError, StoreUnavailable
-from raystow.storage.stores import open_store
+from raystow.storage.stores import azure, open_store
 from raystow.storage.stores.azure import AzureStore
 from raystow.storage.stores.cloud import CloudStore
 from raystow.storage.stores.gcs import GcsStore
@@ -34,6 +34,7 @@ def clouds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatc
     """Isolate the configuration: an account without credentials, and no service that issues them."""
     for name in [name for name in os.environ if name.startswith(("AZURE_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
+    monkeypatch.delenv("IDENTITY_ENDPOINT", raising=False)
     monkeypatch.setenv("AZURE_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("AZURE_MSI_ENDPOINT", "http://127.0.0.1:1/identity")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
@@ -195,6 +196,20 @@ def test_standard_azure_variables_configure_the_store(
     with pytest.raises(NotFound):
         store.get("k", max_bytes=1)
     assert [request.split("?")[0] for request in server.requests] == ["GET /bucket/run/k"]
+
+
+@pytest.mark.parametrize("server", [[(400, "")]], indirect=True)
+@pytest.mark.parametrize("variable", ["IDENTITY_ENDPOINT", "AZURE_IDENTITY_ENDPOINT", "AZURE_MSI_ENDPOINT"])
+def test_a_managed_identity_may_have_an_endpoint(
+    server: Scripted, clouds: pytest.MonkeyPatch, store: CloudStore, variable: str
+) -> None:
+    clouds.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    clouds.delenv("AZURE_MSI_ENDPOINT")
+    clouds.setattr(azure, "METADATA", "http://127.0.0.1:1")  # where Azure has no machine of one's own
+    clouds.setenv(variable, f"{server.endpoint}/identity")
+    with pytest.raises(StoreError, match="the request for credentials failed with 400"):
+        store.get("k", max_bytes=1)
+    assert server.requests[0].startswith("GET /identity?")
 
 
 def test_missing_azure_credentials_are_reported(clouds: pytest.MonkeyPatch, store: CloudStore) -> None:

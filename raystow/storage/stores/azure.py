@@ -63,6 +63,7 @@ _VARIABLES = {
     "skip_signature": ("AZURE_SKIP_SIGNATURE",),
     "endpoint": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
+_IDENTITY_ENDPOINTS = ("IDENTITY_ENDPOINT", "AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT")
 _CONNECTION_STRING = {
     "AccountName": "account_name",
     "AccountKey": "account_key",
@@ -97,7 +98,7 @@ class AzureStore(CloudStore):
             return config
         if _has_cli_login():
             return config | {"use_azure_cli": True}
-        metadata = os.environ.get("AZURE_MSI_ENDPOINT") or os.environ.get("AZURE_IDENTITY_ENDPOINT") or METADATA
+        metadata = next(filter(None, map(os.environ.get, _IDENTITY_ENDPOINTS)), METADATA)
         require_metadata(metadata, self.uri, _CREDENTIALS)
         return config
 
