@@ -139,23 +139,19 @@ def plan_copy(
     root = replica.root()
     present = {entry.id: entry for entry in root.listed}
     _check_same(source_root, present, replica)
-    if chosen is None:
-        due = tuple(entry for entry in source_root.versions if entry.id >= root.next_id)
-        older = tuple(e.id for e in source_root.versions if e.id < root.next_id and e.id not in present)
-        rollback = _rollback(source_root, root)
-        segments = _segments(source_root, root, due[-1].id if due else rollback)
-        return CopyPlan(source, replica, source_root, root, due, older, rollback, segments, signer, memory)
-    due = tuple(entry for entry in chosen if entry.id not in present)
-    for entry in due:
-        if entry.id < root.next_id:
-            what = f"version {entry.id} is older than what was copied here: versions are added in the order of their ids"
-            raise StateError(what, subject=replica.uri, remedy=_EMPTY)
-    segments = _segments(source_root, root, due[-1].id if due else 0)
-    return CopyPlan(source, replica, source_root, root, due, segments=segments, signer=signer, memory=memory)
+    due = tuple(entry for entry in chosen or source_root.versions if entry.id not in present)
+    older = tuple(entry.id for entry in due if entry.id < root.next_id)
+    if chosen and older:
+        what = f"version {older[0]} is older than what was copied here: versions are added in the order of their ids"
+        raise StateError(what, subject=replica.uri, remedy=_EMPTY)
+    due = tuple(entry for entry in due if entry.id >= root.next_id)
+    rollback = 0 if chosen else _rollback(source_root, root)
+    segments = _segments(source_root, root, due[-1].id if due else rollback)
+    return CopyPlan(source, replica, source_root, root, due, older, rollback, segments, signer, memory)
 
 
-def _chosen(source: Catalog, root: Root, versions: Iterable[VersionSelector]) -> tuple[Entry, ...] | None:
-    """The entries to copy with their bases, ids ascending; None for all."""
+def _chosen(source: Catalog, root: Root, versions: Iterable[VersionSelector]) -> tuple[Entry, ...]:
+    """The entries to copy with their bases, ids ascending; none if all are to be copied."""
     chosen = [select(root, which, source.uri) for which in versions]
     live = set(root.versions)
     for entry in chosen:
@@ -164,7 +160,7 @@ def _chosen(source: Catalog, root: Root, versions: Iterable[VersionSelector]) ->
             raise StateError(f"version {entry.id} is rolled back", subject=source.uri, remedy=remedy)
     ids = {entry.id for entry in chosen}
     users = needed(root.listed, ids)
-    return tuple(entry for entry in root.listed if entry.id in ids or entry.id in users) if chosen else None
+    return tuple(entry for entry in root.listed if entry.id in ids or entry.id in users)
 
 
 def _signer() -> Signer:
