@@ -127,7 +127,8 @@ def test_an_empty_repository_makes_a_page(tmp_path: Path) -> None:
 
 def test_a_version_without_any_statistics_makes_a_page(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path / "run")) as cluster:
-        cluster.save({"n": 1}, step=0)  # no tensor: no bytes, no ratio, no stall, no restore
+        # No tensor: no bytes, no ratio, no stall, no restore. No metric can be drawn.
+        cluster.save({"n": 1}, step=0, metrics={"none": float("nan"), "infinite": float("inf"), "huge": 10**400})
     page = page_of(tmp_path / "run", tmp_path / "r.html", *PRICES)
     assert [name for name in PLOTS if f'id="plot-{name}"' in page] == ["bytes", "cost"]
     assert "No version has any bytes." in page

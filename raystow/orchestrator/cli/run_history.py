@@ -4,7 +4,6 @@ records."""
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -150,4 +149,4 @@ def _saved(target: Target, version: Version) -> SavedVersion:
 def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     """The metrics that can be drawn."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-    return {name: float(value) for name, value in numbers.items() if math.isfinite(value) and abs(value) < 1e300}
+    return {name: float(value) for name, value in numbers.items() if abs(value) < 1e300}
