@@ -16,8 +16,7 @@ from pathlib import Path
 from ..clock import Clock
 from ..errors import StoreUnavailable, UnsafeStore
 
-_BUSY = (errno.EWOULDBLOCK, errno.EAGAIN)
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP)
 _FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.05
 
 _threads: dict[Path, threading.Lock] = {}
@@ -72,9 +71,9 @@ def exclusive(path: Path, *, timeout: float, clock: Clock) -> Iterator[None]:
 def _try(descriptor: int, path: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     except OSError as error:
-        if error.errno in _BUSY:
-            return False
         if error.errno in _NO_LOCKS:
             raise UnsafeStore(
                 "this file system has no flock",

@@ -29,7 +29,7 @@ LOCK = ".raystow.lock"
 WRITERS = max(8, (os.cpu_count() or 1) // 4)
 """Threads that write objects in parallel: more of them are not faster, and take cores from the training."""
 
-_GONE = (errno.ENOENT, errno.ENOTDIR)
+_GONE = (FileNotFoundError, NotADirectoryError)
 _REFUSED = {
     errno.EACCES: "give this user the right to read and write there",
     errno.EPERM: "give this user the right to read and write there",
@@ -169,11 +169,8 @@ class LocalStore:
 
     def _remove(self, path: Path) -> None:
         """Unlink a file, and the folders that this leaves empty."""
-        try:
+        with contextlib.suppress(*_GONE):
             path.unlink()
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise
         with contextlib.suppress(OSError):
             while (path := path.parent) != self._root:
                 path.rmdir()
@@ -184,10 +181,8 @@ class LocalStore:
         try:
             self._check_kind(key, path.lstat().st_mode)  # before it is opened: a device may act on that
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-        except OSError as error:
-            if error.errno in _GONE:
-                raise checks.missing(self._subject(key)) from error
-            raise
+        except _GONE as error:
+            raise checks.missing(self._subject(key)) from error
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             self._check_kind(key, status.st_mode)
@@ -221,10 +216,8 @@ class LocalStore:
         try:
             with os.scandir(f"{self._root}/{below}") as entries:  # a folder sorts as its name with a slash, as its keys do
                 found = sorted((f"{below}{e.name}{'/' if e.is_dir(follow_symlinks=False) else ''}", e) for e in entries)
-        except OSError as error:
-            if error.errno in _GONE:
-                return
-            raise
+        except _GONE:
+            return
         for path, entry in found:
             if not path.endswith("/"):
                 yield path, entry
