@@ -12,7 +12,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from io import BufferedReader
+from io import BufferedIOBase, BufferedReader, FileIO
 from pathlib import Path
 
 from blake3 import blake3
@@ -29,6 +29,7 @@ LOCK = ".raystow.lock"
 WRITERS = max(8, (os.cpu_count() or 1) // 4)
 """Threads that write objects in parallel: more of them are not faster, and take cores from the training."""
 
+_BUFFER = 8 << 10  # bytes; the default is a block of the file system, and some network file systems have blocks of megabytes
 _GONE = (FileNotFoundError, NotADirectoryError)
 _REFUSED = {
     errno.EACCES: "give this user the right to read and write there",
@@ -176,14 +177,14 @@ class LocalStore:
                 path.rmdir()
 
     @contextlib.contextmanager
-    def _open(self, key: str) -> Iterator[tuple[BufferedReader, int]]:
+    def _open(self, key: str) -> Iterator[tuple[BufferedIOBase, int]]:
         path = self._path(key)
         try:
             self._check_kind(key, path.lstat().st_mode)  # before it is opened: a device may act on that
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         except _GONE as error:
             raise checks.missing(self._subject(key)) from error
-        with open(descriptor, "rb") as file:
+        with BufferedReader(FileIO(descriptor), _BUFFER) as file:
             status = os.fstat(descriptor)
             self._check_kind(key, status.st_mode)
             yield file, status.st_size
@@ -204,7 +205,7 @@ class LocalStore:
         except NotFound:
             return None
 
-    def _read(self, file: BufferedReader, key: str, start: int, length: int) -> bytes:
+    def _read(self, file: BufferedIOBase, key: str, start: int, length: int) -> bytes:
         file.seek(start)
         data = file.read(length)
         if len(data) < length:
