@@ -44,7 +44,7 @@ def fragment(version: int, attempt: str, node: int) -> str:
 
 
 def pack(version: int, attempt: str, node: int, group: str, number: int) -> str:
-    """Pack ``number`` of ``group`` (``weights``, ``optimizer``, ``other``) that node number ``node`` wrote."""
+    """Pack ``number`` of ``group`` (``weights``, ``optimizer``) that node number ``node`` wrote."""
     if not _GROUP.fullmatch(group):
         raise Damaged(f"not a pack group: {group!r}")
     return f"{prefix(version, attempt)}{group}-{_count(node):05d}-{_count(number):05d}.pack"

@@ -14,6 +14,7 @@ _PART = r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,199}"
 _KEY = re.compile(rf"{_PART}(?:/{_PART})*")
 _PREFIX = re.compile(rf"(?:{_PART}/)*(?:{_PART})?")
 _LONGEST_KEY = 512
+_REMEDY = "make keys with raystow.storage.format.keys only"
 
 
 def is_key(key: str) -> bool:
@@ -24,14 +25,14 @@ def is_key(key: str) -> bool:
 def checked_key(key: str) -> str:
     """``key``, or a ``StoreError`` if it is not one."""
     if not is_key(key):
-        raise StoreError(f"not a key: {key[:_LONGEST_KEY]!r}", remedy="make keys with raystow.storage.keys only")
+        raise StoreError(f"not a key: {key[:_LONGEST_KEY]!r}", remedy=_REMEDY)
     return key
 
 
 def checked_prefix(prefix: str) -> str:
     """``prefix``, or a ``StoreError`` if no key can start with it."""
     if len(prefix) > _LONGEST_KEY or not _PREFIX.fullmatch(prefix):
-        raise StoreError(f"not a prefix of keys: {prefix[:_LONGEST_KEY]!r}", remedy="make keys with raystow.storage.keys only")
+        raise StoreError(f"not a prefix of keys: {prefix[:_LONGEST_KEY]!r}", remedy=_REMEDY)
     return prefix
 
 
