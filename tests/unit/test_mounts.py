@@ -41,6 +41,22 @@ def test_a_safe_file_system_is_accepted(kind: str, options: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "safe"),
+    [
+        ("tuneUseGlobalFileLocks       = true", True),
+        ("tuneUseGlobalFileLocks=1", True),
+        ("tuneUseGlobalFileLocks = false", False),
+        ("# tuneUseGlobalFileLocks = true", False),
+        ("tuneUseGlobalAppendLocks = true", False),
+    ],
+)
+def test_beegfs_needs_locks_of_all_its_clients(tmp_path: Path, setting: str, safe: bool) -> None:
+    (tmp_path / "client.conf").write_text(f"logLevel = 3\n{setting}\ntuneRemoteFSync = true\n")
+    mount = line("/mnt/share", "beegfs", f"rw,cfgFile={tmp_path}/client.conf")
+    assert (mounts.unsafe_reason(f"{ROOT}\n{mount}\n", "/mnt/share/run") is None) == safe
+
+
+@pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
         ("nfs", "rw,vers=3,nolock,local_lock=all", "local_lock=all"),

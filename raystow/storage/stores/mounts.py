@@ -20,7 +20,7 @@ _REFUSED = {
     **dict.fromkeys(("cifs", "smb3", "smbfs"), "SMB shares do not keep locks and renames atomic between clients"),
     "9p": "9p mounts keep flock inside one machine only",
     "virtiofs": "virtiofs mounts keep flock inside one machine only",
-    "beegfs": "BeeGFS keeps flock inside one machine only, unless it was configured in another way",
+    "beegfs": "BeeGFS keeps flock inside one machine only without tuneUseGlobalFileLocks=true in its client's configuration",
     "afs": "AFS has no lock that orders writers on several machines",
     "vboxsf": "shared folders of a virtual machine have no locks between the machines",
     "fuse": "FUSE file systems may take a lock without keeping it",
@@ -42,7 +42,7 @@ def unsafe_reason(mountinfo: str, path: str) -> str | None:
         return None
     where = f"{mount.point} is mounted as {mount.kind}"
     kind = "fuse" if mount.kind.startswith("fuse.") else mount.kind
-    if kind in _REFUSED:
+    if kind in _REFUSED and not _has_global_locks(mount):
         return f"{where}: {_REFUSED[kind]}"
     if mount.kind in ("nfs", "nfs4"):
         local = mount.options & {"nolock", "local_lock=all", "local_lock=flock"}
@@ -51,6 +51,16 @@ def unsafe_reason(mountinfo: str, path: str) -> str | None:
     if mount.kind == "lustre" and "localflock" in mount.options:
         return f"{where} with localflock: its locks hold on one machine only"
     return None
+
+
+def _has_global_locks(mount: _Mount) -> bool:
+    """Whether the configuration of a BeeGFS client, which the options of its mount name, makes locks exclude other machines."""
+    file = next((option.partition("=")[2] for option in mount.options if option.startswith("cfgFile=")), "")
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return mount.kind == "beegfs" and re.search(r"(?m)^\s*tuneUseGlobalFileLocks\s*=\s*(true|1)\s*$", text) is not None
 
 
 def refuse_unsafe(path: str) -> None:
