@@ -3,6 +3,7 @@ pinned is unpinned once."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +115,8 @@ class Registry:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     made = Registry()
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: made))
+    devices = SimpleNamespace(device_count=lambda: 0, device=lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: made, **vars(devices)))
     return made
 
 

@@ -116,7 +116,9 @@ def _pin(memory: Bytes) -> int:
         _madvise()(address, memory.size, advice)
     if not torch.cuda.is_available():
         return 0
-    if code := int(torch.cuda.cudart().cudaHostRegister(address, memory.size, 0)):
+    with _used_device():
+        code = int(torch.cuda.cudart().cudaHostRegister(address, memory.size, 0))
+    if code:
         what = f"CUDA cannot pin {math.ceil(memory.size / (1 << 20))} MiB of host memory (error {code})"
         raise ClusterError(what, remedy=_REMEDY)
     return address
@@ -131,7 +133,15 @@ def _unpin(parts: Sequence[Future[int]]) -> None:
 
 def _unregister(part: Future[int]) -> None:
     if part.exception() is None and (address := part.result()):
-        torch.cuda.cudart().cudaHostUnregister(address)
+        with _used_device():
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _used_device() -> torch.cuda.device:
+    """Select a device that this process uses. Calls of CUDA take half a gigabyte of the memory of the one that is selected, which
+    is the first one in a new thread."""
+    used = (index for index in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(index))
+    return torch.cuda.device(next(used, -1))  # -1: do not select one
 
 
 @functools.cache
