@@ -333,7 +333,8 @@ class PackReader:
         """Read a run, check it, and fill the targets of its pieces. ``memory``: for its stored bytes."""
         for piece, raw in self.elements(run, _own_memory, memory=memory):
             chunk, target = piece.chunk, piece.target
-            if target is not None and not np.may_share_memory(raw, target):
+            # Bounds are compared, within which a strided target may have the memory of another target.
+            if target is not None and not (target.flags.c_contiguous and np.may_share_memory(raw, target)):
                 target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
             progress(chunk.nbytes)
 

@@ -125,3 +125,16 @@ def test_a_restore_from_an_empty_repository(folder: Path, tmp_path_factory: pyte
     assert raystow.restore(empty, blank()) is None
     with pytest.raises(raystow.NotFound, match="the first save creates a version"):
         raystow.restore(empty, blank(), "best")
+
+
+def test_copies_are_restored_into_interleaved_memory(tmp_path: Path) -> None:
+    """Equal tensors are stored once. One target is between the rows of the other one."""
+    weights = torch.arange(8192.0).reshape(2, 4096)
+    with LocalCluster(str(tmp_path)) as cluster:
+        version = cluster.save({"a": weights, "b": weights.clone()}, step=1)
+    assert [row.derivation is not None for rows in version.chunks.values() for row in rows] == [False, True]
+    memory = torch.zeros(2, 3 * 4096)
+    into = {"a": memory[0, 4096:].view(2, 4096), "b": memory[:, :4096]}
+    version.restore(into)
+    assert torch.equal(into["a"], weights)
+    assert torch.equal(into["b"], weights)
