@@ -15,7 +15,7 @@ from .coding.digest import stored_digest
 from .errors import Damaged, StateError
 from .format import keys
 from .format.root import Root
-from .stores.durable import TEMPORARY
+from .stores import durable
 from .stores.file_lock import exclusive
 
 SEEN_ROOTS = "RAYSTOW_SEEN_ROOTS"
@@ -59,13 +59,12 @@ class SeenRoot:
         now = {name: int(getattr(root, name)) for name in _ASCENDING}
         if self._path is None or now == self._before:
             return
-        temporary = self._path.with_name(f"{TEMPORARY}{SYSTEM.token()}")
+        folder = self._path.parent
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             with exclusive(self._path.with_suffix(".lock"), timeout=_LOCK_SECONDS, clock=SYSTEM):
                 most = {name: max(now[name], seen) for name, seen in _load(self._path).items()} or now
-                temporary.write_text(json.dumps({"uri": self._uri, **most}))
-                temporary.replace(self._path)
+                durable.write(folder, self._path.name, [json.dumps({"uri": self._uri, **most}).encode()], SYSTEM)
         except OSError as error:
             remedy = f"let {SEEN_ROOTS} name a folder that can be written"
             raise StateError(f"cannot be written: {error.strerror}", subject=str(self._path), remedy=remedy) from error

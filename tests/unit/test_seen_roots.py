@@ -121,6 +121,7 @@ def test_a_commit_succeeds_although_it_cannot_be_noted(
     assert "cannot be written: No space left" in caplog.text
     with pytest.raises(StateError, match="cannot be written"):
         repository.versions()
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".lock"}, "no temporary files are left"
     monkeypatch.undo()
     assert len(repository.versions()) == 2
 

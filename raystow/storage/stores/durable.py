@@ -36,11 +36,12 @@ def write(root: Path, key: str, parts: Sequence[Buffer], clock: Clock) -> None:
         raise
     # Every level up to the root: another process may have created a folder and not synced it yet. To sync a clean folder
     # costs microseconds.
-    while folder.is_relative_to(root):
+    for each in (folder, *folder.parents):
+        if not each.is_relative_to(root):
+            break
         # A folder that is gone was emptied: the object was deleted since.
         with contextlib.suppress(FileNotFoundError):
-            _sync_folder(folder)
-        folder = folder.parent
+            _sync_folder(each)
 
 
 def make_folder(path: Path) -> None:
