@@ -18,7 +18,7 @@ from .format.root import Entry, Segment
 from .format.segment_record import SegmentRecord
 from .format.signature import SEGMENT, Trust
 from .format.version_record import VersionRecord
-from .limits import MAX_RECORD, MAX_SEGMENT
+from .limits import MAX_FRAGMENT, MAX_RECORD, MAX_SEGMENT
 from .object_store import ObjectInfo, ObjectStore
 
 _AT_ONCE = 16  # attempts that are looked at in parallel: each holds one fragment in memory
@@ -121,7 +121,7 @@ def _lacks(store: ObjectStore, record: VersionRecord, sizes: Mapping[str, int]) 
         wrong = [
             f"{_name(key)} does not match its digest"
             for key, f in fragments.items()
-            if stored_digest(store.get(key, max_bytes=f.size)).hex() != f.digest
+            if stored_digest(store.get(key, max_bytes=min(f.size, MAX_FRAGMENT))).hex() != f.digest
         ]
     more = f", and {len(wrong) - 1} more like it" if wrong[1:] else ""
     return f"{wrong[0]}{more}" if wrong else ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +20,9 @@ from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, Fenced, NotARepository, PreconditionFailed, StoreUnavailable, Unsupported, Untrusted
 from raystow.storage.format import keys, records
 from raystow.storage.format.signature import Signer, Trust
+from raystow.storage.format.version_record import FragmentInfo
 from raystow.storage.leases import Lease
+from raystow.storage.limits import MAX_FRAGMENT
 from raystow.storage.repair import RepairPlan, State, plan_repair
 from raystow.storage.repository import Repository, create_repository, open_repository
 from raystow.storage.retention.policy import Policy
@@ -129,6 +133,18 @@ def test_a_version_with_a_truncated_pack_is_left_out(repository: Repository) -> 
     repository.store.put(keys.pack(version.id, version.attempt, 0, "weights", 0), [b"x"])
     lose(repository)
     assert "has 1 bytes instead of" in left_out(plan(repository))[1]
+
+
+def test_a_fragment_above_the_limit_is_not_read(tmp_path: Path) -> None:
+    repository = create_repository(str(tmp_path))
+    committer = Committer(repository, "owner")
+    info = FragmentInfo(0, MAX_FRAGMENT + 1, "ab" * 32, (0,), 0, 0, 0)
+    version = committer.commit(replace(empty_record(committer), fragments=(info,)))
+    fragment = tmp_path / keys.fragment(version.id, version.attempt, 0)
+    fragment.touch()
+    os.truncate(fragment, info.size)  # takes no space
+    lose(repository)
+    assert f"at most {MAX_FRAGMENT} are possible" in left_out(plan(repository))[1]
 
 
 def test_a_record_in_the_wrong_folder_is_left_out(repository: Repository) -> None:
