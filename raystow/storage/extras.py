@@ -56,7 +56,11 @@ def tried(library: str, version: str) -> Iterator[None]:
             isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(f"{library}.")
         ):
             raise  # it, or what it needs, is not installed
-        what = f"{library} {metadata.version(library)} has changed: {error}"
+        try:
+            installed = f"{library} {metadata.version(library)}"
+        except metadata.PackageNotFoundError:
+            installed = library  # imported from a checkout
+        what = f"{installed} has changed: {error}"
         raise Unsupported(what, remedy=f'tried with {library} {version}: pip install "{library}=={version}.*"') from error
 
 

@@ -109,6 +109,11 @@ def test_a_library_that_has_changed_names_the_tried_version() -> None:
         import absent  # noqa: F401
 
 
+def test_a_library_from_a_checkout_needs_no_metadata() -> None:
+    with pytest.raises(Unsupported, match=r"^verlet has changed: no method"), extras.tried("verlet", "0.9"):
+        raise AttributeError("no method")
+
+
 READ = """
 import json, sys
 for library in ("numba", "llvmlite", "torch", "ray", "cryptography"):
