@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from . import pins, rollback
 from .catalog import Catalog
 from .clock import SYSTEM, Clock
-from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StoreError
+from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, RaystowError
 from .format import key_files, keys
 from .format.marker import Marker
 from .format.root import REPAIR, Root
@@ -45,7 +45,7 @@ class Repository(Catalog):
     def _repr_html_(self) -> str:
         try:
             versions = self.versions()
-        except StoreError as error:
+        except RaystowError as error:
             return facts_table(self.uri, {"problem": error})
         shown = f"{len(versions)} versions" + (f", the newest {_SHOWN}" if len(versions) > _SHOWN else "")
         rows = ([one.id, one.step, moment(one.created), size(one.raw), size(one.bytes)] for one in versions[-_SHOWN:])

@@ -14,6 +14,7 @@ from raystow.orchestrator.client.pending import Pending
 from raystow.orchestrator.restore import progress_bar
 from raystow.storage.committer import Committer
 from raystow.storage.errors import SaveFailed
+from raystow.storage.format import keys
 
 
 class Terminal(io.StringIO):
@@ -36,6 +37,12 @@ def test_a_repository_and_a_version_are_shown_as_tables() -> None:
     assert newest is not None
     assert f"<b>version {newest.id}</b>" in newest._repr_html_()
     assert "3.91 KiB" in newest._repr_html_()
+
+
+def test_a_damaged_repository_is_shown_with_its_problem() -> None:
+    repository = memory_repository()
+    repository.store.put(keys.ROOT, [b"{}"])
+    assert "does not match its own digest" in repository._repr_html_()
 
 
 def test_a_pending_save_shows_its_state_and_escapes_errors() -> None:
