@@ -235,11 +235,7 @@ class PackReader:
             yield from map(decoded, runs)
             return
         with ThreadPoolExecutor(max(1, min(self.threads, fitting, len(runs))), "raystow-read") as pool:
-            try:
-                yield from pool.map(decoded, runs)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+            yield from pool.map(decoded, runs)  # an error, or the caller's end, cancels the rest
 
     def whole(self, parts: Iterable[Chunk]) -> list[Run]:
         """The runs to fetch to read chunks whole."""

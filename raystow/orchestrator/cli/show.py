@@ -174,7 +174,7 @@ def _needs(target: Target, version: Version) -> str:
     if not chain:
         return bases
     try:
-        whole = size(rewrite.plan(version, version.store, None).sampled())
+        whole = size(rewrite.plan(version, None).sampled())
     except (Damaged, NotFound) as error:
         return f"{bases} (a part of it cannot be read: {error.what})"
     return f"{bases} (stored whole it would take about {whole})"

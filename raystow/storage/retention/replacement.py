@@ -212,7 +212,7 @@ def plan(catalog: Catalog, entry: Entry, goal: Goal, *, siblings: Sequence[Entry
         raise Damaged(what, subject=version.record_key)
     if not goal.recode and len(bases := version.record.bases) == 1:
         base = version.bases.version(bases[0])
-    rewriting = rewrite.plan(version, catalog.store, base, weights_only=goal.weights_only, recode=goal.recode, bits=goal.bits)
+    rewriting = rewrite.plan(version, base, weights_only=goal.weights_only, recode=goal.recode, bits=goal.bits)
     return Replacement(catalog, version, goal, rewriting, signer)
 
 

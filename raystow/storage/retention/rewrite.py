@@ -28,7 +28,7 @@ from ..format import keys
 from ..format.groups import WEIGHTS, group
 from ..format.manifest import Chunk, Fragment
 from ..format.version_record import FragmentInfo, PackInfo
-from ..object_store import Buffer, ObjectStore
+from ..object_store import Buffer
 from ..reader import Request, decode
 from ..version import Version
 
@@ -88,7 +88,6 @@ class Rewriting:
 
     version: Version
     base: Version | None
-    store: ObjectStore
     fragments: tuple[tuple[FragmentInfo, Fragment], ...]
     packs: tuple[PlannedPack, ...]
 
@@ -128,21 +127,17 @@ class Rewriting:
         packs, rows = list[PackInfo](), defaultdict[int, list[Chunk]](list)
         rounded = defaultdict[tuple[int, str], list[Rounded]](list)  # by node and tensor
         with ThreadPoolExecutor(_AT_ONCE, "raystow-rewrite") as pool:
-            try:
-                for info, written, found in pool.map(lambda pack: self._write(pack, attempt, progress), self.packs):
-                    packs.append(info)
-                    rows[info.node] += written
-                    for name, one in found:
-                        rounded[info.node, name].append(one)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+            for info, written, found in pool.map(lambda pack: self._write(pack, attempt, progress), self.packs):
+                packs.append(info)
+                rows[info.node] += written
+                for name, one in found:
+                    rounded[info.node, name].append(one)
         infos = []
         for old, fragment in self.fragments:
             anew = {name: together(parts) for (node, name), parts in rounded.items() if node == fragment.node}
             fragment = replace(fragment, chunks=tuple(rows[fragment.node]), rounded={**fragment.rounded, **anew})
             data = fragment.dump()
-            self.store.put(keys.fragment(self.version.id, attempt, fragment.node), [data])
+            self.version.store.put(keys.fragment(self.version.id, attempt, fragment.node), [data])
             infos.append(fragment.info(data, old.ranks, old.stall))
         return tuple(infos), tuple(packs)
 
@@ -159,7 +154,7 @@ class Rewriting:
                 rounded += [] if found is None else [(row.name, found)]
             end += owner.coding.size
             progress(bundle.read)
-        self.store.put(keys.pack(self.version.id, attempt, pack.node, pack.group, pack.number), parts)
+        self.version.store.put(keys.pack(self.version.id, attempt, pack.node, pack.group, pack.number), parts)
         return PackInfo(pack.node, pack.group, pack.number, end), rows, rounded
 
     def _coded(self, bundles: Sequence[Bundle]) -> Iterator[tuple[Bundle, Chunk, Buffer, Rounded | None]]:
@@ -211,7 +206,6 @@ def _elements(version: Version, chunk: Chunk) -> Bytes:
 
 def plan(
     version: Version,
-    store: ObjectStore,
     base: Version | None,
     *,
     weights_only: bool = False,
@@ -245,7 +239,7 @@ def plan(
         rounded = {name: one for name, one in fragment.rounded.items() if kept(name)}
         fragments.append((info, replace(fragment, chunks=chunks, values=values, rounded=rounded)))
         packs += _packs(fragment.node, _bundles(chunks, anew, rounds, bits))
-    return Rewriting(version, base, store, tuple(fragments), tuple(packs))
+    return Rewriting(version, base, tuple(fragments), tuple(packs))
 
 
 def _bundles(
