@@ -118,7 +118,7 @@ class Repository(Catalog):
             Damaged: Names the first object that is wrong.
         """
         fresh = self.at(version.entry, siblings=version.siblings)  # what the caller's has cached may be damaged by now
-        return verify_bytes(fresh, self.store, progress, journal=journal) if deep else verify_sizes(fresh, self.store)
+        return verify_bytes(fresh, progress, journal=journal) if deep else verify_sizes(fresh)
 
     def rollback(self, which: VersionSelector) -> list[Version]:
         """Make a version the newest again, with one swap of the root. Nothing is deleted.

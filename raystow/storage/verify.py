@@ -10,7 +10,6 @@ from .errors import Damaged
 from .format import keys, values
 from .format.boxes import tile
 from .format.manifest import Chunk
-from .object_store import ObjectStore
 from .verify_progress import VerifyJournal
 from .version import Version
 
@@ -40,23 +39,17 @@ class Verified:
     resumed: int
 
 
-def verify_sizes(version: Version, store: ObjectStore) -> Verified:
+def verify_sizes(version: Version) -> Verified:
     """Check record and manifest by their digests, packs by their sizes. Reads no pack. Takes memory for the manifest.
 
     Raises:
         Damaged: Names the first object that is wrong.
     """
-    return _verify_sizes(version, store)[0]
-
-
-def checked_packs(version: Version, store: ObjectStore) -> Packs:
-    """As ``verify_sizes``; returns the chunks of each pack."""
-    return _verify_sizes(version, store)[1]
+    return _counted(version, checked_packs(version))
 
 
 def verify_bytes(
     version: Version,
-    store: ObjectStore,
     progress: Callable[[int], None] = lambda nbytes: None,
     *,
     journal: VerifyJournal | None = None,
@@ -67,7 +60,7 @@ def verify_bytes(
     ``progress`` is called with the decoded bytes of each chunk, first with those of all packs in the journal. A pack that was
     read to its end is added to the journal. Takes memory for the manifest and ``memory`` bytes of chunks, or one larger chunk.
     """
-    found, packs = _verify_sizes(version, store)
+    packs = checked_packs(version)
     record = version.entry.digest
     reader = version.reader()
     every = reader.whole(chunk for rows in version.chunks.values() for chunk in rows)
@@ -80,22 +73,23 @@ def verify_bytes(
         if journal is not None and not left[run.key]:
             journal.add(record, run.key)
     resumed = sum(chunk.stored for key in done for chunk in packs.get(key, ()))
-    return replace(found, read=found.stored - resumed, resumed=resumed)
+    return replace(_counted(version, packs), read=version.bytes - resumed, resumed=resumed)
 
 
-def _verify_sizes(version: Version, store: ObjectStore, seen: set[int] | None = None) -> tuple[Verified, Packs]:
-    """``seen``: ids of bases that need not be checked again; those that are checked are added."""
+def checked_packs(version: Version, seen: set[int] | None = None) -> Packs:
+    """As ``verify_sizes``; returns the chunks of each pack. ``seen``: ids of bases that need not be checked again; those that are
+    checked are added."""
     packs: dict[str, list[Chunk]] = defaultdict(list)
     for rows in version.chunks.values():
         if not tile([row.box for row in rows], ((0,) * len(rows[0].shape), rows[0].shape)):
             raise Damaged("the manifest's chunks do not hold each element exactly once", subject=rows[0].name)
         for row in (row for row in rows if not row.is_reference):
             packs[keys.pack(version.id, version.attempt, row.node, row.group, row.pack)].append(row)
-    recorded = {keys.pack(version.id, version.attempt, p.node, p.group, p.number): p.size for p in version.record.packs}
-    found = {info.key: info.size for info in store.list(keys.prefix(version.id, version.attempt))}
+    recorded = {keys.pack(version.id, version.attempt, *pack.place): pack.size for pack in version.record.packs}
+    found = {info.key: info.size for info in version.store.list(keys.prefix(version.id, version.attempt))}
     for key in sorted(set(packs) | set(recorded)):
         _check_pack(key, packs[key], recorded.get(key, 0), found.get(key))
-    _check_bases(version, store, set() if seen is None else seen)
+    _check_bases(version, set() if seen is None else seen)
     for fragment in version.fragments:
         for value in fragment.values:
             values.loads(value.text)
@@ -103,11 +97,16 @@ def _verify_sizes(version: Version, store: ObjectStore, seen: set[int] | None = 
     raw, stored = sum(chunk.nbytes for chunk in chunks), sum(chunk.stored for chunk in chunks)
     if not (raw, stored) == (version.record.raw, version.record.stored) == (version.raw, version.bytes):
         raise Damaged("the sums of the manifest, the record and the root differ", subject=version.record.key())
-    counts = len(version.chunks), len(chunks), len(packs)
-    return Verified(version.id, version.step, *counts, raw, stored, read=0, resumed=0), packs
+    return packs
 
 
-def _check_bases(version: Version, store: ObjectStore, seen: set[int]) -> None:
+def _counted(version: Version, packs: Packs) -> Verified:
+    chunks = sum(map(len, version.chunks.values()))
+    counts = len(version.chunks), chunks, len(packs), version.raw, version.bytes
+    return Verified(version.id, version.step, *counts, read=0, resumed=0)
+
+
+def _check_bases(version: Version, seen: set[int]) -> None:
     """Check that bases are there, and that manifest, record and root name the same ones."""
     needed = tuple(sorted({base for fragment in version.fragments for base in fragment.bases}))
     if not needed == version.record.bases == version.entry.bases:
@@ -119,7 +118,7 @@ def _check_bases(version: Version, store: ObjectStore, seen: set[int]) -> None:
             continue
         seen.add(id)
         try:
-            _verify_sizes(base, store, seen)
+            checked_packs(base, seen)
         except Damaged as error:
             raise Damaged(f"{error.what}; version {version.id} is a delta to version {id}", subject=error.subject) from error
     version.reader().whole(chunk for rows in version.chunks.values() for chunk in rows)  # finds what each of them needs

@@ -127,7 +127,7 @@ def test_memory_is_bounded(tmp_path: Any, memory: int) -> None:
     assert version.bytes > 150 * MiB
     tracemalloc.start()
     try:
-        found = verify_bytes(version, repository.store, memory=memory)
+        found = verify_bytes(version, memory=memory)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -154,5 +154,5 @@ def test_the_memory_limit_bounds_concurrent_reads(repository: Repository, monkey
         return data
 
     monkeypatch.setattr(repository.store, "get_range", counted)
-    verify_bytes(version, repository.store, memory=8 * MiB)  # two reads of 3 MiB each fit
+    verify_bytes(version, memory=8 * MiB)  # two reads of 3 MiB each fit
     assert most == 2

@@ -40,13 +40,13 @@ def test_verified_packs_are_not_read_again(repository: Repository, version: Vers
     path = tmp_path / "nightly.jsonl"
     data = flip(repository, pack_key(version, 2))
     with journal(path, repository.id) as notes, pytest.raises(Damaged, match=pack_key(version, 2)):
-        verify_bytes(version, repository.store, journal=notes, memory=1)  # one thread: packs are read in their order
+        verify_bytes(version, journal=notes, memory=1)  # one thread: packs are read in their order
     repository.store.put(pack_key(version, 2), [data])
     read.clear()
 
     told = list[int]()
     with journal(path, repository.id) as notes:
-        found = verify_bytes(version, repository.store, told.append, journal=notes)
+        found = verify_bytes(version, told.append, journal=notes)
     assert sorted(read) == [pack_key(version, 2), pack_key(version, 3)]
     assert (found.resumed, found.read) == (5000 + 5001, 5002 + 5003)
     assert sum(told) == version.raw
@@ -66,7 +66,7 @@ def test_a_pack_is_recorded_after_its_last_read(repository: Repository, read: li
     repository.store.put(key, [data])
     for _ in range(2):
         with journal(tmp_path / "j", repository.id) as notes, pytest.raises(Damaged, match="'c'"):
-            verify_bytes(version, repository.store, journal=notes, memory=1)
+            verify_bytes(version, journal=notes, memory=1)
     # in each run two intact chunks, and the damaged chunk twice, since the damage may come from the transfer
     assert read == 8 * [key]
 

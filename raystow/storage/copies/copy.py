@@ -96,7 +96,7 @@ class CopyPlan:
                 _check_bases(version, self.source_root, self.replica)
                 Transfer(version, self.replica.store, self.memory, self.signer).execute(progress)
             copied = self.replica.at(entry, siblings=self.replica.root().listed)
-            verify_sizes(copied, self.replica.store)  # with its bases and its signature, as readers there see them
+            verify_sizes(copied)  # with its bases and its signature, as readers there see them
             self.replica.register.update(add, self._claims)
         return copied
 

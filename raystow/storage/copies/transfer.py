@@ -46,7 +46,7 @@ class Transfer:
             StoreError: A store failed.
         """
         version = self.version
-        chunks = checked_packs(version, version.store)
+        chunks = checked_packs(version)
         there = {info.key: info.size for info in self.store.list(keys.prefix(version.id, version.attempt))}
         packs = list(version.record.packs)
         fitting = self.memory // max([1, *(pack.size for pack in packs)])
