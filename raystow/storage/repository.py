@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from . import pins, rollback
+from . import rollback
+from .arguments import refused
 from .catalog import Catalog
 from .clock import SYSTEM, Clock
-from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, RaystowError
+from .delta_chain import dependents
+from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, RaystowError, StateError
 from .format import key_files, keys
 from .format.marker import Marker
 from .format.root import REPAIR, Root
@@ -28,7 +30,7 @@ from .stores import open_store
 from .verify import Verified, verify_bytes, verify_sizes
 from .verify_progress import VerifyJournal
 from .version import Version
-from .version_selector import VersionSelector, select
+from .version_selector import VersionSelector, is_reserved, select
 
 _SHOWN = 20  # versions in a notebook
 
@@ -150,16 +152,35 @@ class Repository(Catalog):
             StateError: The version was dropped, another one has the name, or the name is a number, ``latest`` or begins with
                 ``step:``.
         """
+        if not isinstance(name, str) or not name or is_reserved(name):
+            raise refused("name", name, "a name that is no number, not 'latest', and does not begin with 'step:'")
 
-        pins.pin(self, version, name, move=move)
+        def change(root: Root) -> Root:
+            if all(entry.id != version.id for entry in root.listed):
+                remedy = "`raystow ls` lists the versions"
+                raise StateError(f"there is no version {version.id} to pin", subject=self.uri, remedy=remedy)
+            if not move and (held := root.pins.get(name, version.id)) != version.id:
+                raise StateError(f"{name!r} is version {held}", subject=self.uri, remedy="--move moves the name")
+            return root if root.pins.get(name) == version.id else replace(root, pins={**root.pins, name: version.id})
+
+        self.register.update(change)
 
     def unpin(self, name: str) -> None:
         """Remove a pin, if there is one of this name.
 
         Args:
             name: The name of the pin.
+
+        Raises:
+            StateError: The name is no text.
         """
-        pins.unpin(self, name)
+        if not isinstance(name, str):
+            raise refused("name", name, "the name of a pin")
+
+        def change(root: Root) -> Root:
+            return replace(root, pins={k: v for k, v in root.pins.items() if k != name}) if name in root.pins else root
+
+        self.register.update(change)
 
     def record_verified(self, *whole: Version, damaged: Collection[Version] = ()) -> int:
         """Note the newest version that a deep verification found whole, so that retention keeps it; the id that is noted, or 0.
@@ -167,7 +188,16 @@ class Repository(Catalog):
         ``whole``: versions found whole. A newer one that is noted already stays noted. ``damaged``: those found damaged. If the
         noted one is among them, or needs one of them, it is noted no more.
         """
-        return pins.record_verified(self, whole, damaged)
+
+        def change(root: Root) -> Root:
+            found = {version.entry for version in whole}
+            newest = max((entry.id for entry in root.versions if entry in found), default=0)
+            broken = [version.id for version in damaged if version.entry in root.versions]
+            lost = {id for one in broken for id in (one, *dependents(root.versions, one))}
+            verified = newest if root.verified in lost else max(newest, root.verified)
+            return root if verified == root.verified else replace(root, verified=verified)
+
+        return self.register.update(change).verified
 
     def plan_retention(
         self,
