@@ -30,7 +30,7 @@ from .stores import open_store
 from .verify import Verified, verify_bytes, verify_sizes
 from .verify_progress import VerifyJournal
 from .version import Version
-from .version_selector import VersionSelector, is_reserved, select
+from .version_selector import VersionSelector, is_reserved, select, selector_text
 
 _SHOWN = 20  # versions in a notebook
 
@@ -118,7 +118,9 @@ class Repository(Catalog):
 
         Raises:
             Damaged: Names the first object that is wrong.
+            StateError: The version is of another repository.
         """
+        selector_text(version, self.id)  # refuses a version of another repository
         fresh = self.at(version.entry, siblings=version.siblings)  # what the caller's has cached may be damaged by now
         return verify_bytes(fresh, progress, journal=journal) if deep else verify_sizes(fresh)
 
@@ -149,11 +151,12 @@ class Repository(Catalog):
             move: Whether the name may be taken from another version.
 
         Raises:
-            StateError: The version was dropped, another one has the name, or the name is a number, ``latest`` or begins with
-                ``step:``.
+            StateError: The version was dropped or is of another repository, another one has the name, or the name is a number,
+                ``latest`` or begins with ``step:``.
         """
         if not isinstance(name, str) or not name or is_reserved(name):
             raise refused("name", name, "a name that is no number, not 'latest', and does not begin with 'step:'")
+        selector_text(version, self.id)  # refuses a version of another repository
 
         def change(root: Root) -> Root:
             if all(entry.id != version.id for entry in root.listed):

@@ -40,6 +40,17 @@ def test_a_version_selects_itself(repository):
         memory_repository().version(version)
 
 
+def test_a_version_of_another_repository_is_refused(repository):
+    version = repository.version(1)
+    other = memory_repository()
+    committer = Committer(other, "me")
+    assert committer.commit(empty_record(committer)).id == version.id
+    for refused in (other.verify, lambda version: other.pin(version, "best")):
+        with pytest.raises(StateError, match=f"belongs to repository {repository.id}, not to {other.id}"):
+            refused(version)
+    assert other.root().pins == {}
+
+
 @pytest.mark.parametrize("which", [None, True, -1, 1.0, "", "step:", "step:x", "step:-1", b"best", ["best"]])
 def test_an_invalid_selector_is_refused(repository, which):
     with pytest.raises(StateError, match='give an id, the name of a pin, "step:60", "latest" or a Version'):
