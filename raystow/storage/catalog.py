@@ -74,9 +74,9 @@ class Catalog:
         """Seconds since 1970 by the store's clock."""
         return store_clock.now(self.store, self.clock)
 
-    def leased(self, now: float | None = None) -> set[tuple[int, str]]:
-        """The versions (id, attempt) under a lease, now or at a time by the store's clock."""
-        return leases.held(self.store, self.now() if now is None else now)
+    def leased(self) -> set[tuple[int, str]]:
+        """The versions (id, attempt) under a lease now."""
+        return leases.held(self.store, self.now())
 
     @contextlib.contextmanager
     def lease(self, version: Version) -> Iterator[None]:

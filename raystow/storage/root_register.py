@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class RootRegister:
-    """Reads and swaps the root of one repository. ``deadline``: seconds after which an update gives up."""
+    """Reads and swaps the root of one repository."""
 
-    def __init__(self, store: ObjectStore, clock: Clock, *, repository: str, deadline: float = 60.0) -> None:
-        self._store, self._uri, self._repository = store, store.uri, repository
-        self._register = Register(store, keys.ROOT, self._load, clock, max_bytes=MAX_ROOT, deadline=deadline)
+    def __init__(self, store: ObjectStore, clock: Clock, *, repository: str) -> None:
+        self._store, self._repository = store, repository
+        self._register = Register(store, keys.ROOT, self._load, clock, max_bytes=MAX_ROOT)
 
     def read(self) -> Root:
         """The root now. Raises ``NotFound``, or ``Damaged`` if it cannot be read, is of another repository, or older than one
         that this machine remembers (``seen_roots``)."""
         with _remedy():
-            seen = SeenRoot(self._uri, self._repository)
+            seen = SeenRoot(self._store.uri, self._repository)
             root = self._register.read()
             seen.check(root)
             seen.note(root)
@@ -40,7 +40,7 @@ class RootRegister:
     def read_or_empty(self) -> Root:
         """As ``read``, but an empty root if none was created yet: a creator has written the marker, and maybe died. Raises
         ``Damaged`` if a root was lost, which is so if objects of versions exist."""
-        seen, empty = SeenRoot(self._uri, self._repository), Root(repository=self._repository)
+        seen, empty = SeenRoot(self._store.uri, self._repository), Root(repository=self._repository)
         for _ in range(2):  # a root that is created meanwhile is written before the first of these objects
             with contextlib.suppress(NotFound):
                 return self.read()
@@ -62,7 +62,7 @@ class RootRegister:
         was written.
         """
 
-        seen = SeenRoot(self._uri, self._repository)
+        seen = SeenRoot(self._store.uri, self._repository)
 
         def checked(old: Root) -> Root:
             seen.check(old)

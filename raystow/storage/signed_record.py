@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from .coding.digest import stored_digest
 from .errors import Damaged, SaveFailed, Unsupported
+from .format.segment_record import SegmentRecord
 from .format.signature import RecordKind, Signer
+from .format.version_record import VersionRecord
 from .object_store import ObjectStore
 
 
-class StoredRecord(Protocol):
-    """The record of a version or a segment."""
-
-    @property
-    def repository(self) -> str: ...
-
-    @property
-    def attempt(self) -> str: ...
-
-    def key(self) -> str: ...
-
-    def dump(self) -> bytes: ...
-
-    @classmethod
-    def load(cls, data: bytes, key: str, /) -> object: ...
-
-
 def put_signed(
-    store: ObjectStore, record: StoredRecord, number: int, kind: RecordKind, signer: Signer | None
+    store: ObjectStore, record: VersionRecord | SegmentRecord, number: int, kind: RecordKind, signer: Signer | None
 ) -> tuple[bytes, bytes]:
     """Write record ``number`` of a kind and, with a ``signer``, its signature. Returns the record's bytes and their digest.
 
