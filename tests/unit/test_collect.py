@@ -11,7 +11,7 @@ from fake_clock import FakeClock
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Damaged, NotFound, SaveFailed, StateError
+from raystow.storage.errors import Damaged, Fenced, NotFound, SaveFailed, StateError
 from raystow.storage.format import keys
 from raystow.storage.format.root import Root
 from raystow.storage.leases import SECONDS, Lease
@@ -273,5 +273,5 @@ def test_another_owner_of_the_same_epoch_fences_a_committer(run):
     root = run.repository.root()
     overwrite_root(run.repository, lambda root: replace(root, owner="someone else"))
     assert run.repository.root().epoch == root.epoch
-    with pytest.raises(Exception, match="someone else"):
+    with pytest.raises(Fenced, match="someone else"):
         run.commit()
