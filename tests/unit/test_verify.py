@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import write
+from builders import whole, write
 from packs import flip, noise, pack_key, write_packs
 
 from raystow.storage.committer import Committer
@@ -87,6 +87,12 @@ def test_a_manifest_with_overlapping_chunks_is_damage(repository: Repository, de
     version = write(Committer(repository, "me"), {"t": (np.arange(4.0), boxes)})
     with pytest.raises(Damaged, match=r"^t: .*exactly once"):
         repository.verify(version, deep=deep)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_version_of_empty_tensors_is_verified(repository: Repository, deep: bool) -> None:
+    version = write(Committer(repository, "me"), {"t": whole(np.empty((0, 3)))})
+    assert repository.verify(version, deep=deep).chunks == 1
 
 
 @pytest.mark.parametrize("deep", [False, True])
