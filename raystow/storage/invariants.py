@@ -154,10 +154,9 @@ def notes_on_old_versions(old: Root, new: Root, claims: Claims) -> Iterator[str]
 
 def ids_ascend(root: Root) -> Iterator[str]:
     """Ids ascend strictly from 1 on, also of live and rolled-back versions together, and ``next_id`` is above them."""
-    ids = [0, *(entry.id for entry in root.versions)]
-    yield from (f"version {b} follows version {a}" for a, b in itertools.pairwise(ids) if a >= b)
-    ids = [0, *(entry.id for entry in root.listed)]
-    yield from (f"version {b} follows version {a}" for a, b in itertools.pairwise(ids) if a >= b)
+    for entries in (root.versions, root.listed):
+        ids = [0, *(entry.id for entry in entries)]
+        yield from (f"version {b} follows version {a}" for a, b in itertools.pairwise(ids) if a >= b)
     if ids[-1] >= root.next_id:
         yield f"version {ids[-1]} is not below next_id"
 

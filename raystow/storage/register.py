@@ -64,9 +64,7 @@ class Register(Generic[T]):
         data = self._readable(value)
         try:
             self._store.put_if(self._key, data, None)
-        except PreconditionFailed:
-            return self.read()
-        except StoreUnavailable:
+        except (PreconditionFailed, StoreUnavailable):
             try:
                 return self.read()  # this writer's value, if only the answer was lost, or another's
             except NotFound:

@@ -71,7 +71,7 @@ def scan_segments(store: ObjectStore, repository: str, trust: Trust) -> tuple[Sc
             digest = stored_digest(data)
             trust.check(store, repository, number, attempt, digest, SEGMENT)
             segment = record.segment(digest, len(data))
-            lacks = segments.missing(record, {info.key: info.size for info in infos})
+            lacks = next(iter(segments.wrong_sizes(record.objects(), {info.key: info.size for info in infos})), "")
             if not lacks and any(one.number == number and not one.lacks for one in found):
                 lacks = "another one has its number"
             found.append(ScannedSegment(number, attempt, segment, lacks))
@@ -111,12 +111,8 @@ def _lacks(store: ObjectStore, record: VersionRecord, sizes: Mapping[str, int]) 
     """What a version with this record lacks, given the sizes of its objects by key."""
     fragments = {keys.fragment(record.id, record.attempt, f.node): f for f in record.fragments}
     expected = {key: f.size for key, f in fragments.items()}
-    expected |= {keys.pack(record.id, record.attempt, p.node, p.group, p.number): p.size for p in record.packs}
-    wrong = [
-        f"{_name(key)} {f'has {sizes[key]} bytes instead of {size}' if key in sizes else 'is missing'}"
-        for key, size in expected.items()
-        if sizes.get(key) != size
-    ]
+    expected |= {keys.pack(record.id, record.attempt, *pack.place): pack.size for pack in record.packs}
+    wrong = segments.wrong_sizes(expected, sizes)
     if not wrong:
         wrong = [
             f"{_name(key)} does not match its digest"

@@ -6,7 +6,7 @@ A chain of digests covers them as it covers versions: root, record, entries.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from .coding.digest import stored_digest
 from .errors import Damaged, NotFound
@@ -51,7 +51,7 @@ def verify_segment(
     """Check the sizes of a segment's objects, and with ``deep`` each of its entries. Raises ``Damaged``. Takes memory for the
     largest entry."""
     found = {info.key: info.size for info in store.list(keys.segment(record.number, record.attempt))}
-    if wrong := missing(record, found):
+    for wrong in wrong_sizes(record.objects(), found):
         raise Damaged(wrong, subject=record.key())
     for one in record.ranks if deep else ():
         key = keys.segment_entries(record.number, record.attempt, one.rank)
@@ -61,14 +61,13 @@ def verify_segment(
             progress(size)
 
 
-def missing(record: SegmentRecord, sizes: dict[str, int]) -> str:
-    """What a segment lacks, given the sizes of its objects by key; empty if nothing."""
-    wrong = [(key, size) for key, size in record.objects().items() if sizes.get(key) != size]
-    if not wrong:
-        return ""
-    key, size = wrong[0]
-    name = key.rpartition("/")[2]
-    return f"{name} has {sizes[key]} bytes instead of {size}" if key in sizes else f"{name} is missing"
+def wrong_sizes(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
+    """What is wrong with objects whose sizes are given by key: each that is missing or of another size."""
+    return [
+        f"{key.rpartition('/')[2]} {f'has {found[key]} bytes instead of {size}' if key in found else 'is missing'}"
+        for key, size in expected.items()
+        if found.get(key) != size
+    ]
 
 
 def stored_segments(store: ObjectStore) -> Iterator[tuple[tuple[int, str], list[ObjectInfo]]]:

@@ -167,8 +167,7 @@ class CompactionPlan:
         Returns:
             A line for each delta.
         """
-        needs = {e: ", ".join(f"version {id}" for id in e.bases) for e in self.entries}
-        lines = {entry: f"written whole: needs {bases} now" for entry, bases in needs.items()}
+        lines = {e: f"written whole: needs {', '.join(f'version {id}' for id in e.bases)} now" for e in self.entries}
         lines |= {entry: f"stays a delta: it {why}" for entry, why in self.kept.items()}
         return [f"version {e.id} (step {e.step}): {lines[e]}" for e in self.all if e in lines]
 
