@@ -126,11 +126,19 @@ def test_a_commit_succeeds_although_it_cannot_be_noted(
     assert len(repository.versions()) == 2
 
 
+def test_the_folder_may_be_the_current_one(repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(SEEN_ROOTS, ".")
+    repository.root()
+    assert len(list(tmp_path.glob("*.json"))) == 1
+
+
 def test_a_folder_that_cannot_be_used_is_an_error(
     repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    for value, what in (("", "is set, but empty"), (str(tmp_path / "file" / "folder"), "cannot be")):
+    cases = {"": "is set, but empty", str(tmp_path / "file" / "folder"): "cannot be", "~no-such-user/seen": "home directory"}
+    for value, what in cases.items():
         monkeypatch.setenv(SEEN_ROOTS, value)
         with pytest.raises(StateError, match=what):
             repository.root()
