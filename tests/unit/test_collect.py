@@ -13,7 +13,7 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, Fenced, NotFound, SaveFailed, StateError
 from raystow.storage.format import keys
-from raystow.storage.format.root import Root
+from raystow.storage.format.root import Dropped, Root
 from raystow.storage.leases import SECONDS, Lease
 from raystow.storage.repository import Repository
 from raystow.storage.retention.collect import GRACE, GarbageKind
@@ -101,6 +101,18 @@ def test_dropped_only_collects_dropped_versions_only(run):
     assert run.left() != run.live()
     run.repository.plan_collection().execute()
     assert run.left() == run.live()
+
+
+@pytest.mark.parametrize("dropped_only", [False, True])
+def test_many_dropped_versions_are_planned_quickly(run, dropped_only):
+    """A coordinator plans a collection after each commit. Quadratic time would be half a minute here."""
+    count = 10_000
+    dropped = tuple(Dropped(id, f"{id:016x}", run.clock.time) for id in range(1, count + 1))
+    overwrite_root(run.repository, lambda root: replace(root, dropped=dropped, next_id=count + 1))
+    began = SYSTEM.monotonic()
+    plan = run.repository.plan_collection(dropped_only=dropped_only)
+    assert SYSTEM.monotonic() - began < 5
+    assert [g.id for g in plan.garbage] == list(range(1, count + 1))
 
 
 def test_a_failed_attempt_with_an_older_id_is_collected(run):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .. import leases, probe, scan, segments
@@ -183,8 +183,8 @@ def _plan_all(catalog: Catalog, grace: float) -> CollectionPlan:
     listed = {(entry.id, entry.attempt) for entry in root.listed}
     # An attempt may be noted and have no objects: the last collection died before its end.
     noted = {(d.id, d.attempt) for d in root.dropped} | {(r.id, r.attempt) for r in root.rewrites}
-    garbage = [_judged(root, now, *attempt, found.get(attempt, [])) for attempt in sorted((noted | found.keys()) - listed)]
-    garbage += _segments(store, root, now)
+    unlisted = {attempt: found.get(attempt, []) for attempt in sorted((noted | found.keys()) - listed)}
+    garbage = [*_judged(root, now, unlisted), *_segments(store, root, now)]
     scraps = leases.ended(store, now) + [info.key for info in store.list(probe.PREFIX) if now - info.modified >= grace]
     unfinished = tuple(write for write in store.unfinished() if now - write.started >= grace)
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)), tuple(scraps), unfinished)
@@ -196,10 +196,10 @@ def _plan_dropped(catalog: Catalog, grace: float) -> CollectionPlan:
     if not root.dropped and root.next_segment == 1:
         return CollectionPlan(catalog, ())
     now = catalog.now()
-    garbage = _segments(store, root, now)
-    for d in root.dropped:
-        infos = list(store.list(keys.prefix(d.id, d.attempt))) if now - d.at >= grace else []
-        garbage.append(_judged(root, now, d.id, d.attempt, infos))
+    found = {
+        (d.id, d.attempt): list(store.list(keys.prefix(d.id, d.attempt))) if now - d.at >= grace else [] for d in root.dropped
+    }
+    garbage = [*_segments(store, root, now), *_judged(root, now, found)]
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)))
 
 
@@ -216,17 +216,19 @@ def _segments(store: ObjectStore, root: Root, now: float) -> list[Garbage]:
     ]
 
 
-def _judged(root: Root, now: float, id: int, attempt: str, infos: Sequence[ObjectInfo]) -> Garbage:
+def _judged(root: Root, now: float, attempts: Mapping[tuple[int, str], Sequence[ObjectInfo]]) -> Iterator[Garbage]:
+    """The attempts, each given with its objects, as garbage."""
     dropped = {(d.id, d.attempt): d.at for d in root.dropped}
     rewrites = {(r.id, r.attempt): r.at for r in root.rewrites}
-    since = max((info.modified for info in infos), default=rewrites.get((id, attempt), now))
-    if (id, attempt) in dropped:
-        kind, since = GarbageKind.DROPPED, dropped[id, attempt]
-    elif (id, attempt) in rewrites:
-        kind = GarbageKind.REWRITE
-    else:
-        kind = GarbageKind.OPEN if id >= root.next_id else GarbageKind.FAILED
-    return Garbage(id, attempt, kind, len(infos), sum(info.size for info in infos), now - since)
+    for (id, attempt), infos in attempts.items():
+        since = max((info.modified for info in infos), default=rewrites.get((id, attempt), now))
+        if (id, attempt) in dropped:
+            kind, since = GarbageKind.DROPPED, dropped[id, attempt]
+        elif (id, attempt) in rewrites:
+            kind = GarbageKind.REWRITE
+        else:
+            kind = GarbageKind.OPEN if id >= root.next_id else GarbageKind.FAILED
+        yield Garbage(id, attempt, kind, len(infos), sum(info.size for info in infos), now - since)
 
 
 def _kept(garbage: list[Garbage], held: set[tuple[int, str]], grace: float) -> Iterator[Garbage]:
