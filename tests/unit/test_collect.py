@@ -68,7 +68,7 @@ def test_committed_versions_are_not_garbage(run):
     assert (plan.garbage, plan.scraps, plan.unfinished) == ((), (), ())
 
 
-@pytest.mark.parametrize("grace", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("grace", [-1.0, float("nan"), float("inf"), "1h", None])
 def test_an_invalid_grace_period_is_refused(run, grace):
     with pytest.raises(StateError, match="grace is"):
         run.repository.plan_collection(grace=grace)

@@ -169,7 +169,7 @@ class CollectionPlan:
 
 def plan(catalog: Catalog, *, grace: float = GRACE, dropped_only: bool = False) -> CollectionPlan:
     """See ``Repository.plan_collection``."""
-    if not 0 <= grace < math.inf:
+    if type(grace) not in (int, float) or not 0 <= grace < math.inf:
         raise refused("grace", grace, "seconds, 0 or more")
     return _plan_dropped(catalog, grace) if dropped_only else _plan_all(catalog, grace)
 
