@@ -222,18 +222,42 @@ def test_a_lost_answer_is_distinguished_from_a_lost_race(nine, committer, monkey
     assert live(nine)[6:] == ([10] if committed and not again else [])
 
 
-def test_a_version_committed_meanwhile_is_rolled_back_too(nine, committer, monkeypatch):
+@pytest.mark.parametrize(
+    ("id", "other", "gone", "rollbacks"),
+    [
+        (6, lambda nine, committer: save(committer), [7, 8, 9, 10], 1),
+        (6, lambda nine, committer: nine.rollback(8), [7, 8], 2),
+        (6, lambda nine, committer: nine.rollback(3), [], 2),
+        # saves in progress must fail, although no version is rolled back
+        (9, lambda nine, committer: nine.pin(nine.version(8), "b"), [], 1),
+    ],
+    ids=["committed", "rolled_back_less", "rolled_back_more", "pinned"],
+)
+def test_a_rollback_is_made_after_a_lost_race(nine, committer, monkeypatch, id, other, gone, rollbacks):
     put, raced = MemoryStore.put_if, []
 
     def loses_a_race(self, key, data, tag):
         if not raced:
             raced.append(data)
-            save(committer)
+            other(nine, committer)
         return put(self, key, data, tag)
 
     monkeypatch.setattr(MemoryStore, "put_if", loses_a_race)
-    assert back_to(nine, 6) == [7, 8, 9, 10]
-    assert live(nine)[-1] == 6
+    assert back_to(nine, id) == gone
+    assert (live(nine)[-1], nine.root().rollbacks) == (id, rollbacks)
+
+
+def test_a_version_dropped_during_a_rollback_is_not_found(nine, monkeypatch):
+    put = MemoryStore.put_if
+
+    def late(self, key, data, tag):
+        monkeypatch.undo()
+        nine.plan_retention(Policy(keep_last=1)).execute()
+        return put(self, key, data, tag)
+
+    monkeypatch.setattr(MemoryStore, "put_if", late)
+    with pytest.raises(NotFound, match="version 6 was dropped meanwhile"):
+        nine.rollback(6)
 
 
 def test_the_root_survives_dump_and_load(nine):
