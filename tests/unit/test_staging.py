@@ -17,11 +17,12 @@ from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError, RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
 from raystow.workers.gpu.encode_request import EncodeRequest
-from raystow.workers.protocol.messages import Begin, ChunkInfo, OpenSession, SessionOpened
+from raystow.workers.protocol.messages import Begin, ChunkInfo, OpenSession, SessionOpened, SlotFilled
 from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.shm.ring import SLOT, Ring
 from raystow.workers.staging import client, gpu
 from raystow.workers.staging.client import Staging
+from raystow.workers.staging.host import stage_host
 from raystow.workers.staging.plan import SaveOrder
 from raystow.workers.staging.staging_slots import StagingSlots
 
@@ -142,6 +143,18 @@ def test_a_chunk_that_cannot_be_sent_fails_the_save_at_once(frozen: str) -> None
     assert done.wait(5)
     assert made.lost
     assert within(20, made.close)
+
+
+def test_each_slot_of_a_save_that_fails_is_released_once() -> None:
+    """Else it would be free twice, and a later save would write two chunks to it at the same time."""
+    filled = list[Any]()
+    slots = StagingSlots(Ring.create(2 * SLOT), filled.append)
+    slots.order = SaveOrder(BEGIN, None, on_staged=lambda: None, on_end=lambda outcome: None, failed=True)
+    plan = Plan([Chunk() for _ in range(3)])
+    with pytest.raises(SaveFailed):  # the third chunk has no slot
+        stage_host(plan, plan, slots, lambda message: None)
+    assert [message.slot for message in filled if isinstance(message, SlotFilled)] == [0, 1]
+    slots.ring.close()
 
 
 def test_slots_that_could_not_be_lent_stay_with_the_process() -> None:

@@ -25,10 +25,11 @@ def stage_host(plan: StagingPlan, group: SourceGroup, slots: StagingSlots, post:
     try:
         while left:
             piece = left.popleft()
-            if slot < 0 or used + piece.nbytes > ring.slot_size:
-                if slot >= 0:
-                    _announce(raw, derived, post)
-                    slots.release(slot)
+            if slot >= 0 and used + piece.nbytes > ring.slot_size:
+                _announce(raw, derived, post)
+                slots.release(slot)
+                slot = -1  # not released again if the save fails before another one is free
+            if slot < 0:
                 slot, used = slots.take(), 0
             place = ring.slot(slot)[used : used + piece.nbytes]
             piece.copy(place)
