@@ -3,14 +3,15 @@ from __future__ import annotations
 import errno
 import functools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
 
-from raystow.storage.errors import SaveFailed
+from raystow.storage.errors import DeadlineExceeded, SaveFailed
 from raystow.storage.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
+from raystow.workers.packing import packer as packing
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome
 from raystow.workers.packing.packer import Packer
 from raystow.workers.packing.stale_state import OptimizerWatch
@@ -64,3 +65,26 @@ def test_a_pack_that_cannot_be_sent_holds_up_no_other() -> None:
         discarding.join(10)
         assert not discarding.is_alive()
     assert (sorted(released), heard) == (["model", "optimizer", "other"], errors)
+
+
+def test_a_pack_that_is_stored_just_too_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is durable between the end of the wait and the error about it."""
+    stored = threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, key: str, parts: Any) -> None:
+            assert stored.wait(10)
+
+    def expire(uploads: Any, *how: Any) -> Any:
+        outcome = wait(uploads, *how)
+        stored.set()
+        wait(uploads)
+        return outcome
+
+    monkeypatch.setattr(packing, "wait", expire)
+    with ThreadPoolExecutor(1) as pool:
+        packer = Packer(Slow("slow"), TICKET, uploads=pool, on_error=lambda error: None)
+        packer.add("weights", [b"bytes"], lambda: None)
+        packer.seal()
+        with pytest.raises(DeadlineExceeded, match=r"weights-0.*pack: the store has not taken it in time"):
+            packer.finish(0.0)

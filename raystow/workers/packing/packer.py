@@ -114,8 +114,9 @@ class Packer:
         done, late = wait(self._running.values(), timeout, FIRST_EXCEPTION)
         for upload in done:
             upload.result()
-        if late:
-            raise DeadlineExceeded(NOT_IN_TIME, subject=self.unstored()[0])
+        for info, upload in self._running.items():
+            if upload in late:
+                raise DeadlineExceeded(NOT_IN_TIME, subject=self._key(info))
 
     def unstored(self) -> list[str]:
         """Return the keys of packs whose upload has not ended."""
