@@ -27,7 +27,7 @@ from raystow.storage.clock import SYSTEM
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node.node import NoNodePeers
+from raystow.workers.node.node import NoPeers
 from raystow.workers.protocol.messages import AttemptKey, Contact
 from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.peers import Peers
@@ -52,7 +52,7 @@ def serve(pipe: Connection, tls: bool) -> None:
     tier = MemoryTier(2 * SIZE)
     peers = Peers(lambda node: server.contact, SYSTEM)
     fetcher = Fetcher(tier, peers, budget=SIZE, node="server")
-    journal = NodeJournal("server", 1 << 20, peers, NoNodePeers(), SYSTEM)
+    journal = NodeJournal("server", 1 << 20, NoPeers(), SYSTEM)
     server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, StagedStates(1 << 20), tls=tls)
     tier.put(AttemptKey("r", 1, "a" * 16), 0, "pack", [os.urandom(1 << 20) * (SIZE >> 20)])
     with fetcher.visit():

@@ -37,7 +37,7 @@ from raystow.storage.errors import RaystowError, SaveFailed
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores import open_store
 from raystow.workers.node import actor as node_actor
-from raystow.workers.node.node import Node
+from raystow.workers.node.node import Node, NoPeers
 from raystow.workers.protocol.messages import START, OpenJournal
 from raystow.workers.replication.peers import Peers
 from raystow.workers.shm.ring import SLOT
@@ -106,9 +106,13 @@ def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
     asyncio.run(serve())
 
 
+class UnlistedPeers(Peers, NoPeers):
+    """Peers without a list of nodes: none keeps copies."""
+
+
 def _node(request: Message, control: Control, trip: Tripwire) -> None:
     nodes = NodePeers(request["port"])
-    others = Peers(nodes.contact, SYSTEM)
+    others = UnlistedPeers(nodes.contact, SYSTEM)
     node = Node(request["name"], lambda uri: CoordinatorPort(request["port"], trip), peers=others, threads=1)
     entries = node.journal.store.holdings
     port = SimpleNamespace(holdings=node.holdings, journal_entries=entries, contact=lambda: node.contact)

@@ -21,7 +21,7 @@ from raystow.storage.errors import ClusterError
 from raystow.workers.journal import entry_bytes
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node.node import NoNodePeers
+from raystow.workers.node.node import NoPeers
 from raystow.workers.protocol.messages import (
     RECORDING,
     EntryInfo,
@@ -35,7 +35,6 @@ from raystow.workers.protocol.messages import (
     RankReading,
 )
 from raystow.workers.protocol.unix_channel import Connection, Listener
-from raystow.workers.replication.peers import Peers
 from raystow.workers.shm.ring import Ring
 
 SLOT = 16 << 10
@@ -48,11 +47,18 @@ def info(step: int, size: int) -> EntryInfo:
     return EntryInfo("r", 0, 1, step, step - 1, (Generation("g", 0),), size)
 
 
+class UnaskedPeers(NoPeers):
+    """Nodes that must not be asked."""
+
+    def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:
+        raise AssertionError(f"node {node} is asked")
+
+
 class Node:
     """A node worker's journal, and training processes that connect to it one after another."""
 
     def __init__(self) -> None:
-        self.journal = NodeJournal("me", BUDGET, Peers(no_node, SYSTEM), NoNodePeers(), SYSTEM)
+        self.journal = NodeJournal("me", BUDGET, UnaskedPeers(), SYSTEM)
         self._listener = Listener(f"raystow-test-{SYSTEM.token()}")
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -103,10 +109,6 @@ class NoCoordinator:
         raise AssertionError("the coordinator is asked")
 
     def reading(self, rank: RankReading) -> None: ...
-
-
-def no_node(name: str) -> object:
-    raise AssertionError(f"node {name} is asked")
 
 
 @pytest.fixture

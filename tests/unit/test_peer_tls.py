@@ -18,7 +18,7 @@ from raystow.storage.errors import ClusterError, StateError
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node.node import NoNodePeers
+from raystow.workers.node.node import NoPeers
 from raystow.workers.protocol import peer_tls, tcp_channel
 from raystow.workers.protocol.messages import AttemptKey, Contact, PutReplica, Replica
 from raystow.workers.protocol.peer_tls import PEER_TLS, server_context, wanted
@@ -78,7 +78,7 @@ def served(*, tls: bool = True) -> Iterator[PeerServer]:
     clock = FakeClock()
     peers = Peers(lambda node: server.contact, clock)
     fetcher = Fetcher(tier, peers, budget=1 << 20, node="server")
-    journal = NodeJournal("server", 1 << 20, peers, NoNodePeers(), clock)
+    journal = NodeJournal("server", 1 << 20, NoPeers(), clock)
     server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, StagedStates(1 << 20), tls=tls)
     try:
         with fetcher.visit():

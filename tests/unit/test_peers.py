@@ -21,14 +21,13 @@ from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal import node_journal
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node.node import NoNodePeers
+from raystow.workers.node.node import NoPeers
 from raystow.workers.protocol import tcp_channel
 from raystow.workers.protocol.messages import (
     GREETING,
     AttemptKey,
     Contact,
     EntryInfo,
-    EntryKept,
     Generation,
     PutEntry,
     ReadCached,
@@ -46,14 +45,8 @@ DATA = os.urandom(3_000_000)
 ATTEMPT = AttemptKey("r", 1, "a" * 16)
 
 
-class PeersOnly(NoNodePeers):
+class UnlistedPeers(Peers, NoPeers):
     """Peers without a list of nodes."""
-
-    def __init__(self, others: Peers) -> None:
-        self._others = others
-
-    def put_entry(self, node: str, put: PutEntry) -> EntryKept:
-        return self._others.put_entry(node, put)
 
 
 class Worker:
@@ -63,9 +56,9 @@ class Worker:
         self, name: str, find: Callable[[str], Contact], clock: FakeClock, *, budget: int = 1 << 30, tls: bool = False
     ) -> None:
         self.tier = MemoryTier(1 << 30)
-        self.peers = Peers(find, clock)
+        self.peers = UnlistedPeers(find, clock)
         self.fetcher = Fetcher(self.tier, self.peers, budget=budget, node=name)
-        self.journal = NodeJournal(name, 1 << 20, self.peers, PeersOnly(self.peers), clock)
+        self.journal = NodeJournal(name, 1 << 20, self.peers, clock)
         self.peer_server = PeerServer(
             "127.0.0.1", self.fetcher, ReplicaStore(self.tier), self.journal, StagedStates(1 << 20), tls=tls
         )

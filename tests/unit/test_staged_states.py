@@ -14,10 +14,10 @@ from raystow.storage import background
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError, DeadlineExceeded
-from raystow.workers.cache.fetcher import Fetcher, NoPeers
+from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node.node import NoNodePeers
+from raystow.workers.node.node import NoPeers
 from raystow.workers.protocol.messages import OpenStates
 from raystow.workers.protocol.tcp_channel import TcpChannel
 from raystow.workers.protocol.unix_channel import Listener
@@ -37,7 +37,7 @@ class Worker:
     def __init__(self) -> None:
         self.states = StagedStates(BUDGET)
         tier = MemoryTier(1)
-        fetcher, self._journal = Fetcher(tier, NoPeers(), budget=1), NodeJournal("a", 1, NoPeers(), NoNodePeers(), SYSTEM)
+        fetcher, self._journal = Fetcher(tier, NoPeers(), budget=1), NodeJournal("a", 1, NoPeers(), SYSTEM)
         self.server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), self._journal, self.states, tls=False)
         self._listener = Listener(f"raystow-test-{os.getpid()}-{SYSTEM.token()}")
         self.address = self._listener.name

@@ -45,16 +45,6 @@ class PeerReader(Protocol):
         """See ``ReadClaims.claim``: at the node ``owner``."""
 
 
-class NoPeers:
-    """A node without peers."""
-
-    def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:
-        return False
-
-    def claim(self, owner: str, round: str, key: str, span: Span, node: str, *, lost: Sequence[str] = ()) -> list[Claim]:
-        return [(*span, node)]
-
-
 class Fetcher:
     """Thread-safe; use it within a ``visit``. ``node``: this node. ``budget``: bytes read from elsewhere that are kept."""
 

@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -48,6 +49,10 @@ _LEAST = 32 << 20  # bytes over each of them
 _REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotFilled, KeepEntry, SaveBegun, FetchEntry)
 
 
+class JournalPeers(EntryPeers, PeerReader, Protocol):
+    """The workers of other nodes."""
+
+
 def no_repository(uri: str) -> JournalRepository:
     """Refuse to open a repository: the node has only entries in memory."""
     raise ClusterError("this node uses no store", subject=uri)
@@ -61,13 +66,12 @@ class NodeJournal:
         self,
         node: str,
         budget: int,
-        reader: PeerReader,
-        peers: EntryPeers,
+        peers: JournalPeers,
         clock: Clock,
         *,
         open_repository: Callable[[str], JournalRepository] = no_repository,
     ) -> None:
-        self._node, self._budget, self._reader, self._open_repository = node, budget, reader, open_repository
+        self._node, self._budget, self._peers, self._open_repository = node, budget, peers, open_repository
         self.store, self._memory = EntryStore(budget), clock.token()
         self._uris: dict[str, str] = {}  # of the repositories whose steps are recorded here, by their ids
         self._replicator = EntryReplicator(node, self.store, peers, clock)
@@ -176,7 +180,7 @@ class NodeJournal:
         parts = [(start, target[start : start + share]) for start in range(0, target.nbytes, share)]
 
         def read(start: int, part: memoryview) -> bool:
-            return self._reader.read(node, info.repository, info.key, start, part)
+            return self._peers.read(node, info.repository, info.key, start, part)
 
         if len(parts) == 1:
             return read(*parts[0])

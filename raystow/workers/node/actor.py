@@ -15,7 +15,6 @@ from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError
 from ...storage.gc_pause import freeze
 from ...storage.log import here
-from ...storage.object_store import Buffer
 from .. import ray_metrics
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
@@ -23,12 +22,8 @@ from ..protocol.messages import (
     AttemptKey,
     Contact,
     EntryInfo,
-    EntryKept,
     Holding,
-    NodePart,
     NodeStatus,
-    PutEntry,
-    Replica,
     ReplicationProgress,
     Saves,
     check_protocol,
@@ -56,11 +51,10 @@ class NodeActor:
 
     def __init__(self, connect: Callable[[str], CoordinatorClient]) -> None:
         ray_metrics.export()
-        peers = Peers(lambda node: _ask(node, NodeActor.contact, _START), SYSTEM)
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         here(node=node)
         # To look through Ray's modules and the others takes the collector 0.1 s, in which nothing is coded or answered.
-        self._node = Node(node, connect, peers=peers, replication_peers=RayReplicationPeers(peers), host=host, when_warm=freeze)
+        self._node = Node(node, connect, peers=RayPeers(), host=host, when_warm=freeze)
 
     def address(self, protocol: str = PROTOCOL) -> str:
         """Where training processes of this node connect to."""
@@ -100,11 +94,11 @@ class NodeActor:
         return self._node.status()
 
 
-class RayReplicationPeers:
-    """The other nodes' workers, as the replicator sees them. Questions go through Ray, objects do not."""
+class RayPeers(Peers):
+    """The other nodes' workers. Questions go through Ray, objects do not."""
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self) -> None:
+        super().__init__(lambda node: _ask(node, NodeActor.contact, _START), SYSTEM)
 
     def nodes(self) -> Mapping[str, str]:
         """See ``replication.ReplicationPeers``."""
@@ -118,14 +112,6 @@ class RayReplicationPeers:
     def holdings(self, node: str, repository: str) -> Sequence[Holding]:
         """See ``replication.ReplicationPeers``."""
         return _ask(node, NodeActor.holdings, _ANSWER, repository)
-
-    def accept(self, node: str, copy: Replica, data: Buffer) -> NodePart:
-        """See ``replication.ReplicationPeers``."""
-        return self._peers.accept(node, copy, data)
-
-    def put_entry(self, node: str, put: PutEntry) -> EntryKept:
-        """See ``journal.EntryPeers``."""
-        return self._peers.put_entry(node, put)
 
     def committed(self, node: str, attempt: AttemptKey) -> None:
         """See ``replication.ReplicationPeers``."""

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,16 +17,16 @@ from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
 from ...storage.log import about
 from ...storage.memory_budget import MemoryBudget
+from ...storage.object_store import Buffer
 from ...storage.repository import open_repository
 from ...storage.stores import open_store
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..cache.cache_server import serve_reads
-from ..cache.fetcher import Fetcher, NoPeers, PeerReader
+from ..cache.fetcher import Fetcher
 from ..cache.host_memory import memory_limit
 from ..cache.pack_cache import keeper
 from ..cache.tier import MemoryTier
-from ..journal.entry_replicator import EntryPeers
-from ..journal.node_journal import NodeJournal
+from ..journal.node_journal import JournalPeers, NodeJournal
 from ..packing.attempt import Executors, NodeAttempt, Outcome
 from ..packing.chunk_writer import warm_up
 from ..packing.metered_store import Metered
@@ -36,22 +36,26 @@ from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
     AttemptKey,
     Begin,
+    Claim,
     Contact,
     EntryKept,
     Holding,
+    NodePart,
     NodeStatus,
     OpenJournal,
     OpenSession,
     OpenStates,
     PutEntry,
     ReadCached,
+    Replica,
     Saves,
+    Span,
     Ticket,
 )
 from ..protocol.unix_channel import Connection, Listener
 from ..replication.peer_server import PeerServer
 from ..replication.replica_store import ReplicaStore
-from ..replication.replicator import NoReplicationPeers, ReplicationPeers, Replicator
+from ..replication.replicator import ReplicationPeers, Replicator
 from ..shm.slots import Slots
 from ..states.staged_states import StagedStates
 from ..thread_priority import give_way
@@ -67,12 +71,33 @@ _KNOWN = 2  # versions of a repository whose rows are kept: the base of the save
 _MEASURE = 5.0  # seconds from one value of a gauge to the next
 
 
-class NodePeers(ReplicationPeers, EntryPeers, Protocol):
+class NodePeers(ReplicationPeers, JournalPeers, Protocol):
     """The workers of other nodes."""
 
 
-class NoNodePeers(NoReplicationPeers):
+class NoPeers:
     """A node without peers."""
+
+    def nodes(self) -> Mapping[str, str]:
+        return {}
+
+    def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:
+        return False
+
+    def claim(self, owner: str, round: str, key: str, span: Span, node: str, *, lost: Sequence[str] = ()) -> list[Claim]:
+        return [(*span, node)]
+
+    def holdings(self, node: str, repository: str) -> Sequence[Holding]:
+        return []
+
+    def accept(self, node: str, replica: Replica, data: Buffer) -> NodePart:
+        return NodePart(incomplete=True)
+
+    def committed(self, node: str, attempt: AttemptKey) -> None:
+        pass
+
+    def given_up(self, node: str, attempt: AttemptKey) -> None:
+        pass
 
     def put_entry(self, node: str, put: PutEntry) -> EntryKept:
         return EntryKept(put.info.step, 0, "there is no such node")
@@ -97,8 +122,7 @@ class Node:
     Args:
         node: The name of this node.
         connect: Returns the coordinator of the repository at a URI.
-        peers: Reads from other nodes.
-        replication_peers: Sends replicas to other nodes.
+        peers: The other nodes.
         host: The address at which other nodes reach this one.
         threads: That code.
         when_warm: Called once, on a coding thread, when these have loaded what they need.
@@ -109,8 +133,7 @@ class Node:
         node: str,
         connect: Callable[[str], CoordinatorClient],
         *,
-        peers: PeerReader | None = None,
-        replication_peers: NodePeers | None = None,
+        peers: NodePeers | None = None,
         host: str = "127.0.0.1",
         threads: int | None = None,
         when_warm: Callable[[], None] = lambda: None,
@@ -118,11 +141,11 @@ class Node:
         self._node, self._connect = node, connect
         self._keep = memory_limit() // 4
         self._tier = MemoryTier(self._keep)
-        self._fetcher = Fetcher(self._tier, peers or NoPeers(), budget=self._keep // 4, node=node)
+        peers = peers or NoPeers()
+        self._fetcher = Fetcher(self._tier, peers, budget=self._keep // 4, node=node)
         self.replicas = ReplicaStore(self._tier)
-        others, reader = replication_peers or NoNodePeers(), peers or NoPeers()
-        self.replicator = Replicator(node, self._tier, others, SYSTEM)
-        self.journal = NodeJournal(node, memory_limit() // 8, reader, others, SYSTEM, open_repository=self._repository)
+        self.replicator = Replicator(node, self._tier, peers, SYSTEM)
+        self.journal = NodeJournal(node, memory_limit() // 8, peers, SYSTEM, open_repository=self._repository)
         self._states = StagedStates(memory_limit() // 4)
         self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal, self._states, tls=peer_tls.wanted())
         self._executors = Executors(

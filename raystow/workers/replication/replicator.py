@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -44,25 +44,6 @@ class ReplicationPeers(ClusterNodes, Protocol):
 
     def given_up(self, node: str, attempt: AttemptKey) -> None:
         """Tell a node that an attempt will never be a version."""
-
-
-class NoReplicationPeers:
-    """A node without peers."""
-
-    def nodes(self) -> Mapping[str, str]:
-        return {}
-
-    def holdings(self, node: str, repository: str) -> Sequence[Holding]:
-        return []
-
-    def accept(self, node: str, replica: Replica, data: Buffer) -> NodePart:
-        return NodePart(incomplete=True)
-
-    def committed(self, node: str, attempt: AttemptKey) -> None:
-        pass
-
-    def given_up(self, node: str, attempt: AttemptKey) -> None:
-        pass
 
 
 class Replicator(Reconciler):
