@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -49,8 +49,10 @@ from ..shm.coded_layout import Layout
 from ..shm.ring import Ring
 from ..shm.slots import Slots
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from ..gpu.node_mode.node_encoder import NodeEncoder
 
+logger = logging.getLogger(__name__)
 
 _BASES = 3  # versions besides the newest that a process may still refer to, since it does not know of a newer one yet
 
@@ -81,29 +83,13 @@ class SessionHost(Protocol):
         """Copy what is kept of a repository to ``replicas`` other nodes, at ``rate`` bytes per second at most."""
 
 
-class GpuCoder(Protocol):
-    """Codes chunks in device memory for training processes that must not use the GPU for it: see ``workers.gpu.node_mode``."""
-
-    def ask(self, question: DeviceQuestion) -> None:
-        """Answer the training process's question about a device."""
-
-    def code(self, work: StageOnDevice, attempt: NodeAttempt | None, number: int) -> None:
-        """Code the chunks in a slot of device memory; ``number`` is this node's in the attempt."""
-
-    def end(self, attempt: NodeAttempt) -> None:
-        """Report the rank as finished once everything that was given to ``code`` before is coded."""
-
-    def close(self) -> None:
-        """Finish what is left, and free all memory."""
-
-
 class Session:
     """Serves one connection on a thread of its own until the training process goes away."""
 
     def __init__(self, connection: Connection, host: SessionHost, node: str, opening: OpenSession) -> None:
         self._connection, self._host, self._node, self._opening = connection, host, node, opening
         self._log = about(logger, repository=opening.uri, rank=opening.rank)
-        self._coder: GpuCoder | None = None
+        self._coder: NodeEncoder | None = None  # for a training process that must not use the GPU for it
         self._layouts: dict[int, Layout] = {}  # of the chunks on each device
         self._compared: dict[int, ComparedChunks] = {}  # by device
         self._bases: dict[int, KnownChunks] = {}  # by id, the versions that this process may refer to
@@ -250,7 +236,7 @@ class Session:
             attempt.finished(self._opening.rank)
         self._attempt = None
 
-    def _gpu_coder(self, ring: Ring) -> GpuCoder | None:
+    def _gpu_coder(self, ring: Ring) -> NodeEncoder | None:
         """Load torch and Triton, and return what codes on this node's GPUs; None, with a warning, if they are missing."""
         try:
             from ..gpu.node_mode.node_encoder import NodeEncoder

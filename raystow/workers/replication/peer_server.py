@@ -27,6 +27,7 @@ from ..protocol.messages import (
 )
 from ..protocol.peer_tls import server_context
 from ..protocol.tcp_channel import TcpChannel
+from ..states.staged_states import StagedStates
 from .replica_store import ReplicaStore
 
 logger = logging.getLogger(__name__)
@@ -47,14 +48,6 @@ class EntryHost(Protocol):
         """Return the bytes of the entry with a key; None if it is not here."""
 
 
-class StateHost(Protocol):
-    """The states that processes of this node have staged for other replicas: see ``states.staged_states``."""
-
-    def read(self, key: str, span: tuple[int, int], seconds: float) -> memoryview | None:
-        """Return the bytes of ``span`` of a state, fewer at its end; None if they will not come. ``DeadlineExceeded`` if they may
-        still come, but have not within ``seconds``."""
-
-
 class PeerServer:
     """Listens at ``host``, an address of this node, until ``close``. ``tls``: whether the traffic is encrypted."""
 
@@ -64,7 +57,7 @@ class PeerServer:
         fetcher: Fetcher,
         replicas: ReplicaStore,
         journal: EntryHost,
-        states: StateHost,
+        states: StagedStates,
         *,
         tls: bool = True,
     ) -> None:

@@ -35,9 +35,9 @@ from ..protocol.messages import (
 from ..protocol.unix_channel import Connection
 from ..shm.free_slots import DIED
 from ..shm.ring import Ring
-from .gpu import DeviceStaging
+from . import gpu
 from .host import stage_host
-from .plan import Preparation, SaveOrder, StagingPlan
+from .plan import SaveOrder, StagingPlan
 from .staging_slots import StagingSlots
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ class Staging:
             failed.pop_all()
         opened, descriptor = answer[0], answer[1]
         self._slots = StagingSlots(Ring(descriptor, opened.slots, opened.slot_size, kept=opened.kept), self._connection.post)
-        self._devices = DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened.store_rate)
-        self._orders: queue.SimpleQueue[SaveOrder | Preparation | None] = queue.SimpleQueue()
+        self._devices = gpu.DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened.store_rate)
+        self._orders: queue.SimpleQueue[SaveOrder | StagingPlan | None] = queue.SimpleQueue()
         self._open: dict[int, SaveOrder] = {}
         self._told: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class Staging:
 
     def prepare(self, plan: StagingPlan) -> None:
         """Prepare saves of a plan like this in the background; see ``Checkpointer.prepare``."""
-        self._orders.put(Preparation(plan))
+        self._orders.put(plan)
 
     def close(self, *, patience: float = 10.0, why: str = "") -> None:
         """Close the connection. The node worker completes saves that are staged, but their outcomes are not reported here.
@@ -106,14 +106,14 @@ class Staging:
 
     def _stage(self) -> None:
         while (order := self._orders.get()) is not None:
-            if isinstance(order, Preparation):
-                self._prepare(order.plan)
+            if not isinstance(order, SaveOrder):
+                self._prepare(order)
                 continue
             self._slots.order = order
             try:
                 assert order.plan is not None
                 if order.plan.ready:
-                    self._devices.give_head_start(order)
+                    order.urgent.wait(gpu.HEAD_START)  # the training launches kernels first, unless it waits for the staging
                 self._stage_all(order, order.plan)
             except RaystowError as error:
                 self._give_up(order, error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=order.subject))
@@ -153,8 +153,8 @@ class Staging:
         self._connection.post(BeginSave(begin, plan.values))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
         for device in devices:
-            on_read = _nothing if host is not None or device != devices[-1] else order.all_read
-            self._devices.stage(order, plan, device, on_read, post)
+            last = host is None and device == devices[-1]
+            self._devices.stage(order, plan, device, order.all_read if last else lambda: None, post)
         if host is not None:
             for event in plan.ready.values():
                 event.synchronize()
@@ -224,7 +224,3 @@ class Staging:
         for text in warnings:
             order.on_warning(text)
         order.on_end(outcome)
-
-
-def _nothing() -> None:
-    pass

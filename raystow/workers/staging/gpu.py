@@ -60,12 +60,8 @@ class DeviceStaging:
     def prepare(self, device: int, pieces: Sequence[ChunkSource]) -> None:
         """Allocate, pin and load what encoding needs, and plan it for these chunks."""
         self.choice(device)
-        if self._encoder is not None:
-            self._encoder.prepare(device, pieces)
-
-    def give_head_start(self, order: SaveOrder) -> None:
-        """Let the training launch kernels first, unless it waits for the staging."""
-        order.urgent.wait(HEAD_START)
+        assert self._encoder is not None
+        self._encoder.prepare(device, pieces)
 
     def stage(
         self, order: SaveOrder, plan: StagingPlan, device: int, on_read: Callable[[], None], post: Callable[[Message], None]

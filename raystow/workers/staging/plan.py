@@ -110,13 +110,6 @@ class StagingPlan(Protocol):
         """Release the tensors."""
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """A plan like those of the saves that will be staged. Its tensors are not read."""
-
-    plan: StagingPlan
-
-
 @dataclass
 class SaveOrder:
     """One save to stage.

@@ -106,7 +106,7 @@ class _Device:
 
 
 class NodeEncoder:
-    """Encodes for one training process: see ``session.GpuCoder``.
+    """Encodes for one training process.
 
     Args:
         ring: The ring in host memory; the training process lends a part of it.
@@ -131,16 +131,20 @@ class NodeEncoder:
         self._failed: NodeAttempt | None = None
 
     def ask(self, question: DeviceQuestion) -> None:
+        """Answer the training process's question about a device."""
         background.submit(self._thread, _THREAD, self._answer, question)
 
     def code(self, work: StageOnDevice, attempt: NodeAttempt | None, number: int) -> None:
+        """Encode the chunks in a slot of device memory; ``number`` is this node's in the attempt."""
         self._filled.append(_FilledSlot(attempt, number, work))
         background.submit(self._thread, _THREAD, self._encode_filled)
 
     def end(self, attempt: NodeAttempt) -> None:
+        """Report the rank as finished once everything that was given to ``code`` before is encoded."""
         background.submit(self._thread, _THREAD, attempt.finished, self._rank)
 
     def close(self) -> None:
+        """Finish what is left, and free all memory."""
         background.submit(self._thread, _THREAD, self._free_device_memory)
         self._thread.shutdown()
         if self._slots is not None and self._lent is not None:
