@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import mmap
 import os
@@ -134,7 +133,7 @@ class NodeCacheStore:
             self._answered.add(asked)
             held = self._whole.get(key)
             if held is None:
-                return self._request(key, location, start, length, functools.partial(use, location))
+                return self._request(key, location, start, length, use)
             with self._lock:
                 self.read["memory"] += length
             return use(location, held)
@@ -146,7 +145,7 @@ class NodeCacheStore:
             return None
 
     def _request(
-        self, key: str, location: ObjectLocation, start: int, length: int, use: Callable[[LentMemory], _Result]
+        self, key: str, location: ObjectLocation, start: int, length: int, use: Callable[[ObjectLocation, LentMemory], _Result]
     ) -> _Result:
         request = ReadCached(
             repository=self._repository,
@@ -158,24 +157,7 @@ class NodeCacheStore:
             owner=location.owner,
             uri=self._store.uri,
         )
-        return self._talk(lambda connection: self._ask(connection, request, use))
-
-    def _ask(self, connection: Connection, request: ReadCached, use: Callable[[LentMemory], _Result]) -> _Result:
-        key = request.key
-        connection.send(request)
-        received: tuple[CachedObject | ReadFailed | ReadPending, int | None] | None
-        answer: CachedObject | ReadFailed | ReadPending = ReadPending()
-        while isinstance(answer, ReadPending):
-            received = connection.receive(CachedObject, ReadFailed, ReadPending, timeout=_SILENCE)
-            if received is None:
-                raise ClusterError("the node worker closed the connection", subject=self._address)
-            answer, descriptor = received
-        if isinstance(answer, ReadFailed):
-            if answer.store_unavailable:  # it has tried for minutes: so would this process
-                raise StoreUnavailable(f"the node worker could not read it from the store: {answer.reason}", subject=key)
-            raise ClusterError(f"the node worker could not read it: {answer.reason}", subject=self._address)
-        if descriptor is None:
-            raise ClusterError("the node worker's descriptor did not arrive", subject=self._address)
+        answer, descriptor = self._ask(request)
         memory, held = LentMemory(descriptor, answer.extents), False
         try:
             if not memory.extents and (size := os.fstat(descriptor).st_size) < request.size:
@@ -184,10 +166,39 @@ class NodeCacheStore:
                 self.read.update(answer.read)
                 if answer.whole and len(self._whole) < _HELD:
                     held = self._whole.setdefault(key, memory) is memory
-            return use(memory)
+            return use(location, memory)
         finally:
             if not held:
                 memory.close()
+
+    def _ask(self, request: ReadCached) -> tuple[CachedObject, int]:
+        """Return the answer and its descriptor, over a connection that no other thread uses meanwhile."""
+        with self._lock:
+            connection = self._connections.pop() if self._connections else None
+        connection = connection or Connection.connect(self._address)
+        try:
+            connection.send(request)
+            received: tuple[CachedObject | ReadFailed | ReadPending, int | None] | None
+            answer: CachedObject | ReadFailed | ReadPending = ReadPending()
+            while isinstance(answer, ReadPending):
+                received = connection.receive(CachedObject, ReadFailed, ReadPending, timeout=_SILENCE)
+                if received is None:
+                    raise ClusterError("the node worker closed the connection", subject=self._address)
+                answer, descriptor = received
+            if isinstance(answer, ReadFailed):
+                if answer.store_unavailable:  # it has tried for minutes: so would this process
+                    raise StoreUnavailable(
+                        f"the node worker could not read it from the store: {answer.reason}", subject=request.key
+                    )
+                raise ClusterError(f"the node worker could not read it: {answer.reason}", subject=self._address)
+            if descriptor is None:
+                raise ClusterError("the node worker's descriptor did not arrive", subject=self._address)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._connections.append(connection)
+        return answer, descriptor
 
     def _map(self, key: str, location: ObjectLocation, descriptor: int) -> mmap.mmap:
         """Return a mapping of the object, the same as before if the node worker lends the same memory."""
@@ -200,17 +211,3 @@ class NodeCacheStore:
             if len(self._mapped) > _HELD:
                 self._mapped.popitem(last=False)
             return known[1]
-
-    def _talk(self, work: Callable[[Connection], _Result]) -> _Result:
-        """Call ``work`` with a connection that no other thread uses."""
-        with self._lock:
-            connection = self._connections.pop() if self._connections else None
-        connection = connection or Connection.connect(self._address)
-        try:
-            result = work(connection)
-        except BaseException:
-            connection.close()
-            raise
-        with self._lock:
-            self._connections.append(connection)
-        return result

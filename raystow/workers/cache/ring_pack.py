@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..protocol.messages import Span
 from ..shm.ring import SlotPart
 from ..shm.slots import Slots, SlotUse
 from .lent_memory import LentMemory
@@ -28,13 +27,7 @@ class RingPack:
 
     def lend(self) -> LentMemory:
         """Return the memory, after the ring is retired. Before that, slots may be filled again: copy what ``hold`` returns."""
-        ring, extents = self.slots.ring, list[Span]()
-        for slot, at, size in self._parts:
-            start = slot * ring.slot_size + at
-            if extents and extents[-1][1] == start:
-                start = extents.pop()[0]
-            extents.append((start, slot * ring.slot_size + at + size))
-        return LentMemory(self.slots.lend(self._parts), tuple(extents))
+        return LentMemory(self.slots.lend(self._parts), self.slots.ring.spans(self._parts))
 
     def hold(self) -> tuple[list[memoryview], SlotUse]:
         """Return the bytes in parts, and what to call when they are no longer read."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ...storage.coding.kernels import Bytes
 from ...storage.errors import ClusterError
-from ..protocol.messages import AppendEntry, BeginEntry, EntryInfo, Message, Span
+from ..protocol.messages import AppendEntry, BeginEntry, EntryInfo, Message
 from ..shm.free_slots import FreeSlots
 from ..shm.ring import DEVICE_SLOT, Ring, SlotPart
 from .entry_bytes import copy_all
@@ -89,13 +89,7 @@ class EntryWriter(FreeSlots):
         self._slot, self._used = -1, self.ring.slot_size
 
     def _hand_over(self, parts: Sequence[SlotPart]) -> int:
-        start, slot_size = self.size, self.ring.slot_size
-        spans = list[Span]()
-        for slot, at, size in parts:
-            first = slot * slot_size + at
-            if spans and spans[-1][1] == first:
-                first = spans.pop()[0]
-            spans.append((first, slot * slot_size + at + size))
-            self.size += size
-        self._post(AppendEntry(tuple(spans)))
+        start = self.size
+        self.size += sum(size for _, _, size in parts)
+        self._post(AppendEntry(self.ring.spans(parts)))
         return start

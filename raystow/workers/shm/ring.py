@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...storage.coding.kernels import Bytes
+from ..protocol.messages import Span
 
 SLOT = 4 << 20
 """Bytes of a slot in a ring for tensors in host memory, and of the largest chunk that is staged as it is."""
@@ -65,6 +66,15 @@ class Ring:
         if not 0 <= index < self.slots:
             raise IndexError(f"slot {index} of {self.slots}")
         return self.memory[index * self.slot_size : (index + 1) * self.slot_size]
+
+    def spans(self, parts: Iterable[SlotPart]) -> tuple[Span, ...]:
+        """Return where parts are in the memory; parts that follow each other there are one span."""
+        spans = list[Span]()
+        for slot, at, size in parts:
+            start = slot * self.slot_size + at
+            first = spans.pop()[0] if spans and spans[-1][1] == start else start
+            spans.append((first, start + size))
+        return tuple(spans)
 
     def discard(self, slots: Iterable[int]) -> None:
         """Free the memory of slots; they are zero afterwards. The slot size must be a multiple of the page size."""

@@ -75,11 +75,8 @@ class Slots:
     def filled(self, slot: int) -> None:
         """Note that no more chunks will be announced in a slot: it is free once those in it are no longer used."""
         with self._changed:
-            busy = bool(self._uses[slot])
-            if busy:
+            if busy := bool(self._uses[slot]):
                 self._filled.add(slot)
-            else:
-                del self._uses[slot]
         if not busy:
             self._on_free([slot])
 
