@@ -6,16 +6,19 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raystow.storage.errors import DeadlineExceeded, SaveFailed
 from raystow.storage.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
+from raystow.workers.cache.pack_cache import keeper
+from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.packing import packer as packing
-from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome
+from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome, draft
 from raystow.workers.packing.packer import Packer
 from raystow.workers.packing.stale_state import OptimizerWatch
-from raystow.workers.protocol.messages import Ticket
+from raystow.workers.protocol.messages import AttemptKey, ChunkInfo, Ticket
 
 TICKET = Ticket(1, "0123456789abcdef", 0, 60.0, 1)
 
@@ -65,6 +68,39 @@ def test_a_pack_that_cannot_be_sent_holds_up_no_other() -> None:
         discarding.join(10)
         assert not discarding.is_alive()
     assert (sorted(released), heard) == (["model", "optimizer", "other"], errors)
+
+
+def test_nothing_is_kept_for_an_attempt_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a GPU that are packed late, while the coordinator is told, would stay until the next version."""
+    monkeypatch.setattr(packing, "PACK", 10)
+    tier, key, told = MemoryTier(1 << 20), AttemptKey("r", TICKET.id, TICKET.attempt), threading.Event()
+    packed, ended = threading.Event(), threading.Event()
+
+    class Slow(GivenUp):
+        def failed(self, ticket: Ticket, reason: str) -> None:
+            ended.set()
+            assert packed.wait(10)
+            told.set()
+
+        def wait_complete(self, ticket: Ticket) -> None:
+            assert added.wait(10)
+            super().wait_complete(ticket)
+
+    added = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        port: Any = Slow()
+        shared = Executors(pool, pool, pool, MemoryBudget())
+        keep = keeper(tier, key, 0, lambda: None)
+        attempt = NodeAttempt(MemoryStore("ended"), port, TICKET, shared, OptimizerWatch("memory://ended"), keep)
+        attempt.on_end(lambda outcome, _: tier.given_up(key))
+        pool.submit(ended.wait, 10)
+        for number in range(3):
+            chunk = draft(ChunkInfo("w", "[]", "tensor", "uint8", (24,), "weights", (8 * number,), (8,)), 0)
+            attempt.add_coded(0, chunk, [np.zeros(8, np.uint8)], lambda: None)
+        pool.submit(packed.set)
+        added.set()
+        assert told.wait(10)
+    assert tier.holdings("r") == []
 
 
 def test_a_pack_that_is_stored_just_too_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,8 @@ class NodeAttempt:
             outcome = self._failure(error)
         self.over = True
         self._alarm.cancel()
+        if isinstance(outcome, RaystowError):
+            self._packer.close()  # the listeners drop what is kept, and nothing may be kept after that
         warnings = () if isinstance(outcome, RaystowError) else self._watch.saved(outcome.step, self._writer.stored)
         with self._lock:
             self._ended = outcome, warnings

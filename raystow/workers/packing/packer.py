@@ -124,14 +124,18 @@ class Packer:
             running = list(self._running.items())
         return [self._key(info) for info, upload in running if not upload.done()]
 
-    def discard(self, *, delete: bool) -> None:
-        """Cancel all uploads and release all parts. With ``delete``, delete uploaded packs: no version will refer to them."""
+    def close(self) -> None:
+        """Release what comes from now on, and what is in open packs. No pack is offered to ``keep`` after this call."""
         with self._lock:
             self._closed = True
             for pack in self._open.values():
                 _call(pack.releases)
             self._open.clear()
             self._changed.wait_for(lambda: not self._sending)
+
+    def discard(self, *, delete: bool) -> None:
+        """Cancel all uploads and release all parts. With ``delete``, delete uploaded packs: no version will refer to them."""
+        self.close()
         done = [info for info, upload in self._running.items() if not upload.cancel()]
         for info in done:
             self._running[info].exception()
