@@ -133,7 +133,7 @@ def test_memory_without_other_users_is_reused() -> None:
     assert (again.content, inode_of(again)) == (DATA[half:], inode)
     assert (spares.nbytes, spares.take(1)) == (0, None)
     with pytest.raises(AttributeError):  # the file has no memory any more
-        first.fill(lambda whole: None)
+        first.write([memoryview(DATA)])
     spares.give(again)
     larger = PackFile(len(DATA), spares.take(len(DATA)))
     larger.write([memoryview(DATA)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
+import operator
 import os
 import threading
 from collections import deque
@@ -187,7 +188,8 @@ class Spares:
         if not self._spares:
             return None
         fitting = [spare for spare in self._spares if spare[0] >= size]
-        found = min(fitting, key=_nbytes) if fitting else max(self._spares, key=_nbytes)
+        size_of = operator.itemgetter(0)
+        found = min(fitting, key=size_of) if fitting else max(self._spares, key=size_of)
         self._spares.remove(found)
         return found[1]
 
@@ -195,10 +197,6 @@ class Spares:
         """Release all but ``nbytes`` bytes."""
         while self._spares and self.nbytes > max(0, nbytes):
             self._spares.pop()[1].close()
-
-
-def _nbytes(spare: tuple[int, MappedFile]) -> int:
-    return spare[0]
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:

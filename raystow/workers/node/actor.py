@@ -135,7 +135,7 @@ def _ask(
         answer: _Answer = ray.get(remote.remote(*args, **kwargs), timeout=timeout)
         return answer
     except (ValueError, RayError) as error:
-        raise ClusterError(f"{type(error).__name__}: {str(error).splitlines()[0]}", subject=f"node {node}") from error
+        raise ClusterError(f"{type(error).__name__}: {error}".splitlines()[0], subject=f"node {node}") from error
 
 
 def node_actor(connect: Callable[[str], CoordinatorClient]) -> ActorHandle:

@@ -38,7 +38,7 @@ class ReplicaStore:
 
     def committed(self, attempt: AttemptKey) -> None:
         """An attempt is a version."""
-        if self._held(attempt) is not None:
+        if attempt in self._tier:
             self._tier.committed(attempt)
 
     def given_up(self, attempt: AttemptKey) -> None:
