@@ -297,6 +297,25 @@ def test_a_save_that_cannot_begin_occupies_no_slot() -> None:
     serve(script, SaveFailed("no", subject="s", remedy="r"))
 
 
+def test_a_chunk_in_a_slot_that_does_not_exist_ends_the_session() -> None:
+    """The memory of the ring and the share of the budget are freed."""
+    attempt = FakeAttempt()
+    host, script = FakeHost(attempt), iter([BEGIN, raw("lost", SLOTS, 0, 4)])
+    ended = list[BaseException]()
+
+    def run() -> None:
+        try:
+            Session(cast(Connection, ScriptedConnection(script)), host, "node", OPENING).serve()
+        except IndexError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert [str(error) for error in ended] == ["slot 3 of 3"]
+    assert (host.budget, len(attempt.ended)) == (0, 1)
+
+
 def test_the_outcome_is_sent_with_its_warnings() -> None:
     attempt = FakeAttempt()
     entry = Entry(1, "0123456789abcdef", "00" * 32, 1, 9, 0.5, 4, 4)

@@ -42,9 +42,10 @@ class Slots:
 
     def take_over(self, parts: Sequence[SlotPart]) -> tuple[list[Bytes], SlotUse]:
         """Return the bytes of a chunk, and what to call when they are no longer used."""
+        found = [self.ring.slot(slot)[at : at + size] for slot, at, size in parts]  # raises before anything is counted
         with self._changed:
             self._uses.update(slot for slot, _, _ in parts)
-        return [self.ring.slot(slot)[at : at + size] for slot, at, size in parts], SlotUse(self, parts)
+        return found, SlotUse(self, parts)
 
     def keep(self, parts: Sequence[SlotPart]) -> bool:
         """Use parts that are in use once more, for a version in memory, until ``let_go``; return False if too many slots are kept
