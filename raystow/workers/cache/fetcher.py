@@ -53,6 +53,7 @@ class Fetcher:
         self.claims = ReadClaims()
         self._lock = threading.Lock()
         self._files: OrderedDict[tuple[str, str], PackFile] = OrderedDict()
+        self._filled: Counter[tuple[str, str]] = Counter()  # bytes of each when it was last used
         self._busy: Counter[PackFile] = Counter()
         self._claimed = set[tuple[str, str]]()  # files that other nodes rely on: this node has claimed a part
         self._visitors = 0
@@ -88,7 +89,7 @@ class Fetcher:
                 raise DeadlineExceeded(f"bytes {span} are being read", subject=key)
             return LentMemory(file.lend()) if arrived else None
         finally:
-            self._leave(file)
+            self._leave((repository, key), file)
 
     @contextlib.contextmanager
     def visit(self) -> Iterator[None]:
@@ -146,8 +147,8 @@ class Fetcher:
 
     @contextlib.contextmanager
     def _file(self, request: ReadCached) -> Iterator[PackFile]:
+        where = request.repository, request.key
         with self._lock:
-            where = request.repository, request.key
             file = self._files.pop(where, None)
             if file is None or file.size != request.size:
                 file = PackFile(request.size)
@@ -156,21 +157,24 @@ class Fetcher:
         try:
             yield file
         finally:
-            self._leave(file)
+            self._leave(where, file)
 
-    def _leave(self, file: PackFile) -> None:
+    def _leave(self, where: tuple[str, str], file: PackFile) -> None:
         with self._lock:
             self._busy[file] -= 1
+            if self._files.get(where) is file:
+                self._filled[where] = file.filled
             self._make_room()
 
     def _make_room(self) -> None:
         """Drop files that are not in use until the rest fits, or all of them without a visit: first those that other nodes will
         not ask for, the least recently requested one first."""
         self._busy += Counter()  # forgets those at zero
-        filled = {where: file.filled for where, file in self._files.items()}
-        excess = sum(filled.values()) - (self._budget if self._visitors else -1)
-        for where in sorted(filled, key=lambda where: where in self._claimed):
+        excess = self._filled.total() - (self._budget if self._visitors else -1)
+        if excess <= 0:
+            return
+        for where in sorted(self._files, key=lambda where: where in self._claimed):
             if excess > 0 and not self._busy[self._files[where]]:
                 self._files.pop(where).close()
                 self._claimed.discard(where)
-                excess -= filled[where]
+                excess -= self._filled.pop(where)
