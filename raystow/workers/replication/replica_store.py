@@ -24,13 +24,9 @@ class ReplicaStore:
         is_base = any(other.base == replica.attempt for other in newer)
         if not is_base and any(other.committed or other.given_up for other in newer):
             return NodePart()  # replaced already: it would stay until the version after that
-        held = self._part(replica) or NodePart(replica_order=replica.replica_order)
-        if (
-            held.replica_order
-            and not held.incomplete
-            and replica.key not in held.objects
-            and held.objects.keys() >= {*replica.after}
-        ):
+        part = self._part(replica) or NodePart(replica_order=replica.replica_order)
+        follows = replica.key not in part.objects and part.objects.keys() >= {*replica.after}
+        if follows and part.replica_order and not part.incomplete:
             self._tier.put(replica.attempt, replica.number, replica.key, [data], replica_order=replica.replica_order)
             if replica.base is not None:
                 self._tier.set_base(replica.attempt, replica.base)

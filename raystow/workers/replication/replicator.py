@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -81,13 +81,13 @@ class Replicator(Reconciler):
         if looking:
             self._look(now)
         self._tell()
-        missing = self._missing()
+        missing = self._next_missing()
         if looking:
             self._report()
-        if missing and now >= self._ready:
-            self._push(*missing[0])
+        if missing is not None and now >= self._ready:
+            self._push(*missing)
             return 0.0
-        return max(0.0, min(self._ready if missing else math.inf, self._looked + LOOK) - now)
+        return max(0.0, min(self._ready if missing is not None else math.inf, self._looked + LOOK) - now)
 
     def _look(self, now: float) -> None:
         """Update which nodes there are, what the relevant ones have in memory, and for which replicas this node is responsible.
@@ -141,9 +141,10 @@ class Replicator(Reconciler):
                 if attempts.pop(attempt, None) is not None:
                     self._ask(node, functools.partial(self._peers.given_up, node, attempt))
 
-    def _missing(self) -> list[tuple[str, Replica]]:
-        """Nodes and the objects that they should have but lack, in the order in which they are to be sent."""
-        missing, expected, present, chosen = list[tuple[str, Replica]](), 0, 0, dict[str, None]()
+    def _next_missing(self) -> tuple[str, Replica] | None:
+        """Update the progress; return the next object to send, and the node that should have it but lacks it."""
+        expected, present, chosen = 0, 0, dict[str, None]()
+        missing: tuple[str, Replica] | None = None
         mine = self._mine()
         newest = {held.attempt.repository: held for held in mine if held.committed}  # ids ascend
         for held in mine:
@@ -160,8 +161,8 @@ class Replicator(Reconciler):
                     chosen[partner] = None
                     theirs = self._seen.get(partner, {}).get(held.attempt, Holding(held.attempt)).parts.get(number, NodePart())
                     present += sum(size for key, size in part.objects.items() if key in theirs.objects)
-                    if not theirs.incomplete:
-                        missing += [(partner, replica) for replica in _lacking(held, number, theirs, order)]
+                    if missing is None and not theirs.incomplete and (replica := _lacking(held, number, theirs, order)):
+                        missing = partner, replica
         self.progress = ReplicationProgress(expected, present, tuple(chosen))
         return missing
 
@@ -204,13 +205,14 @@ class Replicator(Reconciler):
             logger.info("copies on other nodes are %s: %d of %d bytes", said, self.progress.present, self.progress.expected)
 
 
-def _lacking(held: Holding, number: int, theirs: NodePart, order: tuple[str, ...]) -> Iterator[Replica]:
-    """The objects of a part that another node lacks. The fragment comes last, since a part with a fragment counts as complete."""
-    fragment, before = held.fragment(number), list[str]()
-    for key in held.parts[number].objects:
-        if key != fragment:
-            before.append(key)
-            if key not in theirs.objects:
-                yield Replica(held.attempt, number, key, order, base=held.base)
-    if fragment in held.parts[number].objects and fragment not in theirs.objects and theirs.objects.keys() >= {*before}:
-        yield Replica(held.attempt, number, fragment, order, tuple(before), held.base)
+def _lacking(held: Holding, number: int, theirs: NodePart, order: tuple[str, ...]) -> Replica | None:
+    """The next object of a part that another node lacks. The fragment comes last, since a part with a fragment counts as
+    complete."""
+    objects, fragment = held.parts[number].objects, held.fragment(number)
+    packs = [key for key in objects if key != fragment]
+    for key in packs:
+        if key not in theirs.objects:
+            return Replica(held.attempt, number, key, order, base=held.base)
+    if fragment in objects and fragment not in theirs.objects:
+        return Replica(held.attempt, number, fragment, order, tuple(packs), held.base)
+    return None
