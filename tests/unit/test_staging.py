@@ -11,13 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError, RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
 from raystow.workers.gpu.encode_request import EncodeRequest
-from raystow.workers.protocol.messages import Begin, ChunkInfo, OpenSession, SessionOpened, SlotFilled
+from raystow.workers.protocol.messages import Begin, ChunkInfo, ComparedChunks, OpenSession, SessionOpened, SlotFilled
 from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.shm.ring import SLOT, Ring
 from raystow.workers.staging import client, gpu
@@ -257,6 +258,31 @@ def test_a_gpu_tensor_may_change_once_all_chunks_are_read(
         with pytest.raises(queue.Empty):
             outcomes.get(timeout=0.5)
     made.close(patience=0.1)
+
+
+def test_compared_chunks_are_announced_even_if_the_save_has_failed() -> None:
+    """They are described to the node worker once, and later saves refer to them."""
+    described, posted = ComparedChunks(0, 1, (INFO,)), list[Any]()
+
+    class Comparing(IdleEncoder):
+        def compare(self, device: int, pieces: Any, followers: Any, base: Any, *, after: Any) -> Any:
+            order.failed = True  # the node worker has refused the save, while the GPU was waited for
+            return SimpleNamespace(pieces=pieces, followers=followers, messages=[described])
+
+        def encode(self, *_: Any) -> None:
+            order.check()
+
+    order = SaveOrder(replace(BEGIN, delta=1), OnGpu([]), on_staged=lambda: None, on_end=lambda outcome: None)
+    devices = gpu.DeviceStaging(StagingSlots(Ring.create(SLOT), posted.append), posted.append, "auto", "training", 0.0)
+    devices._encoder = Comparing()
+
+    def post(message: Any) -> None:
+        order.check()
+        posted.append(message)
+
+    with pytest.raises(SaveFailed):
+        devices.stage(order, OnGpu([]), 0, lambda: None, post)
+    assert posted == [described]
 
 
 def test_close_frees_the_rest_if_the_encoder_cannot_close(frozen: str) -> None:

@@ -74,8 +74,8 @@ class DeviceStaging:
         if compares:
             remaining = encoder.compare(device, pieces, followers, self.bases.get(device), after=after)
             pieces, followers = remaining.pieces, remaining.followers
-            for message in remaining.messages:
-                post(message)
+            for message in remaining.messages:  # also if the save has failed: later saves refer to chunks that are described once
+                self._post(message)
         checks: list[DerivedCheck] = []
 
         def check() -> None:
