@@ -12,7 +12,6 @@ import pytest
 from raystow.storage.errors import DeadlineExceeded, SaveFailed
 from raystow.storage.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.cache.pack_cache import keeper
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.packing import packer as packing
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome, draft
@@ -52,7 +51,7 @@ def test_a_pack_that_cannot_be_sent_holds_up_no_other() -> None:
     errors = [OSError(errno.EMFILE, "injected"), RuntimeError("can't start new thread")]
     raised, heard, store = iter(errors), list[BaseException](), MemoryStore("unsent")
 
-    def keep(key: str, parts: Any, uses: Any = ()) -> None:
+    def keep(key: str, parts: Any, *, uses: Any = ()) -> None:
         if "other" not in key:
             raise next(raised)
 
@@ -90,7 +89,7 @@ def test_nothing_is_kept_for_an_attempt_that_has_ended(monkeypatch: pytest.Monke
     with ThreadPoolExecutor(1) as pool:
         port: Any = Slow()
         shared = Executors(pool, pool, pool, MemoryBudget())
-        keep = keeper(tier, key, 0, lambda: None)
+        keep = functools.partial(tier.put, key, 0)
         attempt = NodeAttempt(MemoryStore("ended"), port, TICKET, shared, OptimizerWatch("memory://ended"), keep)
         attempt.on_end(lambda outcome, _: tier.given_up(key))
         pool.submit(ended.wait, 10)

@@ -260,7 +260,7 @@ def test_a_gpu_tensor_may_change_once_all_chunks_are_read(
     made.close(patience=0.1)
 
 
-def test_compared_chunks_are_announced_even_if_the_save_has_failed() -> None:
+def test_compared_chunks_are_described_if_the_save_has_failed() -> None:
     """They are described to the node worker once, and later saves refer to them."""
     described, posted = ComparedChunks(0, 1, (INFO,)), list[Any]()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -24,7 +25,6 @@ from ..cache.base_version import BaseVersion, KnownChunks
 from ..cache.cache_server import serve_reads
 from ..cache.fetcher import Fetcher
 from ..cache.host_memory import memory_limit
-from ..cache.pack_cache import keeper
 from ..cache.tier import MemoryTier
 from ..journal.node_journal import JournalPeers, NodeJournal
 from ..packing.attempt import Executors, NodeAttempt, Outcome
@@ -56,7 +56,7 @@ from ..protocol.unix_channel import Connection, Listener
 from ..replication.peer_server import PeerServer
 from ..replication.replica_store import ReplicaStore
 from ..replication.replicator import ReplicationPeers, Replicator
-from ..shm.slots import Slots
+from ..shm.slots import Slots, SlotUse
 from ..states.staged_states import StagedStates
 from ..thread_priority import give_way
 from .gauges import measure
@@ -314,13 +314,20 @@ class Node:
             self._attempts = {key: attempt for key, attempt in self._attempts.items() if not attempt.over}
             if (uri, ticket.attempt) not in self._attempts:
                 key = AttemptKey(repository, ticket.id, ticket.attempt)
-                keep = keeper(self._tier, key, ticket.node, self.replicator.wake)
-                base = self._base(key, ticket)
+                keep, base = functools.partial(self._keep_object, key, ticket.node), self._base(key, ticket)
                 attempt = NodeAttempt(here.store, here.coordinator, ticket, self._executors, here.watch, keep, base)
                 self._attempts[uri, ticket.attempt] = attempt
                 number = self._saves.begin(uri)
                 attempt.on_end(lambda outcome, _: self._settle(uri, number, key, ticket, attempt, outcome))
             return self._attempts[uri, ticket.attempt], ticket.node
+
+    def _keep_object(
+        self, attempt: AttemptKey, node: int, key: str, parts: Sequence[Buffer], *, uses: Sequence[SlotUse] = ()
+    ) -> memoryview | None:
+        """Keep an object in memory, and copy it to other nodes: see ``packer.Keep``."""
+        copy = self._tier.put(attempt, node, key, parts, uses=uses)
+        self.replicator.wake()
+        return copy
 
     def _base(self, key: AttemptKey, ticket: Ticket) -> BaseVersion | None:
         """Return the version that an attempt is compared with, if this node has written a part of it."""

@@ -26,12 +26,11 @@ from ...storage.log import about
 from ...storage.memory_budget import MemoryBudget
 from ...storage.object_store import ObjectStore
 from ..cache.base_version import BaseVersion, KnownChunks
-from ..cache.pack_cache import Keep, keep_nothing
 from ..protocol.coordinator_client import MODULUS, CoordinatorClient, coverage
 from ..protocol.messages import AttemptKey, AttemptStatus, ChunkInfo, Stage, Ticket
 from ..shm.coded_layout import CodedChunk
 from .chunk_writer import ChunkWriter
-from .packer import NOT_IN_TIME, Packer
+from .packer import NOT_IN_TIME, Keep, Packer, keep_nothing
 from .stale_state import OptimizerWatch
 
 logger = logging.getLogger(__name__)

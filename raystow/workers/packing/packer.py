@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ...storage.errors import DeadlineExceeded, RaystowError
 from ...storage.format import keys
 from ...storage.format.version_record import PackInfo
 from ...storage.log import about
 from ...storage.object_store import Buffer, ObjectStore
-from ..cache.pack_cache import Keep, keep_nothing
 from ..protocol.messages import Ticket
 from ..shm.slots import Slots, SlotUse
 
@@ -23,6 +23,18 @@ PACK = 64 << 20
 """Bytes at which a pack is full."""
 
 NOT_IN_TIME = "the store has not taken it in time"
+
+
+class Keep(Protocol):
+    """Keeps copies of objects in memory, before they are stored."""
+
+    def __call__(self, key: str, parts: Sequence[Buffer], *, uses: Sequence[SlotUse] = ()) -> memoryview | None:
+        """Keep an object, given in parts; return the copy, or None if there is none. ``uses``: see ``MemoryTier.put``."""
+
+
+def keep_nothing(key: str, parts: Sequence[Buffer], *, uses: Sequence[SlotUse] = ()) -> memoryview | None:
+    """Keep nothing."""
+    return None
 
 
 @dataclass
@@ -160,7 +172,7 @@ class Packer:
         """Offer the pack to ``keep``, and begin to upload it. Raises nothing, so that the caller sends its other packs."""
         try:
             uses = [release for release in pack.releases if isinstance(release, SlotUse)]  # all or none
-            kept = self._keep(self._key(info), pack.parts, uses)
+            kept = self._keep(self._key(info), pack.parts, uses=uses)
             if kept is not None:
                 pack.parts[:] = [kept]
                 _call(pack.releases)
