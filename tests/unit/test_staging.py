@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
+from raystow.orchestrator.client.node_connection import NodeConnection
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError, RaystowError, SaveFailed
@@ -290,9 +291,11 @@ def test_close_frees_the_rest_if_the_encoder_cannot_close(frozen: str) -> None:
         def close(self) -> None:
             raise RuntimeError("CUDA error")
 
-    made = Staging(frozen, OPENING)
+    made, connection = Staging(frozen, OPENING), NodeConnection(cast(Any, None), cast(Any, ()), codec="auto")
     made._devices._encoder = Broken()
+    connection._staging = made
     with pytest.raises(RuntimeError, match="CUDA error"):
-        made.close()
+        connection.reset()
+    assert not connection.made, "the next save connects again"
     assert made._connection._socket.fileno() < 0
     assert not hasattr(made._slots.ring, "memory")

@@ -57,9 +57,9 @@ class NodeConnection:
         """Disconnect; the next save connects again. Saves that are not staged within ``patience`` seconds fail. ``why``: reported
         by them."""
         with self._lock:
-            if self._staging is not None:
-                self._staging.close(patience=patience, why=why)
-                self._staging = None
+            staging, self._staging = self._staging, None  # not used again, also if it cannot be closed
+            if staging is not None:
+                staging.close(patience=patience, why=why)
 
     def close(self) -> None:
         """Disconnect for good."""
