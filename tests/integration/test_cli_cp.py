@@ -34,7 +34,7 @@ def test_cp_reports_the_copied_versions(folder: Path, tmp_path: Path) -> None:
     assert run_json("verify", tmp_path / "all", "--all", "--deep")["versions"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_watch_copies_new_versions_until_a_signal(folder: Path, tmp_path: Path, number: int) -> None:
     there = tmp_path / "replica"
     words = [sys.executable, "-m", "raystow", "cp", str(folder), str(there), "--watch", "--interval", "0.05s"]

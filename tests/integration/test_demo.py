@@ -1,4 +1,4 @@
-"""The demo command, run to completion and interrupted with Ctrl-C.
+"""The demo command, run to completion and interrupted by Ctrl-C and SIGTERM.
 
 A complete run takes minutes: ``make soak`` includes it, and ``make test-s3`` runs it on S3.
 """
@@ -55,10 +55,11 @@ def test_losing_a_node_does_not_change_the_result(tmp_path: Path) -> None:
     assert all(not orphans(repository) for repository in repositories)
 
 
-def test_ctrl_c_during_startup_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_startup_leaves_no_process(tmp_path: Path, number: int) -> None:
     process = start(tmp_path)
     wait_until(lambda: len(ours(str(tmp_path))) > 5, "the cluster has started processes")
-    interrupt(process, tmp_path)
+    interrupt(process, tmp_path, number)
 
 
 @pytest.mark.slow
@@ -88,9 +89,9 @@ def start(tmp_path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=listen)
 
 
-def interrupt(process: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Send Ctrl-C, and assert that the demo and all of its processes end."""
-    process.send_signal(signal.SIGINT)
+def interrupt(process: subprocess.Popen[str], tmp_path: Path, number: int = signal.SIGINT) -> None:
+    """Send Ctrl-C or another signal, and assert that the demo and all of its processes end."""
+    process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert ours(str(tmp_path)) == []

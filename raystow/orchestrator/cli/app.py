@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from keyword import iskeyword
 from typing import Annotated, Any
@@ -81,7 +82,10 @@ def build() -> typer.Typer:
 
 
 def main() -> None:
-    """Run the command line of this process."""
+    """Run the command line of this process. SIGTERM and SIGHUP interrupt it as Ctrl-C does, so that commands clean up."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)
     try:
         build()(prog_name="raystow")
     except KeyboardInterrupt:  # before the command began

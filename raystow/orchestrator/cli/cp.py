@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -52,7 +50,7 @@ def cp(
         return plan_copy(source, destination, versions or (), sign=sign, memory=memory)
 
     if watch:
-        with contextlib.suppress(KeyboardInterrupt), _interrupted_by_sigterm():
+        with contextlib.suppress(KeyboardInterrupt):
             _watch(plan, interval)
         return
     planned = plan()
@@ -105,17 +103,3 @@ def _watch(plan: Callable[[], CopyPlan], interval: float) -> None:
         except (StoreUnavailable, NotFound) as error:
             ErrorReport(type(error).__name__, error.what, error.subject, error.remedy).print()
         SYSTEM.sleep(interval)
-
-
-@contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises ``KeyboardInterrupt`` while the block runs."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
