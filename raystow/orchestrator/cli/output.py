@@ -69,12 +69,19 @@ def printable(text: str) -> str:
 def table(title: str, headers: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """Return a plain table. A header that begins with ``>`` marks a column of numbers, aligned to the right."""
     grid = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for header in headers:
-        numbers = header.startswith(">")
+    lines = [[printable(cell) for cell in row] for row in rows]
+    least = 0
+    for number, header in enumerate(headers):
+        name = header.lstrip(">")
+        numbers = header != name
+        width = max(len(cell) for cell in (name, *(line[number] for line in lines))) if numbers else len(name)
         justify: Literal["right", "left"] = "right" if numbers else "left"
-        grid.add_column(header.lstrip(">"), justify=justify, no_wrap=numbers, overflow="fold", header_style="dim")
-    for row in rows:
-        grid.add_row(*(printable(cell) for cell in row))
+        grid.add_column(name, justify=justify, no_wrap=numbers, overflow="fold", header_style="dim", min_width=width)
+        least += width + 2
+    if least > out.width:  # the terminal breaks the lines: rich would cut numbers, which then look like others
+        grid.width = least
+    for line in lines:
+        grid.add_row(*line)
     return grid
 
 
@@ -99,10 +106,10 @@ def confirmed(question: str, otherwise: str) -> bool:
     """Ask on stderr for a yes.
 
     Raises:
-        StateError: stdin is at its end; the message ends in ``otherwise``.
+        StateError: stdin is at its end or closed; the message ends in ``otherwise``.
     """
     typer.echo(f"{question} [y/N] ", nl=False, err=True)
     try:
         return input().strip().lower() in ("y", "yes")
-    except EOFError:
+    except (EOFError, RuntimeError):  # RuntimeError: a stream is closed
         raise StateError(f"there was no answer, so {otherwise}", remedy="pass --yes to skip the question") from None
