@@ -95,6 +95,13 @@ def test_an_invalid_safetensors_file_is_refused(tmp_path: Path, data: bytes, tol
     assert not (tmp_path / "run").exists()
 
 
+def test_a_step_that_no_version_can_have_is_refused_at_once(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    assert run("import", tmp_path, tmp_path / "run", "--step", 1 << 63).exit_code == 2
+    assert not (tmp_path / "run").exists()
+    assert run_json("import", tmp_path, tmp_path / "run", "--step", (1 << 63) - 1)["step"] == (1 << 63) - 1
+
+
 def test_an_inconsistent_index_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     for where, told in (

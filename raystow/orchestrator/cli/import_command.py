@@ -34,7 +34,9 @@ _INDEX = ".safetensors.index.json"
 def import_(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Safetensors file, index of several, or folder.")],
     uri: Uri,
-    step: Annotated[int | None, number(min=0, help="Step of the version; by default the newest version's plus one.")] = None,
+    step: Annotated[
+        int | None, number(min=0, max=(1 << 63) - 1, help="Step of the version; by default the newest version's plus one.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Store safetensors files as a new version.
