@@ -94,7 +94,8 @@ def test_a_damaged_root_is_refused(folder: Path) -> None:
     assert "raystow repair" in result.stderr
 
 
-def test_invalid_durations_are_refused(folder: Path) -> None:
-    result = run("gc", folder, "--grace", "soon")
+@pytest.mark.parametrize("text", ["soon", "1000000000d"])
+def test_invalid_durations_are_refused(folder: Path, text: str) -> None:
+    result = run("gc", folder, "--grace", text)
     assert result.exit_code == 2
     assert "duration" in result.stderr

@@ -15,17 +15,18 @@ _BYTES = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgtp", start=1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
+_CENTURY = 36525 * 86400  # seconds; clocks cannot wait for some centuries
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
 
 
 def duration(text: str) -> float:
     """Parse seconds: ``90s``, ``30m``, ``6h``, ``1d``."""
-    return _quantity(text, _SECONDS, "a duration, such as 90s, 30m, 6h or 1d")
+    return _quantity(text, _SECONDS, "a duration, such as 90s, 30m, 6h or 1d", limit=_CENTURY)
 
 
 def nbytes(text: str) -> int:
     """Parse bytes: ``2TB`` (decimal), ``500GiB`` (binary), ``1000``."""
-    return int(_quantity(text, _BYTES, "a size, such as 2TB, 500GiB or 1000000"))
+    return int(_quantity(text, _BYTES, "a size, such as 2TB, 500GiB or 1000000", limit=math.inf))
 
 
 def best(text: str) -> tuple[str, str, int]:
@@ -57,10 +58,10 @@ def finite(text: str) -> float:
     return value
 
 
-def _quantity(text: str, units: dict[str, int], what: str) -> float:
+def _quantity(text: str, units: dict[str, int], what: str, *, limit: float) -> float:
     found = _NUMBER.fullmatch(text.strip().lower())
     value = float(found[1]) * units[found[2]] if found is not None and found[2] in units else math.inf
-    if not value < math.inf:
+    if not value < limit:
         raise typer.BadParameter(f"{text[:80]!r} is not {what}")
     return value
 
