@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,23 @@ def test_an_uncreatable_output_folder_is_reported_with_a_remedy(run_folder: Path
         assert error.split(": ")[1] in map(str, (to, *to.parents))
         assert remedy.startswith("  try: ")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("words", [("restore", "--output"), ("export", "--torch")])
+def test_a_loop_of_links_is_no_output_path(run_folder: Path, tmp_path: Path, words: tuple[str, str]) -> None:
+    command, option = words
+    (tmp_path / "loop").symlink_to("loop")
+    assert run(command, run_folder, option, tmp_path / "loop" / "x").stderr.startswith(f"error: {tmp_path / 'loop'}: ")
+
+
+def test_a_failed_write_names_the_output(run_folder: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        result = run("restore", run_folder, "--output", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (result.exit_code, result.stderr) == (1, f"error: {tmp_path / 'out'}: File too large\n")
 
 
 def test_a_damaged_version_is_not_restored(own_folder: Path, tmp_path: Path) -> None:

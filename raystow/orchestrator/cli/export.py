@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from ...storage.arguments import expanded
 from ...storage.version import Version
 from ...storage.version_selector import LATEST
 from . import options
@@ -18,7 +17,7 @@ from .hf_folder import HfFolder, plan_folder
 from .hub import HubRepository
 from .options import Json, Uri, Which
 from .output import count, emit, fields_of, out, printable, size
-from .output_dir import new_folder
+from .output_dir import new_folder, resolved
 from .progress import progress_bar
 from .target import open_target
 
@@ -103,17 +102,17 @@ def export(
         seconds = round(target.repository.clock.monotonic() - start, 3)
         emit({"uri": target.uri, "version": chosen.id, "step": chosen.step, **fields_of(done), "seconds": seconds})
         return
-    out.print(f"version {chosen.id} (step {chosen.step}) is in {done.path}", soft_wrap=True)
+    out.print(f"version {chosen.id} (step {chosen.step}) is in {done.path}")
     for file in done.files:
-        out.print(f"  {file.name}: {count(file.tensors, 'tensor')}, {size(file.nbytes)}", soft_wrap=True)
+        out.print(f"  {file.name}: {count(file.tensors, 'tensor')}, {size(file.nbytes)}")
     if done.prefix:
-        out.print(f"  prefix of the names in the version: {printable(done.prefix)}", soft_wrap=True)
+        out.print(f"  prefix of the names in the version: {printable(done.prefix)}")
     for name, other in done.tied.items():
-        out.print(f"  tied: {printable(name)} is {printable(other)}", soft_wrap=True)
+        out.print(f"  tied: {printable(name)} is {printable(other)}")
     if done.copied:
-        out.print(f"  copied: {printable(', '.join(done.copied))}", soft_wrap=True)
+        out.print(f"  copied: {printable(', '.join(done.copied))}")
     if done.commit is not None:
-        out.print(f"  uploaded: {printable(done.commit)}", soft_wrap=True)
+        out.print(f"  uploaded: {printable(done.commit)}")
 
 
 def _hf_folder(to: Path, plan: HfFolder, *, quiet: bool) -> Export:
@@ -121,7 +120,7 @@ def _hf_folder(to: Path, plan: HfFolder, *, quiet: bool) -> Export:
     total, title = sum(file.nbytes for file in files), f"version {plan.version.id}"
     with new_folder(to, total) as folder, progress_bar(title, plan.raw, quiet=quiet) as advance:
         plan.write(folder, advance)
-    return Export(_resolved(to), files, plan.prefix, plan.tied, [path.name for path in plan.copied])
+    return Export(str(resolved(to)), files, plan.prefix, plan.tied, [path.name for path in plan.copied])
 
 
 def _torch_file(to: Path, version: Version, *, quiet: bool) -> Export:
@@ -129,8 +128,4 @@ def _torch_file(to: Path, version: Version, *, quiet: bool) -> Export:
 
     with progress_bar(f"version {version.id}", version.raw, quiet=quiet) as advance:
         write_torch_file(to, version, advance)
-    return Export(_resolved(to), [ExportedFile(to.name, len(version.chunks), version.raw)])
-
-
-def _resolved(path: Path) -> str:
-    return str(expanded(path).resolve())
+    return Export(str(resolved(to)), [ExportedFile(to.name, len(version.chunks), version.raw)])

@@ -15,6 +15,11 @@ from ...storage.errors import StateError
 from .output import size
 
 
+def resolved(path: Path) -> Path:
+    """Return the absolute path without ``~`` and links. Unlike ``Path.resolve``, it raises no error if links are a loop."""
+    return Path(os.path.realpath(expanded(path)))
+
+
 @contextlib.contextmanager
 def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
     """Yield a folder to fill with about ``nbytes``; it becomes ``path`` if the block succeeds, and is removed if it fails.
@@ -22,7 +27,7 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
     Raises:
         StateError: ``path`` exists and is not an empty folder, is a mount point, or its disk has too little free space.
     """
-    path = expanded(path).resolve()
+    path = resolved(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise StateError("is not an empty folder", subject=str(path), remedy="use a new one")
     if path.is_mount():
@@ -41,7 +46,7 @@ def new_file(path: Path, nbytes: int) -> Iterator[IO[bytes]]:
     Raises:
         StateError: ``path`` exists, or its disk has too little free space.
     """
-    path = expanded(path).resolve()
+    path = resolved(path)
     if path.exists():
         raise StateError("exists", subject=str(path), remedy="use a new name")
     with _moved_into_place(path, nbytes) as work, durable_file(work) as sink:
@@ -61,7 +66,9 @@ def _moved_into_place(path: Path, nbytes: int) -> Iterator[Path]:
         yield work
         os.rename(work, path)  # atomic; fails if another process has filled the folder since
         _sync(path.parent)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a failed write names no file
         shutil.rmtree(work, ignore_errors=True)
         work.unlink(missing_ok=True)  # a file, which rmtree leaves
         for parent in created:

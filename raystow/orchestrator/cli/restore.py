@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ...storage.arguments import expanded
 from ...storage.version_selector import LATEST
 from . import options, version_files
 from .options import Json, Uri, Which
 from .output import count, dimensions, emit, out, printable, size
-from .output_dir import new_folder
+from .output_dir import new_folder, resolved
 from .progress import progress_bar
 from .safetensors_file import files
 from .target import open_target
@@ -49,7 +48,7 @@ def restore(
                 if len(split := list(parts)) > 1:
                     version_files.write_index(folder, split)
             version_files.write_json(folder / "values.json", values)
-    directory, plain = str(expanded(output).resolve()), len(chosen.values())
+    directory, plain = str(resolved(output)), len(chosen.values())
     mapped = [placed for file in plan for placed in file.tensors if placed.mapped]
     if json:
         emit(
