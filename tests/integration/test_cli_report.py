@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import re
 import subprocess
 import sys
@@ -158,6 +159,22 @@ def test_a_failed_report_does_not_replace_the_page(run_dir: Path, tmp_path: Path
     assert (tmp_path / "r.html").read_text() == "of yesterday"
     page_of(run_dir, tmp_path / "r.html")
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
+
+
+def test_only_a_regular_file_is_replaced(run_dir: Path, tmp_path: Path) -> None:
+    """As root, ``-o /dev/null`` would replace the device by a file."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "page").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "page")
+    assert run_json("report", run_dir, "-o", tmp_path / "pipe", code=2)["error"]["subject"] == str(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    assert page_of(run_dir, tmp_path / "link") == (tmp_path / "page").read_text()
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("words", [("--gpus", 8), ("--gpus", 8, "--store-price", 1)])
+def test_gpus_without_their_price_are_refused(run_dir: Path, tmp_path: Path, words: tuple[object, ...]) -> None:
+    assert run("report", run_dir, "-o", tmp_path / "r.html", *words).exit_code == 2
 
 
 def test_other_commands_do_not_import_the_report_libraries() -> None:

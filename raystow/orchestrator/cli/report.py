@@ -10,9 +10,11 @@ from typing import Annotated
 import typer
 
 from ...storage.clock import SYSTEM
+from ...storage.errors import StateError
 from . import options
 from .options import Json, Uri, number
 from .output import count, emit, err, fields_of, out, printable, ratio, size
+from .output_dir import resolved
 from .pricing import Prices
 from .run_history import RunHistory, Tariff, read_history
 from .target import open_target
@@ -41,9 +43,9 @@ def report(
     from .report_page import render
 
     history = read_history(open_target(uri), newest=newest, tariff=_tariff(store_price, gpu_price, gpus))
-    _write(output, render(history))
+    _write(resolved(output), render(history))
     if json:
-        emit({"output": str(output.resolve()), **_fields(history)})
+        emit({"output": str(resolved(output)), **_fields(history)})
         return
     what = f"{count(len(history.versions), 'version')} of {history.live:,}, {count(len(history.restores), 'restore')}"
     out.print(f"{output}: {what}, {size(history.live_stored)} stored")
@@ -52,15 +54,17 @@ def report(
 
 
 def _tariff(store_price: float | None, gpu_price: float | None, gpus: int | None) -> Tariff | None:
+    if gpus is not None and gpu_price is None:
+        raise typer.BadParameter("--gpus requires --gpu-price")
     if store_price is None and gpu_price is None:
-        if gpus is not None:
-            raise typer.BadParameter("--gpus requires --gpu-price")
         return None
     return Tariff(Prices(gpu_price or 0.0, store_price or 0.0), gpus)
 
 
 def _write(path: Path, page: str) -> None:
     """Replace the file atomically; an ``OSError`` names ``path``."""
+    if path.exists() and not path.is_file():  # such as /dev/null, which would become a file
+        raise StateError("is not a regular file", subject=str(path), remedy="use another path")
     work = path.with_name(f".{path.name}.{SYSTEM.token()}")
     try:
         work.write_text(page, encoding="utf-8")
