@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from builders import orphans
+from cli_runner import ran
 from polling import wait_until
 
 import raystow
@@ -53,6 +54,29 @@ def test_losing_a_node_does_not_change_the_result(tmp_path: Path) -> None:
     for name in ends[0].tensors():
         assert ends[0].read(name).equal(ends[1].read(name)), name
     assert all(not orphans(repository) for repository in repositories)
+
+
+def test_only_the_folder_of_a_demo_is_emptied(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "thesis.txt").write_text("precious")
+    error = ran("demo", "--store", tmp_path, code=2).stderr
+    assert error.startswith(f"error: {tmp_path}: is not empty and not from a demo\n")
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+def test_too_few_steps_for_a_save_after_the_failure_are_refused(tmp_path: Path) -> None:
+    assert "--every" in ran("demo", "--store", tmp_path / "x", "--steps", 8, "--every", 4, code=2).stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_cluster_that_cannot_start_is_reported(tmp_path: Path) -> None:
+    """The folder is the current one, which cannot be removed and made again."""
+    environment = {**os.environ, "RAY_TMPDIR": "/proc/nowhere"}
+    done = subprocess.run([*DEMO, "--store", "."], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    error, remedy = done.stderr.splitlines()
+    assert error.startswith(f"error: {tmp_path / 'log.txt'}: the cluster's process ended with 1: FileNotFoundError")
+    assert remedy == "  try: read the whole file"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

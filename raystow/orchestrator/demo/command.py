@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import unquote, urlsplit
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -18,7 +19,7 @@ from ...storage.stores import open_store
 from ..cli.options import number
 from ..cli.output import out
 from .events import Event, EventReader
-from .settings import RUNS, UNDISTURBED, WORKERS, DemoSettings
+from .settings import EVENTS, RAY_TRAIN, RUNS, UNDISTURBED, WORKERS, DemoSettings
 
 _LOG = "log.txt"
 
@@ -41,9 +42,12 @@ def demo(
 
     Example:  raystow demo --store s3://bucket/raystow-demo
     """
-    folder = _prepare(store)
-    remote = "://" in store and not store.startswith("file:")
-    place = f"{store.rstrip('/')}/demo-{SYSTEM.token()}" if remote else str(folder)
+    if steps <= 2 * every:
+        raise typer.BadParameter("--steps must be more than twice --every: a node is killed during a later save than the first")
+    uri = open_store(store).uri
+    local = urlsplit(uri).scheme == "file"
+    folder = _prepare(Path(unquote(urlsplit(uri).path)) if local else Path("raystow-demo"))
+    place = str(folder) if local else f"{uri}/demo-{SYSTEM.token()}"
     settings = DemoSettings(str(folder), {run: open_store(f"{place}/{run}").uri for run in RUNS}, steps, every)
     settings.events.mkdir()
     follower = EventReader(settings.events)
@@ -55,15 +59,15 @@ def demo(
     _compare(settings.stores, follower)
 
 
-def _prepare(store: str) -> Path:
-    """Create an empty folder for events, logs and local versions; the folder of an earlier demo is emptied."""
-    local = Path(store.removeprefix("file://")) if "://" not in store or store.startswith("file://") else Path("raystow-demo")
-    mark = local / "events"
-    if local.exists() and any(local.iterdir()) and not mark.exists():
-        raise StateError("is not empty and not from a demo", subject=str(local), remedy="use another folder with --store")
-    shutil.rmtree(local, ignore_errors=True)
-    local.mkdir(parents=True)
-    return local.resolve()
+def _prepare(folder: Path) -> Path:
+    """Create an empty folder for events, logs and local versions. Those of an earlier demo are deleted, and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {path.name: path for path in folder.iterdir()}
+    if found and not (EVENTS in found and found.keys() <= {EVENTS, RAY_TRAIN, _LOG, *RUNS}):
+        raise StateError("is not empty and not from a demo", subject=str(folder), remedy="use another folder with --store")
+    for name, path in found.items():
+        path.unlink() if name == _LOG else shutil.rmtree(path)
+    return folder.resolve()
 
 
 def _watch(settings: DemoSettings, follower: EventReader) -> None:
@@ -88,8 +92,9 @@ def _watch(settings: DemoSettings, follower: EventReader) -> None:
             for event in follower.news():
                 screen.show(event)
     if process.returncode:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise ClusterError(f"the cluster's process ended with {process.returncode}:\n{tail}", subject=str(log))
+        last = (log.read_text(errors="replace").strip().splitlines() or ["without output"])[-1]
+        what = f"the cluster's process ended with {process.returncode}: {last}"
+        raise ClusterError(what, subject=str(log), remedy="read the whole file")
 
 
 class _Screen:

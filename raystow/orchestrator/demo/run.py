@@ -16,7 +16,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ...storage import background
 from ...storage.clock import SYSTEM
 from .events import EventLog, EventReader
-from .settings import DISTURBED, WORKERS, DemoSettings
+from .settings import DISTURBED, RAY_TRAIN, WORKERS, DemoSettings
 from .train_loop import train
 
 
@@ -48,7 +48,7 @@ def main(settings: DemoSettings) -> None:
             scaling_config=ray.train.ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": 1}),
             run_config=ray.train.RunConfig(
                 name=run,
-                storage_path=str(Path(settings.folder) / "ray-train"),
+                storage_path=str(Path(settings.folder) / RAY_TRAIN),
                 failure_config=ray.train.FailureConfig(max_failures=2),
                 callbacks=[Watcher(settings.events, run)],
             ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UNDISTURBED, DISTURBED = RUNS = "undisturbed", "disturbed"
+EVENTS, RAY_TRAIN = "events", "ray-train"  # folders
 WORKERS = 2
 BATCH = 4
 """Rows that each worker trains on in a step."""
@@ -23,7 +24,7 @@ class DemoSettings:
     @property
     def events(self) -> Path:
         """The folder of the event logs."""
-        return Path(self.folder) / "events"
+        return Path(self.folder) / EVENTS
 
     @property
     def strike(self) -> int:
