@@ -208,3 +208,10 @@ def test_rounding_in_place_equals_the_rounding_of_a_save() -> None:
         bits, _ = rounded_chunk.rounded(MantissaBits(6), rows.view(torch.int32), "float32")
         rounded_chunk.round_in_place(MantissaBits(6), tensor)
         assert torch.equal(tensor, bits.view(torch.float32).view(tensor.shape))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0)])
+@pytest.mark.parametrize("selector", [MantissaBits(6), Blockwise(), Sqnr(40)], ids=str)
+def test_the_empty_part_of_a_rank_is_rounded(selector: MantissaBits | Blockwise | Sqnr, shape: tuple[int, ...]) -> None:
+    """A sensitivity analysis would otherwise fail on this rank alone, and the other ranks would wait for it."""
+    rounded_chunk.round_in_place(selector, torch.empty(shape))

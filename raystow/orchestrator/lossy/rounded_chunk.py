@@ -108,6 +108,8 @@ def check(name: str, rule: Rule, findings: Iterable[Tensor]) -> Rounded:
 def round_in_place(selector: RuleSelector, tensor: Tensor) -> None:
     """Round a torch tensor as a save would."""
     values, dtype = tensor.detach(), dtype_name(tensor.dtype)
+    if not values.numel():  # the part of a rank can be empty
+        return
     rows = values.reshape(-1, values.shape[-1] if values.dim() else 1).contiguous().view(words_of(values.element_size()))
     rule = selector.choose(lambda: Numbers("tensor", dtype, rows, [((0, 0), tuple(rows.shape))]))
     if rule is not None:
