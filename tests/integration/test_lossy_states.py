@@ -170,7 +170,7 @@ def test_an_error_beyond_its_bound_fails_and_names_the_tensor(tmp_path: Path, mo
 
 def test_invalid_rules_raise_at_once_or_at_the_first_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A rule that matches no tensor is only detected at a save."""
-    for wrong in ("tiny", {"exp_avg": 4}, {"exp_avg_sq": Blockwise(8)}):
+    for wrong in ("tiny", {"exp_avg": 4}, {"exp_avg_sq": Blockwise(8)}, {1: MantissaBits(3)}):
         with pytest.raises(StateError):
             LocalCluster(str(tmp_path), lossy=wrong)
     rules = {"exp_average": MantissaBits(3), "master": MantissaBits(16)}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ...storage.arguments import refused
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
 from ...storage.format.groups import WEIGHTS, group
@@ -68,6 +69,8 @@ class Lossy:
             what = f"lossy={lossy!r} is not a profile" if isinstance(lossy, str) else f"lossy is {lossy!r:.80}"
             raise StateError(what, remedy=f"choose {' or '.join(PROFILES)}, or give rules by group")
         for name, rule in rules.items():
+            if not isinstance(name, str):
+                raise refused("a group of lossy", name, "its name as text")
             if not isinstance(rule, MantissaBits | Blockwise | Sqnr):
                 remedy = "use MantissaBits, Blockwise or Sqnr"
                 raise StateError(f"{rule!r} is not a rule", subject=f"lossy[{name!r}]", remedy=remedy)
