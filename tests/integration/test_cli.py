@@ -326,6 +326,13 @@ def test_doctor_counts_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(run_json("doctor"))["cluster"]["found"] == "reachable: nodes 3, CPUs 24, GPUs 2"
 
 
+def test_doctor_runs_no_module_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('run from the current folder')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    assert "none" in software.survey()
+
+
 def test_doctor_does_not_wait_for_a_dead_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # reserved for documentation (RFC 5737): no host answers
     finding = software.cluster()

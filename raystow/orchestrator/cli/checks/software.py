@@ -91,7 +91,8 @@ def survey() -> dict[str, object]:
 
     Runs in a process of its own, since Ray tries to reach a dead head for many minutes, and only a signal stops it.
     """
-    done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    ask = f"import sys; sys.path[:] = {sys.path!r}\n{_ASK}"  # else modules of the current folder would come first
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["Ray died"])[-1])
     answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
