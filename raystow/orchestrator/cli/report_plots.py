@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _MARKERS = ("circle", "square", "triangle-up", "diamond")  # in addition to colours, for colour-blind readers
+_LINEAR, _LOGARITHMIC = {"nticks": 7}, {"type": "log", "dtick": 1}  # axes
 _MARKED = 60  # points; above this, markers would hide the line
 _FLATTENED = 10  # medians; a larger maximum hides the other values: the axis becomes logarithmic
 
@@ -31,30 +32,18 @@ class Plot:
 def lines(name: str, alt: str, steps: Sequence[int], series: Mapping[str, Sequence[float]], *, unit: str, top: float = 0) -> Plot:
     """Draw series over steps, from zero to at least ``top``; from the smallest value if one is negative."""
     mode = "lines+markers" if len(steps) <= _MARKED else "lines"
-    traces = [
-        {
-            "type": "scatter",
-            "mode": mode,
-            "name": label,
-            "x": list(steps),
-            "y": list(ys),
-            "meta": number,
-            "marker": {"symbol": marker},
-        }
-        for number, ((label, ys), marker) in enumerate(zip(series.items(), _MARKERS, strict=False), 1)
-    ]
-    least = min((y for ys in series.values() for y in ys), default=0.0)
-    limits = {"rangemode": "tozero" if least >= 0 else "normal"}
+    traces = [_scatter(mode, label, steps, ys, number) for number, (label, ys) in enumerate(series.items(), 1)]
+    values = [y for ys in series.values() for y in ys]
+    limits: dict[str, object] = {"rangemode": "tozero" if min(values, default=0.0) >= 0 else "normal"}
     if top:
-        limits = {"range": [0, max([top, *(y for ys in series.values() for y in ys)]) * 1.08]}  # type: ignore[dict-item]
+        limits = {"range": [0, max([top, *values]) * 1.08]}
     return Plot(name, alt, {"data": traces, "layout": _layout("step", unit, limits, legend=len(series) > 1)})
 
 
 def dots(name: str, alt: str, steps: Sequence[int], ys: Sequence[float], *, unit: str) -> Plot:
     """Draw one value per step. The axis is logarithmic if one value would flatten the others."""
-    trace = {"type": "scatter", "mode": "markers", "name": unit, "x": list(steps), "y": list(ys), "meta": 1}
-    limits = {"type": "log", "dtick": 1} if flattened(ys) else {"rangemode": "tozero"}
-    return Plot(name, alt, {"data": [trace], "layout": _layout("step", unit, limits)})
+    limits = _LOGARITHMIC if flattened(ys) else {"rangemode": "tozero"}
+    return Plot(name, alt, {"data": [_scatter("markers", unit, steps, ys, 1)], "layout": _layout("step", unit, limits)})
 
 
 def flattened(ys: Sequence[float]) -> bool:
@@ -67,28 +56,10 @@ def curve(
 ) -> Plot:
     """Draw a curve over seconds with marked points, on logarithmic axes."""
     xs, ys = zip(*points, strict=True)
-    traces = [{"type": "scatter", "mode": "lines", "name": unit, "x": xs, "y": ys, "meta": 1, "showlegend": False}]
-    traces += [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": label,
-            "x": [x],
-            "y": [y],
-            "meta": number,
-            "marker": {"symbol": marker, "size": 11},
-        }
-        for number, ((label, (x, y)), marker) in enumerate(zip(marks.items(), _MARKERS[1:], strict=False), 2)
-    ]
-    layout = _layout("seconds from save to save", unit, {"type": "log", "dtick": 1}, legend=True)
-    return Plot(
-        name,
-        alt,
-        {
-            "data": traces,
-            "layout": {**layout, "xaxis": {"title": {"text": "seconds from save to save"}, "type": "log", "dtick": 1}},
-        },
-    )
+    traces = [_scatter("lines", unit, xs, ys, 1) | {"showlegend": False}]
+    traces += [_scatter("markers", label, [x], [y], number, size=11) for number, (label, (x, y)) in enumerate(marks.items(), 2)]
+    layout = _layout("seconds from save to save", unit, _LOGARITHMIC, x_limits=_LOGARITHMIC, legend=True)
+    return Plot(name, alt, {"data": traces, "layout": layout})
 
 
 def stacks(name: str, alt: str, labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, unit: str) -> Plot:
@@ -101,9 +72,18 @@ def stacks(name: str, alt: str, labels: Sequence[str], parts: Mapping[str, Seque
     return Plot(name, alt, {"data": traces, "layout": {**layout, "barmode": "stack"}})
 
 
-def _layout(x: str, y: str, limits: Mapping[str, object], *, legend: bool = False) -> dict[str, object]:
+def _scatter(mode: str, label: str, xs: Sequence[float], ys: Sequence[float], number: int, **marker: object) -> dict[str, object]:
+    """A trace. ``number``: of its colour and symbol."""
+    symbol = _MARKERS[(number - 1) % len(_MARKERS)]
+    points = {"x": list(xs), "y": list(ys)}
+    return {"type": "scatter", "mode": mode, "name": label, **points, "meta": number, "marker": {"symbol": symbol, **marker}}
+
+
+def _layout(
+    x: str, y: str, limits: Mapping[str, object], *, x_limits: Mapping[str, object] = _LINEAR, legend: bool = False
+) -> dict[str, object]:
     return {
-        "xaxis": {"title": {"text": x}, "nticks": 7},
+        "xaxis": {"title": {"text": x}, **x_limits},
         "yaxis": {"title": {"text": y}, **limits},
         "showlegend": legend,
         "hovermode": "closest",
