@@ -11,7 +11,7 @@ from ...storage.errors import NotFound
 from ...storage.version_selector import LATEST
 from . import options
 from .options import Json, number, seconds
-from .output import billed, count, emit, out, price, say, table
+from .output import billed, count, dollars, emit, out, price, say, table
 from .pricing import DAYS, Bill, Prices, Saving, Schedule, break_even, monthly_bill, savings
 from .run_history import read_history
 from .target import open_target
@@ -181,15 +181,11 @@ def _print_bills(plain: Bill, coded: Bill, even: float | None) -> None:
 def _verdict(plain: Bill, coded: Bill) -> str:
     saved = plain.dollars - coded.dollars
     if saved > 0:
-        return f"compression saves {_dollars(saved)} a month, {100 * saved / plain.dollars:.1f} %"
+        return f"compression saves {dollars(saved)} a month, {100 * saved / plain.dollars:.1f} %"
     if saved == 0:
         return "compression does not pay: it saves nothing at these prices"
     store, longer = plain.store_dollars - coded.store_dollars, coded.gpu_dollars - plain.gpu_dollars
-    return f"compression does not pay: it saves {_dollars(store)} of storage and costs {_dollars(longer)} of GPU time a month"
-
-
-def _dollars(amount: float) -> str:
-    return f"${amount:,.0f}" if amount >= 1000 else f"${amount:,.2f}"
+    return f"compression does not pay: it saves {dollars(store)} of storage and costs {dollars(longer)} of GPU time a month"
 
 
 def _seconds(seconds: float) -> str:
@@ -200,11 +196,11 @@ _FIGURES = {
     "stored": ("a version", billed),
     "kept": ("kept", billed),
     "written": ("written a month", billed),
-    "store_dollars": ("store, a month", _dollars),
+    "store_dollars": ("store, a month", dollars),
     "stall": ("stall of a save", _seconds),
     "stalled": ("stalls a month", _seconds),
     "gpu_hours": ("GPU hours a month", "{:,.1f}".format),
-    "gpu_dollars": ("GPUs, a month", _dollars),
-    "dollars": ("total, a month", _dollars),
+    "gpu_dollars": ("GPUs, a month", dollars),
+    "dollars": ("total, a month", dollars),
 }
 """Field of ``Bill`` -> its title and format."""

@@ -13,7 +13,7 @@ from ...storage.copies.copy import CopyPlan, plan_copy
 from ...storage.errors import NotFound, StoreUnavailable
 from ...storage.version import Version
 from . import options
-from .exit_codes import ErrorReport
+from .exit_codes import error_report
 from .options import Json
 from .output import count, emit, say, size
 from .progress import progress_bar
@@ -101,5 +101,5 @@ def _watch(plan: Callable[[], CopyPlan], interval: float) -> None:
                 say(_outcome(planned, copied))
             first = False
         except (StoreUnavailable, NotFound) as error:
-            ErrorReport(type(error).__name__, error.what, error.subject, error.remedy).print()
+            error_report(error).print()
         SYSTEM.sleep(interval)

@@ -51,6 +51,11 @@ def price(dollars: float) -> str:
     return f"${dollars:,.2f}" if round(dollars, 2) == dollars else f"${dollars:,g}"
 
 
+def dollars(amount: float) -> str:
+    """Format dollars; with cents below 1000."""
+    return "under $0.01" if 0 < amount < 0.005 else f"${amount:,.0f}" if amount >= 1000 else f"${amount:,.2f}"
+
+
 def count(number: int, noun: str) -> str:
     """Format a number with its noun: ``1 tensor``, ``1,024 tensors``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

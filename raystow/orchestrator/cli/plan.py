@@ -14,7 +14,7 @@ from ..restore.what_if import Reads, plan_world
 from . import options
 from .options import Json, Uri, Which, number
 from .output import count, emit, fields_of, out, say, size, table
-from .target import Target, open_target
+from .target import open_target
 
 if TYPE_CHECKING:
     from ..coordinator.journal_reach import JournalReach
@@ -50,7 +50,11 @@ def plan(
     made = plan_world(chosen, ranks, per_node=per_node, whole=replicated)
     assumption, passed_on = _WHOLE if replicated else _SPLIT, sum(node.passed_on for node in made.nodes)
     seconds = made.seconds(Rates(peer=peer_rate, store=rate))
-    reach = _reach(target, chosen.step, ranks) if version == LATEST else None
+    reach = None
+    if version == LATEST:
+        from ..coordinator.journal_reach import journal_reach  # imports Ray
+
+        reach = journal_reach(target.repository, target.root, chosen.step, ranks)
     if json:
         emit(
             {
@@ -85,12 +89,6 @@ def plan(
     say(f"about {seconds:,.1f} s at {size(rate)} per second and node from the store, and {size(peer_rate)} from other nodes")
     if reach is not None:
         say(_reach_text(reach))
-
-
-def _reach(target: Target, base: int, ranks: int) -> JournalReach:
-    from ..coordinator.journal_reach import journal_reach  # imports Ray
-
-    return journal_reach(target.repository, target.root, base, ranks)
 
 
 def _reach_text(reach: JournalReach) -> str:

@@ -13,7 +13,7 @@ from ... import __version__
 from ..save_interval import LEAST, best_interval, lost_share
 from . import report_plots as plots
 from .advise import observed_mtbf
-from .output import age, count, moment, price, printable, size
+from .output import age, count, dollars, moment, price, printable, size
 from .report_plots import Plot
 from .run_history import RunHistory, SavedVersion
 
@@ -43,7 +43,7 @@ def render(facts: RunHistory) -> str:
     environment = Environment(
         loader=PackageLoader("raystow.orchestrator.cli", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters.update(size=size, moment=moment, printable=printable, seconds=_seconds, dollars=_dollars)
+    environment.filters.update(size=size, moment=moment, printable=printable, seconds=_seconds, dollars=dollars)
     template = environment.get_template("report_page.html.j2")
     made = (_bytes, _ratio, _stall, _interval, _restores, _cost)
     sections = [*(make(facts) for make in made), *_metrics(facts)] if facts.versions else []
@@ -173,7 +173,7 @@ def _cost(facts: RunHistory) -> Section:
         "store, uncompressed": list(accumulate(cost.raw_store for cost in costs)),
         "waiting GPUs": list(accumulate(cost.stall for cost in costs)),
     }
-    alt = f"{_span(facts.versions)}: " + ", ".join(f"{name} {_dollars(of[-1])}" for name, of in sums.items()) + " in total."
+    alt = f"{_span(facts.versions)}: " + ", ".join(f"{name} {dollars(of[-1])}" for name, of in sums.items()) + " in total."
     return Section("Cost", note, plots.lines("cost", alt, _steps(facts.versions), sums, unit="dollars"))
 
 
@@ -206,8 +206,3 @@ def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds * 1000:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
-
-
-def _dollars(amount: float) -> str:
-    """Format dollars; with cents below 1000."""
-    return "under $0.01" if 0 < amount < 0.005 else f"${amount:,.0f}" if amount >= 1000 else f"${amount:,.2f}"
