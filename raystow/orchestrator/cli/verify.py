@@ -21,9 +21,9 @@ from ...storage.verify import Verified
 from ...storage.verify_progress import VerifyJournal, journal
 from ...storage.version import Version
 from ...storage.version_selector import LATEST
-from .exit_codes import error_report, exit_code
+from .exit_codes import conclude, error_report, exit_code
 from .options import Json, Uri
-from .output import count, emit, out, printable, say, size
+from .output import count, out, printable, say, size
 from .progress import versions_bar
 from .target import Target, open_target
 
@@ -73,25 +73,26 @@ def verify(
     summary = _summary(verdicts, repository.clock.monotonic() - start)
     segments = _segment_verdicts(target, deep=deep) if all or version in (None, LATEST) else []
     outcomes: list[Verdict | SegmentVerdict] = [*verdicts, *segments]
-    errors = sorted((one for one in outcomes if one.error is not None), key=lambda one: OUTCOMES.index(one.outcome))
-    worst = errors[0].error if errors else None
+    worst_first = sorted(outcomes, key=lambda one: OUTCOMES.index(one.outcome))
+    errors = [one.error for one in worst_first if one.error is not None]
     if json:
         rows = [verdict.fields() for verdict in verdicts]
         facts: dict[str, object] = {"uri": repository.uri, "versions": rows, "summary": summary, "recorded": recorded}
         facts["segments"] = [one.fields() for one in segments]
         facts |= {"warning": error_report(refused)} if refused is not None else {}
-        emit(facts | ({"error": error_report(worst)} if worst is not None else {}))
-    elif not verdicts:
+        conclude(errors, facts)
+        return
+    if not verdicts:
         out.print(f"no version yet in {repository.uri}")
     else:
         if len(verdicts) > 1 or all or resume is not None or not deep:
             say(_summary_text(summary, deep, resume), style="dim")
         if refused is not None:
             typer.echo(printable(f"note: the result is not recorded in the root: {refused}"), err=True)
-    for one in segments if not json else ():
+    for one in segments:
         one.print()
-    if worst is not None:
-        raise typer.Exit(exit_code(worst))
+    if errors:
+        raise typer.Exit(exit_code(errors[0]))
 
 
 @dataclass(frozen=True)
