@@ -91,8 +91,8 @@ def table(title: str, headers: Iterable[str], rows: Iterable[Iterable[str]]) -> 
 
 
 def say(text: str, *, style: str | None = None) -> None:
-    """Print prose: lines break between words only, so that a long name or path stays whole."""
-    out.print(textwrap.fill(text, out.width, break_long_words=False, break_on_hyphens=False), style=style)
+    """Print prose: lines break between words only, so that a long name or path stays whole. Control characters are escaped."""
+    out.print(textwrap.fill(printable(text), out.width, break_long_words=False, break_on_hyphens=False), style=style)
 
 
 def emit(facts: Mapping[str, object]) -> None:

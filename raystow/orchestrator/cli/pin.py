@@ -9,7 +9,7 @@ import typer
 from ...storage.errors import NotFound
 from ...storage.version_selector import is_reserved
 from .options import Json, Uri, Which
-from .output import emit, printable, say
+from .output import emit, say
 from .target import open_target
 
 _LONGEST = 100  # characters; pins are in the root, which each commit writes again
@@ -43,7 +43,7 @@ def pin(
         emit({"uri": target.uri, "name": name, "version": chosen.id, "step": chosen.step, "before": before})
         return
     moved = f"; the name was version {before}'s" if before not in (None, chosen.id) else ""
-    say(f"version {chosen.id} (step {chosen.step}) is pinned as {printable(name)}{moved}")
+    say(f"version {chosen.id} (step {chosen.step}) is pinned as {name}{moved}")
 
 
 def unpin(uri: Uri, name: Name, json: Json = False) -> None:
@@ -65,4 +65,4 @@ def unpin(uri: Uri, name: Name, json: Json = False) -> None:
         return
     others = [other for other in target.pins(pinned) if other != name]
     follows = f"it is still pinned as {', '.join(others)}" if others else "retention may drop it now"
-    say(printable(f"version {pinned} is no longer pinned as {name}; {follows}"))
+    say(f"version {pinned} is no longer pinned as {name}; {follows}")
