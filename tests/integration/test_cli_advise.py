@@ -64,4 +64,8 @@ def test_an_unrecorded_stall_must_be_passed(tmp_path: Path) -> None:
     assert run_json("advise", tmp_path / "empty", "--mtbf", "1h", code=4)["error"]["remedy"] == "give --stall SECONDS"
     facts = run_json("advise", tmp_path / "empty", "--mtbf", "1h", "--stall", "0.5")
     assert (facts["interval"], facts["steps"], facts["present"]) == (60, None, None)
-    assert run("advise", tmp_path / "run", "--budget", "0").exit_code == 2
+
+
+@pytest.mark.parametrize("budget", ["0", "5e-324", "1e-310", "101", "nan"])
+def test_budgets_without_an_interval_are_refused(tmp_path: Path, budget: str) -> None:
+    assert run("advise", make(tmp_path / "run"), "--budget", budget).exit_code == 2

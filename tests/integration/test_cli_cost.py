@@ -187,3 +187,16 @@ def test_help_has_an_example_and_fits_80_columns() -> None:
     result = run("cost", "--help")
     assert "Example:  raystow cost s3://" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+MANY = "9" * 400
+
+
+@pytest.mark.parametrize(
+    "words", [("--gpus", MANY), ("--keep", MANY), ("--gpu-price", "1e308"), ("--stall", "1e308"), ("--state", MANY[:300])]
+)
+def test_numbers_too_large_to_calculate_with_are_refused(words: tuple[str, str]) -> None:
+    given = {"--gpus": "8", "--every": "1h", "--state": "1GB", "--ratio": "0.5", "--stall": "1", "--stall-compressed": "1"}
+    result = run("cost", *(word for option in ({**given, words[0]: words[1]}).items() for word in option), "--json")
+    assert result.exit_code == 2, result.output
+    assert words[0] in result.stderr

@@ -15,6 +15,8 @@ from .output import count, emit, say
 from .run_history import RunHistory, read_history
 from .target import open_target
 
+_LEAST = 1e-9  # seconds or percent
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -45,8 +47,8 @@ def advise(
     Example:  raystow advise s3://bucket/runs/llama --mtbf 12h --budget 0.5
     """
     for option, value in (("--mtbf", mtbf), ("--stall", stall), ("--budget", budget)):
-        if value is not None and not 0 < value < float("inf"):
-            raise typer.BadParameter(f"{option} must be above 0")
+        if value is not None and not _LEAST <= value < float("inf"):
+            raise typer.BadParameter(f"{option} must be at least {_LEAST}")
     if budget is not None and budget > 100:
         raise typer.BadParameter("--budget must be at most 100")
     history = read_history(open_target(uri), newest=newest)

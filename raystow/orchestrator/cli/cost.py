@@ -26,13 +26,13 @@ _STALLS = (
 
 def cost(
     uri: Annotated[str | None, typer.Argument(metavar="URI", help="Repository that gives all but the prices.")] = None,
-    gpus: Annotated[int | None, number(min=0, help="GPUs that wait during a stall; by default one per rank of URI.")] = None,
+    gpus: Annotated[int | None, options.gpus(help="GPUs that wait during a stall; by default one per rank of URI.")] = None,
     gpu_price: Annotated[float, options.gpu_price] = "4.40",  # type: ignore[assignment]
     store_price: Annotated[float, options.store_price] = "0.023",  # type: ignore[assignment]
     every: Annotated[float | None, options.time(help="Time between saves: 90s, 30m, 6h; by default as in URI.")] = None,
     state: Annotated[int | None, options.size(help="Raw bytes of a version: 782GB.")] = None,
     ratio: Annotated[float | None, options.ratio(help="Stored bytes divided by raw bytes: 0.8, or its inverse: 1.25x.")] = None,
-    keep: Annotated[int | None, number(help="Versions in the store; by default those in URI, or 1.")] = None,
+    keep: Annotated[int | None, number(max=10**9, help="Versions in the store; by default those in URI, or 1.")] = None,
     stall: Annotated[float | None, seconds(help="Stall of the loop per save without compression.")] = None,
     stall_compressed: Annotated[float | None, seconds(help="Stall of the loop per save with compression.")] = None,
     write_rate: Annotated[

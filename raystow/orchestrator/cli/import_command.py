@@ -10,6 +10,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
@@ -34,9 +35,7 @@ _INDEX = ".safetensors.index.json"
 def import_(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Safetensors file, index of several, or folder.")],
     uri: Uri,
-    step: Annotated[
-        int | None, number(min=0, max=(1 << 63) - 1, help="Step of the version; by default the newest version's plus one.")
-    ] = None,
+    step: Annotated[int | None, number(min=0, help="Step of the version; by default the newest version's plus one.")] = None,
     json: Json = False,
 ) -> None:
     """Store safetensors files as a new version.
@@ -47,6 +46,8 @@ def import_(
 
     Example:  raystow import ./llama s3://bucket/runs/llama --step 0
     """
+    if step is not None:
+        integer("--step", step, least=0)
     start, files = SYSTEM.monotonic(), find_tensors(source)
     tensors = [tensor for of in files.values() for tensor in of]
     total = sum(tensor.end - tensor.start for tensor in tensors)

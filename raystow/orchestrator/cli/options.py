@@ -16,6 +16,7 @@ _BYTES = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
 _CENTURY = 36525 * 86400  # seconds; clocks cannot wait for some centuries
+_MOST = 10**12  # seconds or dollars
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
 
 
@@ -26,7 +27,7 @@ def duration(text: str) -> float:
 
 def nbytes(text: str) -> int:
     """Parse bytes: ``2TB`` (decimal), ``500GiB`` (binary), ``1000``."""
-    return int(_quantity(text, _BYTES, "a size, such as 2TB, 500GiB or 1000000", limit=math.inf))
+    return int(_quantity(text, _BYTES, "a size, such as 2TB, 500GiB or 1000000", limit=1 << 63))
 
 
 def best(text: str) -> tuple[str, str, int]:
@@ -48,13 +49,13 @@ def stored_ratio(text: str) -> float:
 
 
 def finite(text: str) -> float:
-    """Parse a number that is finite and not negative."""
+    """Parse a number that is not negative, and small enough to calculate with."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < math.inf:
-        raise typer.BadParameter(f"{text!r} is not a finite number of at least 0")
+    if not 0 <= value <= _MOST:
+        raise typer.BadParameter(f"{text[:80]!r} is not a finite number from 0 to {_MOST:,}")
     return value
 
 
@@ -67,6 +68,7 @@ def _quantity(text: str, units: dict[str, int], what: str, *, limit: float) -> f
 
 
 number = partial(typer.Option, metavar="N", min=1)
+gpus = partial(typer.Option, metavar="N", min=0, max=10**9)
 time = partial(typer.Option, metavar="TIME", parser=duration)
 size = partial(typer.Option, metavar="SIZE", parser=nbytes)
 seconds = partial(typer.Option, metavar="SECONDS", parser=finite)

@@ -27,7 +27,7 @@ def report(
     ] = Path("report.html"),
     store_price: Annotated[float | None, options.store_price] = None,
     gpu_price: Annotated[float | None, options.gpu_price] = None,
-    gpus: Annotated[int | None, number(min=0, help="GPUs that wait during a stall; by default one per rank.")] = None,
+    gpus: Annotated[int | None, options.gpus(help="GPUs that wait during a stall; by default one per rank.")] = None,
     newest: Annotated[int, number(help="Include the newest N versions.")] = 500,
     json: Json = False,
 ) -> None:
