@@ -16,6 +16,7 @@ from torch import nn
 
 import raystow
 from raystow.orchestrator.integrations import training_state
+from raystow.storage.errors import StateError
 
 
 class EmptyRun:
@@ -35,7 +36,7 @@ def test_a_callback_restores_the_requested_version(option: dict[str, str], asked
     optimizer = torch.optim.AdamW(model.parameters())
 
     loops = SimpleNamespace(state_dict=dict)
-    trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[], fit_loop=loops, global_step=0)
+    trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[], fit_loop=loops, global_step=0, callbacks=[])
     raystow.lightning.Checkpointing(run, every_n_steps=1, **option).on_fit_start(trainer, model)
     assert not optimizer.state, "Adam would begin to count at 1"
 
@@ -208,3 +209,80 @@ def test_lightning_restores_data_module_and_loss_scale(tmp_path: Path) -> None:
 
     assert fit(2, 8.0) == (4, 8.0)
     assert fit(3, 4.0) == (6, 8.0)
+
+
+class Remembering(pl.LightningModule):
+    """Counts epochs in a buffer, which changes at the end of each, and in what it adds to a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.epochs: list[int] = []
+        self.register_buffer("ended", torch.zeros(()))
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, number: int) -> None:
+        self.log("loss", float(self.current_epoch))
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs.append(self.current_epoch)
+        self.ended += 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["epochs"] = self.epochs
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["state_dict"]["ended"] == len(checkpoint["epochs"]) == checkpoint["epoch"] + 1
+        self.epochs = checkpoint["epochs"]
+
+
+class Adding(pl.Callback):
+    """Adds the step to a checkpoint."""
+
+    loaded = 0
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["added"] = trainer.global_step
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["added"]
+
+
+def fit(run: MemoryRun, epochs: int, folder: Path, *others: pl.Callback, **every: int) -> tuple[pl.Trainer, Remembering]:
+    """Train epochs of two batches, each with a validation at its end."""
+    module, data = Remembering(), torch.utils.data.DataLoader(torch.ones(2, 4))
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+    callbacks = [raystow.lightning.Checkpointing(run, **every), *others]
+    trainer = pl.Trainer(
+        max_epochs=epochs, accelerator="cpu", devices=1, callbacks=callbacks, default_root_dir=folder, **quiet
+    )  # fmt: skip
+    trainer.fit(module, data, data)
+    return trainer, module
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("every", [{"every_n_epochs": 1}, {"every_n_steps": 2}])
+@pytest.mark.parametrize("at_epoch_end", [True, False])
+def test_lightning_restores_callbacks_and_hooks(tmp_path: Path, every: dict[str, int], at_epoch_end: bool) -> None:
+    """As they are after the validation and all hooks of an epoch."""
+    run = MemoryRun()
+    for epochs in (2, 5):
+        stopping = pl.callbacks.EarlyStopping("loss", patience=9, check_on_train_epoch_end=at_epoch_end)
+        trainer, module = fit(run, epochs, tmp_path, adding := Adding(), stopping, **every)
+        assert (stopping.wait_count, float(stopping.best_score)) == (epochs - 1, 0.0)
+        assert module.epochs == list(range(epochs))
+        assert module.ended == epochs
+        assert trainer.checkpoint_callback is None, "it would be asked for its best version"
+    assert adding.loaded == 4
+    assert [metrics["loss"] for _, metrics in run.saved.values()] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_refuses_other_weights_in_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="replaces the weights"):
+        fit(MemoryRun(), 1, tmp_path, pl.callbacks.WeightAveraging(), every_n_epochs=1)

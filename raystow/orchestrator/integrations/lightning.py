@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
+import lightning.pytorch
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.call import (
+    _call_callbacks_load_state_dict,
+    _call_callbacks_on_load_checkpoint,
+    _call_callbacks_on_save_checkpoint,
+    _call_callbacks_state_dict,
+    _call_lightning_module_hook,
+)
 
-from ...storage.errors import StateError
+from ...storage.errors import Damaged, StateError
 from ...storage.version_selector import LATEST, VersionSelector
 from ..client.checkpointer import Checkpointer
 from ..journal.journal import Journal
@@ -19,15 +29,16 @@ from .value_text import text_of, value_of
 class Checkpointing(Callback):
     """Restore a version when ``fit`` starts, and save regularly.
 
-    Saved are weights, optimizers, learning rate schedulers, the progress of the Trainer's loops, the states of the datamodule and
-    of the precision plugin (the loss scale), and torch's random generators.
+    Saved are weights, optimizers, learning rate schedulers, the progress of the Trainer's loops, torch's random generators, and
+    the states of the datamodule, of the precision plugin (the loss scale) and of the other callbacks, with what they and the
+    module add in ``on_save_checkpoint``: plain values, small tensors, and dicts, lists and tuples of these. Their
+    ``on_load_checkpoint`` is called when the weights are loaded. Callbacks that replace the weights of a checkpoint, such as
+    ``WeightAveraging``, are not supported.
     ``trainer.callback_metrics`` become the version's metrics. Pass ``enable_checkpointing=False`` to the Trainer, or Lightning
     saves files as well. Works with a single device, DDP and FSDP2 (``ModelParallelStrategy``).
 
-    Lightning resumes in the middle of an epoch only with a stateful data loader; without one, save at the ends of epochs. Not
-    saved are the states of other callbacks, such as the patience of ``EarlyStopping``, what the module's ``on_save_checkpoint``
-    adds, and changes in its ``on_train_epoch_end``, which Lightning calls after this callback. With ``every_n_steps``, metrics of
-    a validation after the same step are in the next version.
+    Lightning resumes in the middle of an epoch only with a stateful data loader; without one, save at the ends of epochs. With
+    ``every_n_steps``, the results of a validation in the middle of an epoch are in the next version.
 
     Args:
         checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
@@ -59,9 +70,11 @@ class Checkpointing(Callback):
         self._version, self._saved, self._recorded = version, 0, 0
         self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
         self._journal: Journal | None = None
+        self._due = False
+        self._at_epoch_end = _AtEpochEnd(self._save_after_epoch)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the version, if there is one."""
+        """Restore the version, if there is one. Add a callback that saves at the ends of epochs."""
         restored = training_state.restored(self._checkpointer, self._version, pl_module, trainer.optimizers)
         if restored is not None:
             training_state.load(pl_module, trainer.optimizers, restored[1])
@@ -71,22 +84,29 @@ class Checkpointing(Callback):
             if (values := self._journal.replay()) is not None:
                 _load_progress(trainer, values)
         self._saved = self._recorded = trainer.global_step
+        if self._at_epoch_end not in trainer.callbacks:
+            trainer.callbacks.append(self._at_epoch_end)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove the callback that ``on_fit_start`` has added."""
+        if self._at_epoch_end in trainer.callbacks:
+            trainer.callbacks.remove(self._at_epoch_end)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         """Wait until the tensors of the saves in flight have been read."""
         self._checkpointer.fence()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        """Record the step, and save at the interval of steps."""
+        """Record the step, and save at the interval of steps; the last step of an epoch is saved at the epoch's end."""
         if self._journal is not None and trainer.global_step > self._recorded:
             self._recorded = trainer.global_step
             self._journal.record(trainer.global_step, values={"trainer": _progress(trainer), **training_state.rng()})
-        if self._steps is not None and trainer.global_step % self._steps == 0:
+        self._due = self._steps is not None and trainer.global_step % self._steps == 0
+        if self._due and not trainer.is_last_batch:
             self._save(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save at the interval of epochs."""
-        if self._epochs is not None and (trainer.current_epoch + 1) % self._epochs == 0:
+    def _save_after_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._due or (self._epochs is not None and (trainer.current_epoch + 1) % self._epochs == 0):
             self._save(trainer, pl_module)
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -98,10 +118,22 @@ class Checkpointing(Callback):
         self._checkpointer.save(state, step=trainer.global_step, metrics=metrics)
 
 
+class _AtEpochEnd(Checkpoint):
+    """Saves at the end of each epoch. Lightning calls a ``Checkpoint`` after the other callbacks, such as ``EarlyStopping``, and
+    after the module."""
+
+    def __init__(self, save: Callable[[Trainer, LightningModule], None]) -> None:
+        self._save = save
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer, pl_module)
+
+
 def _progress(trainer: Trainer) -> str:
     """The state of loops, schedulers and other parts as one text, since its names vary."""
     schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     parts = {name: text_of(part.state_dict(), name) for name, part in _parts(trainer).items()}
+    parts["checkpoint"] = text_of(_added(trainer), "checkpoint")
     try:
         return json.dumps({"loops": trainer.fit_loop.state_dict(), "schedulers": schedulers, "parts": parts})
     except (TypeError, ValueError) as error:
@@ -119,9 +151,39 @@ def _load_progress(trainer: Trainer, state: State) -> None:
     for name, part in _parts(trainer).items():
         if name in texts and (state_of_part := value_of(texts[name])):
             part.load_state_dict(state_of_part)
+    if "checkpoint" in texts:
+        added = value_of(texts["checkpoint"])
+        if not isinstance(added, dict):
+            raise Damaged("not the states of Lightning's callbacks")
+        checkpoint = {**_checkpoint(trainer), **added}
+        _call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+        _call_callbacks_on_load_checkpoint(trainer, checkpoint)
+        _call_callbacks_load_state_dict(trainer, checkpoint)
     training_state.load_rng(state)
 
 
 def _parts(trainer: Trainer) -> State:
     parts = {"datamodule": trainer.datamodule, "precision": trainer.precision_plugin}
     return {name: part for name, part in parts.items() if part is not None}
+
+
+def _checkpoint(trainer: Trainer) -> State:
+    """What hooks find in a checkpoint of Lightning, besides what ``_added`` returns."""
+    return {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": lightning.pytorch.__version__,
+        "state_dict": trainer.lightning_module.state_dict(),
+    }
+
+
+def _added(trainer: Trainer) -> State:
+    """The states of callbacks, and what the hooks of callbacks and the module add to a checkpoint of Lightning."""
+    given = _checkpoint(trainer)
+    checkpoint = {**given, "callbacks": _call_callbacks_state_dict(trainer)}
+    _call_callbacks_on_save_checkpoint(trainer, checkpoint)
+    _call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
+    if checkpoint.get("state_dict") is not given["state_dict"]:
+        what = "on_save_checkpoint of a callback or of the module replaces the weights, which is not supported"
+        raise StateError(what, remedy="remove the callback; an average that is a submodule is saved with the weights")
+    return {key: value for key, value in checkpoint.items() if key not in given}
