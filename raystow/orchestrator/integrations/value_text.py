@@ -7,30 +7,40 @@ import json
 import numpy as np
 
 from ...storage.coding import dtypes
-from ...storage.errors import Damaged
+from ...storage.errors import Damaged, StateError
 from ...storage.format import manifest, values
 from ...storage.format.manifest import parse_path, path_text
 from ...storage.version import as_torch
-from ..save.shards import bits, shard_of
-from ..save.state_tree import Leaf, flatten
+from ..save.shards import Shard, bits, shard_of
+from ..save.state_tree import Leaf, flatten, show
 from .dcp.keys import assemble
 
 _ROOT = "value"
+_MOST = 256 << 20
+"""Bytes of the tensors in a text: the training waits for it, and each rank stores its own."""
 
 
 def text_of(value: object, what: str) -> str:
-    """The text of plain values, tensors, arrays, and dicts, lists and tuples of these; they are small, as all ranks store it.
+    """The text of plain values, tensors, arrays, and dicts, lists and tuples of these.
 
-    Raises ``StateError`` that names the path below ``what`` of anything else.
+    Raises ``StateError`` that names the path below ``what`` of anything else, and of a DTensor of which this rank has a part
+    only; and for more than 256 MiB of tensors.
     """
-    return json.dumps([[path_text(leaf.path), _form(leaf)] for leaf in flatten({_ROOT: value}, what=what)])
+    leaves = flatten({_ROOT: value}, what=what)
+    shards = {leaf.path: _whole(leaf, what) for leaf in leaves if leaf.is_tensor}
+    nbytes = sum(shard.local.nbytes for shard in shards.values())
+    if nbytes > _MOST:
+        remedy = "make them weights or buffers of the model, or save them by another Checkpointer"
+        raise StateError(f"has {nbytes >> 20} MiB of tensors, more than {_MOST >> 20} MiB", subject=what, remedy=remedy)
+    forms = {leaf.path: _form(shards[leaf.path]) if leaf.is_tensor else values.encode(leaf.value) for leaf in leaves}
+    return json.dumps([[path_text(path), form] for path, form in forms.items()])
 
 
 def value_of(text: str) -> object:
     """The value of a text that ``text_of`` returned. Raises ``Damaged`` for any other."""
     try:
         parts = [(parse_path(path), _value(form)) for path, form in json.loads(text)]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Damaged(f"not the text of a value: {error}") from error
     found = assemble(parts)
     if not isinstance(found, dict) or found.keys() != {_ROOT}:
@@ -38,10 +48,16 @@ def value_of(text: str) -> object:
     return found[_ROOT]
 
 
-def _form(leaf: Leaf) -> object:
-    if not leaf.is_tensor:
-        return values.encode(leaf.value)
-    shard = shard_of(leaf)
+def _whole(leaf: Leaf, what: str) -> Shard:
+    shard = shard_of(leaf, what=what)
+    if shard.extent != shard.shape:
+        raise StateError(
+            "a DTensor of which each rank has a part", subject=show(leaf.path, what), remedy="pass its full_tensor()"
+        )
+    return shard
+
+
+def _form(shard: Shard) -> object:
     local = shard.local if isinstance(shard.local, np.ndarray) else bits(shard.local.detach().cpu())
     data = values.encode(np.ascontiguousarray(local).tobytes())
     return {"kind": shard.kind, "dtype": shard.dtype, "shape": shard.shape, "data": data}
@@ -54,4 +70,7 @@ def _value(form: object) -> object:
     if not isinstance(data, bytes):
         raise TypeError("no bytes")
     raw = np.frombuffer(bytearray(data), f"V{dtypes.dtype(form['dtype']).itemsize}").reshape(form["shape"])
-    return as_torch(raw, form["dtype"]) if form["kind"] == manifest.TENSOR else raw.view(dtypes.to_numpy(form["dtype"]))
+    if form["kind"] == manifest.TENSOR:
+        return as_torch(raw, form["dtype"])
+    array = raw.view(dtypes.to_numpy(form["dtype"]))
+    return array[()] if form["kind"] == manifest.SCALAR else array
