@@ -286,3 +286,27 @@ def test_lightning_restores_callbacks_and_hooks(tmp_path: Path, every: dict[str,
 def test_lightning_refuses_other_weights_in_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="replaces the weights"):
         fit(MemoryRun(), 1, tmp_path, pl.callbacks.WeightAveraging(), every_n_epochs=1)
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2.5, True, "3"])
+def test_callbacks_refuse_invalid_intervals(interval: Any) -> None:
+    for make in (raystow.lightning.Checkpointing, raystow.huggingface.Checkpointing):
+        with pytest.raises(StateError, match=r"every_n_steps is .*give an integer of at least 1"):
+            make(EmptyRun(), every_n_steps=interval)
+    with pytest.raises(StateError, match=r"every_n_epochs is .*give an integer of at least 1"):
+        raystow.lightning.Checkpointing(EmptyRun(), every_n_epochs=interval)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_folders_of_other_machines_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one whose name begins with the name of this one."""
+    run = MemoryRun()
+    train(run, 2, tmp_path, "steps")
+    for folder in ("raystow-gpu-1-old", "raystow-gpu-1-2-first"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr("platform.node", lambda: "gpu-1")
+    callback = raystow.huggingface.Checkpointing(run, every_n_steps=2)
+    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=4, report_to=[], use_cpu=True)
+    made = callback.resume(transformers.Trainer(Net(), arguments, callbacks=[callback]))
+    assert made == str(tmp_path / "raystow-gpu-1-first")
+    assert {path.name for path in tmp_path.glob("raystow-*")} == {"raystow-gpu-1-first", "raystow-gpu-1-2-first"}

@@ -18,6 +18,7 @@ from safetensors.torch import save_model
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from ...storage.arguments import integer
 from ...storage.errors import StateError
 from ...storage.version_selector import LATEST, VersionSelector
 from ..client.checkpointer import Checkpointer
@@ -45,14 +46,14 @@ class Checkpointing(TrainerCallback):
         durable_every: Steps of the journal after which they go to the store, as ``raystow.Checkpointer.journal`` takes it.
 
     Raises:
-        StateError: ``durable_every`` without ``journal``.
+        StateError: An argument is invalid, or ``durable_every`` without ``journal``.
 
     Example:
         >>> trainer.train(resume_from_checkpoint=checkpointing.resume(trainer))
     """
 
     def __init__(self, checkpointer: Checkpointer, *, every_n_steps: int, journal: bool = False, durable_every: int = 0) -> None:
-        self._checkpointer, self._steps = checkpointer, every_n_steps
+        self._checkpointer, self._steps = checkpointer, integer("every_n_steps", every_n_steps, least=1)
         self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
         self._journal: Journal | None = None
         self._restored: State | None = None
@@ -187,8 +188,9 @@ def _write(folder: Path, model: torch.nn.Module | None, state: Mapping[str, obje
     """Make the folder atomically: on a shared ``output_dir`` another process may make it, too. Without a model, it is for
     DeepSpeed, of whose checkpoints the Trainer expects a folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f"raystow-{platform.node()}-*"):
-        shutil.rmtree(left, ignore_errors=True)  # left by a training that died
+    for left in folder.parent.iterdir():
+        if left.name.rpartition("-")[0] == folder.name.rpartition("-")[0]:
+            shutil.rmtree(left, ignore_errors=True)  # left by a training that died on this machine
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         made = Path(unfinished) / "made"
         made.mkdir()

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.call import (
     _call_lightning_module_hook,
 )
 
+from ...storage.arguments import integer
 from ...storage.errors import Damaged, StateError
 from ...storage.version_selector import LATEST, VersionSelector
 from ..client.checkpointer import Checkpointer
@@ -51,7 +52,7 @@ class Checkpointing(Callback):
         durable_every: Steps of the journal after which they go to the store, as ``raystow.Checkpointer.journal`` takes it.
 
     Raises:
-        StateError: Neither interval is given, or ``durable_every`` without ``journal``.
+        StateError: An argument is invalid, neither interval is given, or ``durable_every`` without ``journal``.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Checkpointing(Callback):
     ) -> None:
         if every_n_steps is None and every_n_epochs is None:
             raise StateError("the callback has no interval to save at", remedy="pass every_n_steps= or every_n_epochs=")
-        self._checkpointer, self._steps, self._epochs = checkpointer, every_n_steps, every_n_epochs
-        self._version, self._saved, self._recorded = version, 0, 0
+        self._checkpointer, self._version, self._saved, self._recorded = checkpointer, version, 0, 0
+        self._steps = None if every_n_steps is None else integer("every_n_steps", every_n_steps, least=1, instead="None")
+        self._epochs = None if every_n_epochs is None else integer("every_n_epochs", every_n_epochs, least=1, instead="None")
         self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
         self._journal: Journal | None = None
         self._due = False
