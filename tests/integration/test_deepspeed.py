@@ -137,6 +137,29 @@ def test_deepspeed_resumes_bit_for_bit(cluster: Cluster, tmp_path: Path, stage: 
     assert [version.step for version in raystow.open(tmp_path / "halved").versions()] == [1, 2, 3, 4, 5]
 
 
+def save_by(engine: Any) -> None:
+    train(engine, 1)
+    engine.save_checkpoint("checkpoints")
+
+
+def load_weights_by_another(engine: Any) -> str:
+    with pytest.raises(raystow.StateError, match="use the optimizer of the save") as refused:
+        engine.load_checkpoint("checkpoints")
+    path, _ = engine.load_checkpoint("checkpoints", load_optimizer_states=False)
+    assert path is not None
+    return str(refused.value)
+
+
+def test_another_optimizer_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """FusedAdam counts steps in its groups, others at each parameter."""
+    there, settings = (cluster.address, str(tmp_path / "run")), config(2, "bf16")
+    run(tmp_path / "a", 1, *there, settings, save_by)
+    settings["optimizer"]["params"]["torch_adam"] = False
+    [refused] = run(tmp_path / "b", 1, *there, settings, load_weights_by_another)
+    assert "FusedAdam loads only what FusedAdam has saved" in refused
+    assert "optim.param_groups.0.step" in refused
+
+
 class RecordedFences(raystow.Checkpointer):
     """Records in ``seen`` a digest of the weights at each call of ``fence``."""
 

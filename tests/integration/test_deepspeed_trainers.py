@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 import raystow
+from raystow.storage.errors import StateError
 
 pytest.importorskip("deepspeed", reason="make test-frameworks installs DeepSpeed in an environment of its own")
 
@@ -111,3 +113,25 @@ def test_the_trainer_resumes_deepspeed_bit_for_bit(cluster: Cluster, tmp_path: P
     assert [[version.step for version in of] for of in versions] == [[2, 4, 6], [2, 4, 6]]
     for name in versions[0][-1].tensors():
         assert torch.equal(versions[0][-1].read(name), versions[1][-1].read(name)), name
+
+
+def test_trainer_and_engine_restore_the_same_version() -> None:
+    """Not so if only the tensors of the newest version are damaged: the engine takes the one before."""
+    from raystow.orchestrator.integrations.deepspeed.trainer import TrainerEngine
+    from raystow.orchestrator.integrations.value_text import text_of
+
+    class Run:
+        uri = "s3://bucket/run"
+
+        def restore(self, into: dict[str, Any], version: Any, strict: bool) -> Any:
+            into["progress"] = text_of({"counters": {}, "loss_scale": None, "client_state": {"at": 6}}, "engine")
+            return SimpleNamespace(id=6)
+
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(prepare=None))
+    engine = TrainerEngine(trainer, Run(), "latest")
+    assert engine.client_state() == (SimpleNamespace(id=6), {"at": 6})
+    engine.attached = SimpleNamespace(restore=lambda version: (SimpleNamespace(id=6), {"at": 6}))
+    assert engine._load() == (Run.uri, {"at": 6})
+    engine.attached = SimpleNamespace(restore=lambda version: (SimpleNamespace(id=5), {"at": 5}))
+    with pytest.raises(StateError, match=r"progress of version 6.*call resume\(trainer, 5\)"):
+        engine._load()

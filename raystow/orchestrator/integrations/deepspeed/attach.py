@@ -106,7 +106,14 @@ class AttachedEngine:
         into = {**found.tree, "progress": ""}
         if not moments:
             del into["optim"]
-        restored = self._checkpointer.restore(into, version, strict=strict and moments)
+        try:
+            restored = self._checkpointer.restore(into, version, strict=strict and moments)
+        except StateError as error:
+            if moments and "optim." in error.what:
+                kind = type(engine.optimizer.optimizer).__name__
+                remedy = f"{kind} loads only what {kind} has saved: use the optimizer of the save, or load_optimizer_states=False"
+                raise StateError(error.what, subject=error.subject, remedy=remedy) from error
+            raise
         if restored is None:
             gather_persistent(engine)
             return None

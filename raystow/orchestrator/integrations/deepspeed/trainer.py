@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import Trainer
 
+from ....storage.errors import StateError
 from ....storage.version import Version
 from ....storage.version_selector import VersionSelector
 from ...client.checkpointer import Checkpointer
@@ -24,6 +25,7 @@ class TrainerEngine:
     def __init__(self, trainer: Trainer, checkpointer: Checkpointer, version: VersionSelector) -> None:
         self.attached: AttachedEngine | None = None
         self._checkpointer, self._version = checkpointer, version
+        self._found: Version | None = None
         prepare = trainer.accelerator.prepare
 
         def prepare_and_attach(*parts: Engine, **options: Engine) -> Engine:
@@ -46,10 +48,16 @@ class TrainerEngine:
     def client_state(self) -> tuple[Version, State] | None:
         """Return what the version says of the Trainer's progress; None if there is no version."""
         into = {"progress": ""}
-        version = self._checkpointer.restore(into, self._version, strict=False)
-        return None if version is None else (version, client_state_of(into["progress"]))
+        self._found = self._checkpointer.restore(into, self._version, strict=False)
+        return None if self._found is None else (self._found, client_state_of(into["progress"]))
 
     def _load(self, *_: object, **__: object) -> tuple[str | None, State | None]:
         assert self.attached is not None
+        assert self._found is not None
         restored = self.attached.restore(self._version)
-        return (None, None) if restored is None else (self._checkpointer.uri, restored[1])
+        if restored is None:
+            return None, None
+        if restored[0].id != self._found.id:  # a version of which only the tensors are damaged
+            what = f"the Trainer has the progress of version {self._found.id}, of which the engine cannot be restored"
+            raise StateError(what, subject=self._checkpointer.uri, remedy=f"call resume(trainer, {restored[0].id})")
+        return self._checkpointer.uri, restored[1]
