@@ -67,10 +67,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_each_alert_has_a_runbook() -> None:
-    """A page of the site, with an anchor."""
+    """A page of the site, with an anchor. The site has a file for each page."""
+    assert "\nuse_directory_urls: false" in (ROOT / "mkdocs.yml").read_text()
     (group,) = yaml.safe_load((ROOT / "monitoring" / "prometheus" / "raystow.rules.yaml").read_text())["groups"]
     for rule in group["rules"]:
-        found = re.fullmatch(r"https://raystow\.example\.com/([\w/-]+)/#([\w-]+)", rule["annotations"].get("runbook_url", ""))
+        found = re.fullmatch(r"https://raystow\.example\.com/([\w/-]+)\.html#([\w-]+)", rule["annotations"].get("runbook_url", ""))
         assert found, rule["alert"]
         assert found[2] in anchors(ROOT / "docs" / f"{found[1]}.md"), rule["alert"]
 
