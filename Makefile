@@ -168,4 +168,4 @@ chromium: $(READY)  ## install Chromium for tests of reports: Debian's as root, 
 
 clean:  ## remove caches, builds and the demo's folder; .venv stays
 	rm -rf raystow-demo site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -174,6 +174,8 @@ def fenced(rank: int, n: int, address: str, uri: str) -> None:
     train(engine, 3)  # the learning rate starts at 0
     checkpointer = RecordedFences(uri)
     checkpointer.engine, checkpointer.seen = engine, []
+    with pytest.raises(raystow.StateError, match="retention cannot be given with a Checkpointer"):
+        raystow.deepspeed.attach(engine, checkpointer, retention=None)
     with raystow.deepspeed.attach(engine, checkpointer):
         before = digests(engine)["up.weight.master"]
         train(engine, 1)

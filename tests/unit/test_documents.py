@@ -71,7 +71,9 @@ def test_each_alert_has_a_runbook() -> None:
     assert "\nuse_directory_urls: false" in (ROOT / "mkdocs.yml").read_text()
     (group,) = yaml.safe_load((ROOT / "monitoring" / "prometheus" / "raystow.rules.yaml").read_text())["groups"]
     for rule in group["rules"]:
-        found = re.fullmatch(r"https://raystow\.example\.com/([\w/-]+)\.html#([\w-]+)", rule["annotations"].get("runbook_url", ""))
+        found = re.fullmatch(
+            r"https://raystow\.example\.com/([\w/-]+)\.html#([\w-]+)", rule["annotations"].get("runbook_url", "")
+        )
         assert found, rule["alert"]
         assert found[2] in anchors(ROOT / "docs" / f"{found[1]}.md"), rule["alert"]
 

@@ -310,3 +310,22 @@ def test_folders_of_other_machines_remain(tmp_path: Path, monkeypatch: pytest.Mo
     made = callback.resume(transformers.Trainer(Net(), arguments, callbacks=[callback]))
     assert made == str(tmp_path / "raystow-gpu-1-first")
     assert {path.name for path in tmp_path.glob("raystow-*")} == {"raystow-gpu-1-first", "raystow-gpu-1-2-first"}
+
+
+class TensorSchedule(torch.optim.lr_scheduler.ConstantLR):
+    """Its state has a tensor."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seen": torch.zeros(1)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scheduler_with_a_tensor_is_named(tmp_path: Path) -> None:
+    callback, model = raystow.huggingface.Checkpointing(MemoryRun(), every_n_steps=1), Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )  # fmt: skip
+    parts = {"train_dataset": [{"x": torch.ones(4)}], "optimizers": (optimizer, TensorSchedule(optimizer))}
+    with pytest.raises(StateError, match="learning rate schedulers is not JSON"):
+        transformers.Trainer(model, arguments, callbacks=[callback], **parts).train()

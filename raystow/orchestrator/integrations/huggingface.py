@@ -162,7 +162,7 @@ class Checkpointing(TrainerCallback):
         stateful = [part for part in (*self._others, control) if isinstance(part, ExportableState)]
         state.stateful_callbacks.update(TrainerState(stateful_callbacks=stateful).stateful_callbacks)
         scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
-        return json.dumps({"state": dataclasses.asdict(state), "scheduler": scheduler.state_dict()})
+        return training_state.progress_text({"state": dataclasses.asdict(state), "scheduler": scheduler.state_dict()})
 
     def _replay(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, restored: State | None) -> State | None:
         """Replay the journal; return the state that was reached, or None if nothing was replayed."""

@@ -132,15 +132,11 @@ class _AtEpochEnd(Checkpoint):
 
 
 def _progress(trainer: Trainer) -> str:
-    """The state of loops, schedulers and other parts as one text, since its names vary."""
+    """The state of loops, schedulers and other parts."""
     schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     parts = {name: text_of(part.state_dict(), name) for name, part in _parts(trainer).items()}
     parts["checkpoint"] = text_of(_added(trainer), "checkpoint")
-    try:
-        return json.dumps({"loops": trainer.fit_loop.state_dict(), "schedulers": schedulers, "parts": parts})
-    except (TypeError, ValueError) as error:
-        what = f"the state of loops or learning rate schedulers is not JSON: {error}"
-        raise StateError(what, remedy="give the data loader or scheduler a state of plain values") from error
+    return training_state.progress_text({"loops": trainer.fit_loop.state_dict(), "schedulers": schedulers, "parts": parts})
 
 
 def _load_progress(trainer: Trainer, state: State) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ from ..save.state_tree import State
 def state_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
     """Return weights and optimizer state by the names of the unwrapped ``model``, to save.
 
-    An optimizer without state stays so. Buffers are copied: unlike parameters, they change before the optimizer step.
+    An optimizer without state stays so.
     """
     new = [optimizer for optimizer in optimizers if not optimizer.state]
     state = _initialized(model, optimizers)
@@ -48,9 +49,13 @@ def _forget(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 def _initialized(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
     weights, moments = get_state_dict(model, list(optimizers))
+    return {"model": with_own_buffers(model, weights), "optim": moments, **rng()}
+
+
+def with_own_buffers(model: torch.nn.Module, weights: State) -> State:
+    """Return ``weights`` with copies of the buffers: unlike parameters, they change before the optimizer step."""
     buffers = {name for name, _ in model.named_buffers()}
-    weights = {name: value.clone() if name in buffers else value for name, value in weights.items()}
-    return {"model": weights, "optim": moments, **rng()}
+    return {name: value.clone() if name in buffers else value for name, value in weights.items()}
 
 
 def rng() -> dict[str, bytes]:
@@ -64,6 +69,15 @@ def journal_options(journal: bool, durable_every: int) -> tuple[bool, int]:
     if durable_every and not journal:
         raise StateError("durable_every without a journal", remedy="pass journal=True")
     return journal, integer("durable_every", durable_every, least=0)
+
+
+def progress_text(progress: State) -> str:
+    """Return the progress of a trainer as one text, since its names vary. ``StateError`` if it is not JSON."""
+    try:
+        return json.dumps(progress)
+    except (TypeError, ValueError) as error:
+        what = f"the state of loops, callbacks or learning rate schedulers is not JSON: {error}"
+        raise StateError(what, remedy="give the data loader, callback or scheduler a state of plain values") from error
 
 
 def load(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: State) -> None:

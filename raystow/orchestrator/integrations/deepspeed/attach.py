@@ -53,17 +53,20 @@ def attach(engine: Engine, uri: str | os.PathLike[str] | Checkpointer, **options
     Args:
         engine: What ``deepspeed.initialize`` or Accelerate returned, with ZeRO 1, 2 or 3.
         uri: The repository, or a ``Checkpointer`` that is used instead of a new one.
-        options: Arguments of ``raystow.Checkpointer``, such as ``retention``.
+        options: Arguments of ``raystow.Checkpointer``, such as ``retention``; not with a ``Checkpointer``.
 
     Returns:
         The ``Checkpointer``. Close it, or use it in a ``with`` block, so that the process waits for its last saves.
 
     Raises:
-        StateError: The engine is attached already, or uses something that is not supported: pipeline, tensor or expert
-            parallelism, MiCS, NVMe, ZenFlow, SuperOffload, Muon without ZeRO 3, or no ZeRO.
+        StateError: ``options`` are given with a ``Checkpointer``, the engine is attached already, or it uses something that is
+            not supported: pipeline, tensor or expert parallelism, MiCS, NVMe, ZenFlow, SuperOffload, Muon without ZeRO 3, or no
+            ZeRO.
         Unsupported: DeepSpeed has changed; the error names the version that was tried.
     """
     _check(engine)
+    if isinstance(uri, Checkpointer) and options:
+        raise StateError(f"{', '.join(options)} cannot be given with a Checkpointer", remedy="pass them to the Checkpointer")
     checkpointer = uri if isinstance(uri, Checkpointer) else Checkpointer(uri, **options)
     AttachedEngine(engine, checkpointer)
     return checkpointer

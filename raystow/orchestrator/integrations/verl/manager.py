@@ -18,6 +18,7 @@ from ....storage.errors import Damaged, StateError
 from ....storage.repository import open_repository
 from ....storage.version import Version
 from ...save.state_tree import State, flatten
+from ..training_state import with_own_buffers
 from ..value_text import text_of, value_of
 from .settings import repository_of
 from .step_folder import find_step_folder, step_folder
@@ -87,12 +88,10 @@ def load_checkpoint(
 
 
 def _state(manager: FSDPCheckpointManager, contents: list[str], *, adapters_only: bool) -> State:
-    """What a part consists of, to save or to restore into. Buffers are copied: unlike parameters, they change before the
-    optimizer step."""
+    """What a part consists of, to save or to restore into."""
     model, state = manager.model, State()
     if "model" in contents:
-        buffers = {name for name, _ in model.named_buffers()}
-        weights = {n: w.clone() if n in buffers else w for n, w in get_model_state_dict(model).items()}
+        weights = with_own_buffers(model, get_model_state_dict(model))
         state["model"] = {name: weight for name, weight in weights.items() if not adapters_only or _is_adapter(name)}
     if "optimizer" in contents:
         state["optim"] = get_optimizer_state_dict(model, manager.optimizer)
