@@ -186,6 +186,12 @@ class Scale(pl.plugins.Precision):
         self.scale = state["scale"]
 
 
+def quiet_trainer(folder: Path, epochs: int, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+    own = {"accelerator": "cpu", "devices": 1, "default_root_dir": folder, **quiet, **options}
+    return pl.Trainer(max_epochs=epochs, callbacks=list(callbacks), **own)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_restores_data_module_and_loss_scale(tmp_path: Path) -> None:
     run = MemoryRun()
@@ -193,16 +199,7 @@ def test_lightning_restores_data_module_and_loss_scale(tmp_path: Path) -> None:
     def fit(epochs: int, scale: float) -> tuple[int, float]:
         data, plugin = CountedData(), Scale()
         callback = raystow.lightning.Checkpointing(run, every_n_epochs=1)
-        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
-        trainer = pl.Trainer(
-            max_epochs=epochs,
-            accelerator="cpu",
-            devices=1,
-            plugins=[plugin],
-            callbacks=[callback],
-            default_root_dir=tmp_path,
-            **quiet,
-        )
+        trainer = quiet_trainer(tmp_path, epochs, callback, plugins=[plugin])
         plugin.scale = scale
         trainer.fit(Module(), datamodule=data)
         return data.batches, plugin.scale
@@ -211,17 +208,13 @@ def test_lightning_restores_data_module_and_loss_scale(tmp_path: Path) -> None:
     assert fit(3, 4.0) == (6, 8.0)
 
 
-class Remembering(pl.LightningModule):
+class Remembering(Module):
     """Counts epochs in a buffer, which changes at the end of each, and in what it adds to a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(4, 1)
         self.epochs: list[int] = []
         self.register_buffer("ended", torch.zeros(()))
-
-    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-        return self.net(batch).square().mean()
 
     def validation_step(self, batch: torch.Tensor, number: int) -> None:
         self.log("loss", float(self.current_epoch))
@@ -229,9 +222,6 @@ class Remembering(pl.LightningModule):
     def on_train_epoch_end(self) -> None:
         self.epochs.append(self.current_epoch)
         self.ended += 1
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["epochs"] = self.epochs
@@ -256,11 +246,7 @@ class Adding(pl.Callback):
 def fit(run: MemoryRun, epochs: int, folder: Path, *others: pl.Callback, **every: int) -> tuple[pl.Trainer, Remembering]:
     """Train epochs of two batches, each with a validation at its end."""
     module, data = Remembering(), torch.utils.data.DataLoader(torch.ones(2, 4))
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
-    callbacks = [raystow.lightning.Checkpointing(run, **every), *others]
-    trainer = pl.Trainer(
-        max_epochs=epochs, accelerator="cpu", devices=1, callbacks=callbacks, default_root_dir=folder, **quiet
-    )  # fmt: skip
+    trainer = quiet_trainer(folder, epochs, raystow.lightning.Checkpointing(run, **every), *others)
     trainer.fit(module, data, data)
     return trainer, module
 
@@ -286,6 +272,48 @@ def test_lightning_restores_callbacks_and_hooks(tmp_path: Path, every: dict[str,
 def test_lightning_refuses_other_weights_in_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="replaces the weights"):
         fit(MemoryRun(), 1, tmp_path, pl.callbacks.WeightAveraging(), every_n_epochs=1)
+
+
+class Stop(pl.Callback):
+    """Ends a training early, to simulate a failure."""
+
+    def __init__(self, epochs: int) -> None:
+        self._epochs = epochs
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer.should_stop = trainer.current_epoch + 1 >= self._epochs
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_averages_weights_after_a_restart(tmp_path: Path) -> None:
+    """The averages are in the state of the callback, which adds a scheduler during the training."""
+
+    def average(run: MemoryRun, *ends: int) -> torch.Tensor:
+        for end in ends:
+            torch.manual_seed(0)
+            averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+            _, module = fit(run, 4, tmp_path, averaging, Stop(end), every_n_epochs=1)
+        assert averaging.n_averaged == 4
+        return module.net.weight.detach().clone()
+
+    assert torch.equal(average(MemoryRun(), 3, 4), average(MemoryRun(), 4))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_refuses_a_version_with_fewer_schedulers(tmp_path: Path) -> None:
+    class Scheduled(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+
+    run, data = MemoryRun(), torch.utils.data.DataLoader(torch.ones(2, 4))
+
+    def train(module: pl.LightningModule) -> None:
+        quiet_trainer(tmp_path, 1, raystow.lightning.Checkpointing(run, every_n_epochs=1)).fit(module, data)
+
+    train(Module())
+    with pytest.raises(StateError, match="has 1 learning rate schedulers, the version the states of 0"):
+        train(Scheduled())
 
 
 @pytest.mark.parametrize("interval", [0, -1, 2.5, True, "3"])

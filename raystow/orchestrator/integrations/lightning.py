@@ -38,8 +38,9 @@ class Checkpointing(Callback):
     ``trainer.callback_metrics`` become the version's metrics. Pass ``enable_checkpointing=False`` to the Trainer, or Lightning
     saves files as well. Works with a single device, DDP and FSDP2 (``ModelParallelStrategy``).
 
-    Lightning resumes in the middle of an epoch only with a stateful data loader; without one, save at the ends of epochs. With
-    ``every_n_steps``, the results of a validation in the middle of an epoch are in the next version.
+    Put this callback before the others. Lightning resumes in the middle of an epoch only with a stateful data loader; without
+    one, save at the ends of epochs. With ``every_n_steps``, the results of a validation in the middle of an epoch are in the
+    next version.
 
     Args:
         checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
@@ -48,7 +49,7 @@ class Checkpointing(Callback):
         version: The version to restore, as ``raystow.Checkpointer.restore`` takes it. A training that restarts by itself needs
             the latest one, or it starts again from here.
         journal: Whether to record every step, so that a failure loses one at most; needs a stateful data loader, or epochs of
-            one batch. See ``docs/journal.md``.
+            one batch. ``on_save_checkpoint`` is called at each step then. See ``docs/journal.md``.
         durable_every: Steps of the journal after which they go to the store, as ``raystow.Checkpointer.journal`` takes it.
 
     Raises:
@@ -142,8 +143,12 @@ def _progress(trainer: Trainer) -> str:
 def _load_progress(trainer: Trainer, state: State) -> None:
     """Load loops, schedulers, other parts and random generators."""
     progress = json.loads(state["trainer"])
-    for config, saved in zip(trainer.lr_scheduler_configs, progress["schedulers"], strict=True):
-        config.scheduler.load_state_dict(saved)
+    schedulers, saved = trainer.lr_scheduler_configs, progress["schedulers"]
+    if len(schedulers) > len(saved):  # fewer are right: StochasticWeightAveraging adds one to them later
+        what = f"the training has {len(schedulers)} learning rate schedulers, the version the states of {len(saved)}"
+        raise StateError(what, remedy="use the schedulers of the save")
+    for config, state_of_scheduler in zip(schedulers, saved, strict=False):
+        config.scheduler.load_state_dict(state_of_scheduler)
     trainer.fit_loop.load_state_dict(progress["loops"])
     texts = progress.get("parts", {})
     for name, part in _parts(trainer).items():
