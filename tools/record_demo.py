@@ -42,18 +42,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("svg", type=Path, help="the picture to write")
     parser.add_argument("--store", default=str(Path(tempfile.gettempdir()) / "raystow-demo"), help="the folder of the demo")
-    parser.add_argument("--keep", action="store_true", help="keep that folder")
+    parser.add_argument("--keep", action="store_true", help="keep that folder after a success")
     arguments = parser.parse_args()
     command = ["raystow", "demo", "--store", arguments.store]
     screen, code = record([sys.executable, "-m", *command])
-    if code == 0:
-        arguments.svg.parent.mkdir(parents=True, exist_ok=True)
-        arguments.svg.write_text(draw([Text("$ " + " ".join(command), Style(bold=True)), *lines(screen)]))
-    else:
+    if code:  # the folder stays: it has the logs, or the demo has refused it because it is not the demo's
         sys.stderr.write("\n".join(line.rstrip() for line in screen.display).rstrip() + "\n")
+        return code
+    arguments.svg.parent.mkdir(parents=True, exist_ok=True)
+    arguments.svg.write_text(draw([Text("$ " + " ".join(command), Style(bold=True)), *lines(screen)]))
     if not arguments.keep:
         shutil.rmtree(arguments.store, ignore_errors=True)
-    return code
+    return 0
 
 
 def record(command: list[str]) -> tuple[pyte.Screen, int]:
