@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from polling import wait_until
 
 import raystow
 from raystow import Policy, ray_train
+from raystow.orchestrator.integrations.ray_train.checkpointer import _repository_in
 from raystow.orchestrator.integrations.ray_train.pointer import FILE, Identity, folder, identity, read, write
 from raystow.orchestrator.integrations.ray_train.train_sync import TrainSync
 from raystow.storage.committer import Committer
@@ -357,3 +359,15 @@ def test_a_rank_reports_whose_earlier_save_failed(error: RaystowError, monkeypat
     with pytest.raises(type(error)):
         rank.save({}, step=2)
     assert reports == [1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "address"), [("local", "/runs/x/raystow"), ("s3", "s3://runs/x/raystow"), ("gcs", "gs://runs/x/raystow")]
+)
+def test_the_repository_is_in_the_storage_of_train(kind: str, address: str) -> None:
+    path = "/runs/x" if kind == "local" else "runs/x"
+    storage = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name=kind), experiment_fs_path=path)
+    assert _repository_in(storage) == address
+    storage.storage_filesystem.type_name = "abfs"
+    with pytest.raises(StateError, match=r"of type 'abfs', does not tell .*pass uri="):
+        _repository_in(storage)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SCHEMES = {"local": "", "s3": "s3://"}
+_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 _QUEUE = 2  # pending reports; Train processes one every other second
 _REPORT_TIMEOUT = 20.0  # seconds for Train to process the last reports
 
@@ -55,7 +55,8 @@ class Checkpointer(checkpointer.Checkpointer):
         options: The other options of ``raystow.Checkpointer``.
 
     Raises:
-        StateError: The process is not a Ray Train worker, or raystow has no store for Train's storage and ``uri`` is None.
+        StateError: The process is not a Ray Train worker; or ``uri`` is None, and Train's storage is neither a folder, S3 nor
+            Google Cloud Storage.
         Unsupported: Train runs in local mode, or its version is too old.
     """
 
@@ -235,7 +236,7 @@ def _need(name: str) -> None:
 def _repository_in(storage: StorageContext) -> str:
     kind = storage.storage_filesystem.type_name
     if kind not in _SCHEMES:
-        what = f"raystow has no store for a file system of type {kind!r}"
+        what = f"its file system, of type {kind!r}, does not tell where a repository can be"
         raise StateError(what, subject="RunConfig(storage_path=)", remedy="pass uri=; only pointers will be in Train's storage")
     return f"{_SCHEMES[kind]}{storage.experiment_fs_path}/raystow"
 
