@@ -64,10 +64,10 @@ kernels: $(READY)  ## compile the GPU kernels to raystow/workers/gpu/kernels/bin
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"
 	$(BIN)/python tools/build_kernels.py
 
-SEEDS ?= 2
-
 byte-loops:  ## compile raystow/storage/coding/byte_loops.c (needs gcc)
 	tools/build_byte_loops.sh
+
+SEEDS ?= 2
 
 test-streams: $(READY)  ## stream order of the GPU code without a GPU, SEEDS=2 orders (three minutes; installs Triton, 0.3 GB)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"
