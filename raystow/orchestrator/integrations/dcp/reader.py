@@ -82,18 +82,19 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         An error is raised when the metadata is first used.
         """
         try:
-            self._repository = open_repository(self.uri, trusted_keys=self._trusted)
+            self._repository = self._opened()
             self.version = self._repository.version(self._requested if self._named is None else self._named)
             self._metadata = VersionMetadata(self.version)
             return self._metadata.metadata()
-        except NotARepository as error:
-            try:
-                refuse_torch_files(self.uri)
-            except RaystowError as better:
-                return UnreadMetadata(better)
-            return UnreadMetadata(error)
         except RaystowError as error:
             return UnreadMetadata(error)
+
+    def _opened(self) -> Repository:
+        try:
+            return open_repository(self.uri, trusted_keys=self._trusted)
+        except NotARepository:
+            refuse_torch_files(self.uri)
+            raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Learn the rank, whose plain values are loaded. Raises what ``read_metadata`` found."""
