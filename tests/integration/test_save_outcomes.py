@@ -154,3 +154,25 @@ def test_two_runs_on_one_cluster_are_distinguished(tmp_path: Path, on_fenced: st
             assert "on_fenced" in message
         every([newer], "save", 1)
         assert every([newer], "result")[0].step == 1
+
+
+def test_a_replaced_process_stays_so_after_a_restart(tmp_path: Path) -> None:
+    """The coordinator is restarted, and the replaced process is the first to call the new one."""
+    (older,) = start(str(tmp_path), 1)
+    (newer,) = start(str(tmp_path), 1)
+    every([older, newer], "set", small)
+    every([newer], "save", 1)
+    every([newer], "result")
+    ray.kill(coordinator_actor(tmp_path.as_uri()), no_restart=False)
+    wait_until(lambda: _reports_a_failure(older), "the restart of the coordinator")
+    every([newer], "save", 2)
+    assert every([newer], "result")[0].step == 2
+    with pytest.raises(raystow.Fenced, match="has taken up this rank"):
+        ray.get(older.do.remote(lambda self: self.checkpointer.restore_latest(self.state)), timeout=60)
+
+
+def _reports_a_failure(rank: Any) -> bool:
+    try:
+        return bool(ray.get(rank.do.remote(lambda self: self.checkpointer._report_failure(9, 9, "it was frozen")), timeout=60))
+    except raystow.ClusterError:
+        return False

@@ -27,11 +27,13 @@ class Node:
         self.process = cluster.process(f"node{rank}", Role("node"))
         self.store, self.clock = cluster.store(self.process), cluster.clock(self.process)
         self.incarnation = ""
+        self._started = 0  # training processes
         self.saving = 0
 
     def join(self) -> None:
         """Restart the training process."""
-        former, self.incarnation = self.incarnation, self.clock.token()
+        self._started += 1
+        former, self.incarnation = self.incarnation, f"{self._started:06d}.{self.clock.token()}"  # in the order of processes
         incarnation = self.incarnation
 
         def tell() -> None:

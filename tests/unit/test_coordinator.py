@@ -11,7 +11,7 @@ from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.storage.errors import Fenced, SaveFailed, StoreUnavailable
 from raystow.storage.format.version_record import PackInfo, RestoreInfo
-from raystow.workers.protocol.messages import Begin, Ticket
+from raystow.workers.protocol.messages import Begin, JournalVote, RestoreVote, Ticket
 
 
 @pytest.fixture
@@ -237,6 +237,46 @@ def test_an_unknown_attempt_reports_a_restarted_coordinator(run: CoordinatedRun)
         run.core.finished(Ticket(9, "f" * 16, 0, 60.0, 1), 0, 0)
 
 
+def restarted(run: CoordinatedRun) -> CoordinatedRun:
+    return CoordinatedRun(Coordinator(run.committer, run.clock, writer={}), run.committer, run.clock)
+
+
+@pytest.mark.parametrize("message", ["save", "failure", "vote"])
+def test_a_late_message_after_a_restart_takes_no_rank(run: CoordinatedRun, message: str) -> None:
+    """A process that was replaced before the coordinator was restarted is the first to call the new one."""
+    run.core.join(0, "b0", 2)
+    fresh = restarted(run)
+    if message == "save":
+        fresh.begin(0, 1, process="a")
+    elif message == "failure":
+        fresh.core.save_failed(0, "a0", 1, 1, "it was frozen")
+    else:
+        fresh.core.check_member(RestoreVote(0, 2, "a0", 1, 60.0))
+    ticket = fresh.begin(0, 2, process="b", save=2)
+    assert fresh.phase(ticket) is Phase.GATHERING
+    with pytest.raises(Fenced, match="another process has taken up this rank"):
+        fresh.begin(0, 1, process="a")
+    fresh.core.save_failed(0, "a0", 2, 2, "it was frozen")
+    assert fresh.begin(1, 2, save=2).attempt == ticket.attempt
+    assert fresh.phase(ticket) is Phase.GATHERING
+
+
+def test_a_takeover_lasts_after_a_restart(run: CoordinatedRun) -> None:
+    fresh = restarted(run)
+    fresh.begin(0, process="b")
+    fresh.core.begin(Begin(0, 2, "a0", 1, "node-0", 2, 60.0, 7, 7, on_fenced="takeover"))
+    with pytest.raises(Fenced):
+        fresh.begin(0, 3, process="b", save=2)
+
+
+@pytest.mark.parametrize("vote", [RestoreVote(0, 2, "a0", 1, 60.0), JournalVote(0, 2, "a0", 1, 60.0, 0)])
+def test_a_replaced_process_has_no_vote(run: CoordinatedRun, vote: RestoreVote | JournalVote) -> None:
+    run.core.check_member(vote)
+    run.core.join(0, "b0", 2)
+    with pytest.raises(Fenced, match=r"rank 0 of .*: another process has taken up this rank"):
+        run.core.check_member(vote)
+
+
 def test_a_save_that_failed_on_one_rank_ends_its_attempt(run: CoordinatedRun) -> None:
     waiting = run.begin(0, 5)
     run.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
@@ -282,7 +322,7 @@ def test_a_failed_save_ends_only_its_own_attempt(run: CoordinatedRun) -> None:
 
 
 def test_a_restarted_coordinator_accepts_a_failed_save(run: CoordinatedRun) -> None:
-    fresh = CoordinatedRun(Coordinator(run.committer, run.clock, writer={}), run.committer, run.clock)
+    fresh = restarted(run)
     fresh.core.save_failed(1, "a1", 1, 5, "the coordinator was restarted during this save")
     assert fresh.phase(fresh.begin(0, 5)) is Phase.ABORTED
 

@@ -26,7 +26,7 @@ from ...storage.version import Version
 from ...storage.version_selector import LATEST, VersionSelector, selector_text
 from ...workers import ray_metrics
 from ...workers.protocol import messages
-from ...workers.protocol.messages import START, Begin, JoinRun, OpenJournal, RestoreVote
+from ...workers.protocol.messages import START, Begin, OpenJournal, RestoreVote
 from ...workers.staging.plan import SaveOrder
 from .. import argument_checks, ray_cluster
 from ..argument_checks import LONGEST, one_of, positive
@@ -143,7 +143,6 @@ class Checkpointer:
         here(node=ray_cluster.node_here())
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
-        self._incarnation = f"{SYSTEM.token()}@{ray_cluster.run_here()}"
         self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
         self._journal: Journal | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
@@ -151,7 +150,7 @@ class Checkpointer:
         run = messages.StartRun(ray_cluster.job_here(), self._on_fenced)
         self._reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
-        self._startup = Startup(self.uri, JoinRun(self.rank, self._incarnation, self.world_size), run)
+        self._startup = Startup(self.uri, self.rank, self.world_size, run)
         self._port = self._startup.port
         groups = self._memory, self._compression, self._replication
         self._node = NodeConnection(self._startup, groups, codec=self._codec)
@@ -225,7 +224,7 @@ class Checkpointer:
         begin = Begin(
             rank=self.rank,
             world_size=self.world_size,
-            incarnation=self._incarnation,
+            incarnation=self._startup.member.incarnation,
             save=number,
             node="",
             step=step,
@@ -319,7 +318,8 @@ class Checkpointer:
         from ..journal.tracked_state import TrackedState
 
         repository = self._startup.wait().repository
-        who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._incarnation, self._timeout)
+        incarnation = self._startup.member.incarnation
+        who = JournalIdentity(self.uri, repository, self.rank, self.world_size, incarnation, self._timeout)
         memory, replicas = self._memory.journal, self._replication.replicas
         opening = OpenJournal(self.uri, who.repository, self.rank, replicas, memory, durable_every)
         self._journal = Journal(TrackedState(model, optimizers), ClusterPort(opening, node_address, self._port), who)
@@ -362,6 +362,7 @@ class Checkpointer:
                 than on another rank.
             NotFound: There is no such version.
             Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.
+            Fenced: Another process has taken this rank.
             DeadlineExceeded: Another rank did not call, or did not read on, for ``timeout`` seconds.
         """
         self._check_open()
@@ -369,7 +370,7 @@ class Checkpointer:
         self.fence()
         begun = SYSTEM.monotonic()
         vote = RestoreVote(
-            *(self.rank, self.world_size, self._incarnation, next(self._restores), self._timeout),
+            *(self.rank, self.world_size, self._startup.member.incarnation, next(self._restores), self._timeout),
             allow_uncommitted=allow_uncommitted,
             version=asked,
         )
@@ -485,11 +486,11 @@ class Checkpointer:
         self._find(pending, order, unknown, self._in_flight.left(pending))
 
     def _next_save(self, first: int) -> messages.NextSave:
-        who, asked = (self.rank, self._incarnation, self.world_size), self._interval
+        who, asked = (self.rank, self._startup.member.incarnation, self.world_size), self._interval
         return self._port.next_save(messages.AskNextSave(*who, first, asked.seconds, asked.mtbf, asked.budget, self._on_fenced))
 
     def _report_failure(self, number: int, step: int, reason: str) -> bool:
-        return self._port.save_failed(self.rank, self._incarnation, number, step, reason)
+        return self._port.save_failed(self.rank, self._startup.member.incarnation, number, step, reason)
 
     def _repository(self) -> Repository:
         """Not by ``open``, which reads the store: a version in memory can be restored while the store is down."""

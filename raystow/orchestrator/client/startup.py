@@ -29,16 +29,16 @@ class Startup:
 
     Attributes:
         uri: The repository.
-        member: The rank.
         port: The coordinator.
     """
 
-    def __init__(self, uri: str, member: JoinRun, run: StartRun) -> None:
-        self.uri, self.member = uri, member
+    def __init__(self, uri: str, rank: int, world_size: int, run: StartRun) -> None:
+        self.uri, self._rank, self._world_size = uri, rank, world_size
+        self._process = ray_cluster.run_here()
         coordinator = coordinator_actor(uri)
         self.port = RayCoordinatorClient(uri)
         node_actor(RayCoordinatorClient)  # is ready when the first save connects to it
-        self._started: Future[CoordinatorStarted] = Future()
+        self._started: Future[tuple[CoordinatorStarted, JoinRun]] = Future()
         background.start("raystow-startup", self._run, coordinator.start.remote(PROTOCOL, run))
 
     def wait(self) -> CoordinatorStarted:
@@ -49,6 +49,14 @@ class Startup:
             StoreError: It cannot read or write the store.
             UnsafeStore: The store has no atomic conditional writes.
         """
+        return self._result()[0]
+
+    @property
+    def member(self) -> JoinRun:
+        """The rank and its process. Waits, and raises, as ``wait``."""
+        return self._result()[1]
+
+    def _result(self) -> tuple[CoordinatorStarted, JoinRun]:
         try:
             return self._started.result(2 * ACTOR_START)
         except FuturesTimeout:
@@ -57,7 +65,8 @@ class Startup:
     def _run(self, started: ray.ObjectRef) -> None:
         try:
             answer: CoordinatorStarted = ray_cluster.call(started, ACTOR_START, f"coordinator of {self.uri}")
-            self.port.join(self.member.rank, self.member.incarnation, self.member.world_size)
-            self._started.set_result(answer)
+            member = JoinRun(self._rank, f"{answer.turn}@{self._process}", self._world_size)
+            self.port.join(member.rank, member.incarnation, member.world_size)
+            self._started.set_result((answer, member))
         except BaseException as error:
             self._started.set_exception(error)

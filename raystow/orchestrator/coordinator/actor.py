@@ -82,6 +82,7 @@ class CoordinatorActor:
         self._chore_errors = background.ErrorLog("housekeeping")
         self._fenced: tuple[Fenced, str] | None = None  # by another run, with the job that was fenced
         self._job = ""
+        self._starts = itertools.count(1)
 
     async def start(self, protocol: str = PROTOCOL, run: StartRun | None = None) -> CoordinatorStarted:
         """Make or open the repository and take the next epoch. Only the first call does anything, and that of a ``run`` that
@@ -110,7 +111,8 @@ class CoordinatorActor:
                 self._segments = Segments(self._committer, SYSTEM)
                 self._core = Coordinator(self._committer, SYSTEM, writer=writer)
                 self._keeper = asyncio.create_task(self._keep(self._core))
-        return CoordinatorStarted(self._committer.catalog.id, self._committer.catalog.trust.keys)
+        turn = f"{self._committer.epoch:012d}.{next(self._starts):09d}"  # an epoch is above all earlier ones
+        return CoordinatorStarted(self._committer.catalog.id, self._committer.catalog.trust.keys, turn)
 
     async def overview(self) -> CoordinatorStatus | None:
         """The status; None before ``start``."""
@@ -248,6 +250,7 @@ class CoordinatorActor:
     async def settle(self, vote: RestoreVote) -> RestoreChoice | RanksReading | None:
         """Take a rank's vote on the version to restore. Returns the version to restore, or the one that all have restored."""
         core = await self._started()
+        core.check_member(vote)
         async with self._restoring:
             in_memory = await self._newest_in_memory(core) if vote.tried is None else None
             round = await asyncio.to_thread(self._rounds.vote, vote, in_memory)
@@ -267,8 +270,8 @@ class CoordinatorActor:
     async def handle_journal(self, protocol: str, data: bytes) -> bytes:
         """Take a rank's vote on the step to replay to, and answer when all ranks have voted, or with ``RanksReading``."""
         self._check(protocol)
-        await self.start()
         vote = messages.decode(data, JournalVote)
+        (await self._started()).check_member(vote)
         async with self._restoring:
             held = await self._journal_entries() if self._replays.chooses(vote) else {}
             round = self._replays.vote(vote, lambda: held)

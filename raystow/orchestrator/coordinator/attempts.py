@@ -18,7 +18,7 @@ from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo
 from ...storage.log import Log, about
 from ...storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...workers.protocol.coordinator_client import MODULUS
-from ...workers.protocol.messages import AskNextSave, Begin, NextSave, Ticket
+from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RestoreVote, Ticket
 from .attempt import Attempt, Phase, version_record
 from .delta_schedule import DeltaGroup, after
 from .save_costs import SaveCosts
@@ -40,6 +40,7 @@ class Coordinator:
     def __init__(self, committer: Committer, clock: Clock, *, writer: dict[str, str]) -> None:
         self._committer, self._clock, self._writer = committer, clock, writer
         self._members: dict[int, str] = {}
+        self._assumed: set[int] = set()  # ranks whose process has joined an earlier coordinator only
         self._joined: dict[int, int] = {}  # rank -> generation in which its process joined
         self._missed: dict[int, dict[int, tuple[int, str]]] = {}  # step -> rank -> number of its failed save, and the reason
         self._plain_tensors: dict[int, tuple[str, ...]] = {}  # rank -> those of its newest save
@@ -72,6 +73,7 @@ class Coordinator:
         The first rank that joins again, or with another world size, starts a new generation. Attempts of the new generation
         continue while its other ranks join.
         """
+        self._assumed.discard(rank)
         previous = self._members.get(rank)
         if previous == incarnation:
             return
@@ -87,14 +89,26 @@ class Coordinator:
             if rank in attempt.ranks or (previous is not None and attempt.generation < self._generation):
                 self._abort(attempt, f"rank {rank} was restarted")
 
+    def check_member(self, message: Begin | AskNextSave | RestoreVote | JournalVote) -> None:
+        """Raise ``Fenced`` if another process has taken the rank of the one that sends a message."""
+        rank, incarnation = message.rank, message.incarnation
+        self._assume(rank, incarnation, message.world_size)
+        takes_over = isinstance(message, Begin | AskNextSave) and message.on_fenced == "takeover"
+        if self._members[rank] != incarnation and takes_over:
+            self.join(rank, incarnation, message.world_size)
+        if self._members[rank] != incarnation:
+            what = f"{_process(self._members[rank])} has taken up this rank after {_process(incarnation)}"
+            remedy = f"run each rank once, and give each process its own rank; {ANOTHER_RUN}"
+            raise Fenced(what, subject=f"rank {rank} of {self._committer.catalog.uri}", remedy=remedy)
+
     def next_save(self, ask: AskNextSave) -> NextSave:
         """A rank asks when to save. All ranks that ask for the same step get the same answer."""
-        self._check_member(ask)
+        self.check_member(ask)
         return self._schedule.next(ask.first, self.costs.interval(ask, ask.world_size, self._clock.now()))
 
     def begin(self, begin: Begin) -> Ticket:
         """A rank starts to save a step. Returns the ticket of its attempt, which the first rank opens."""
-        self._check_member(begin)
+        self.check_member(begin)
         for attempt in self._open(Phase.GATHERING):
             if attempt.world_size != begin.world_size:
                 self._abort(attempt, f"the world size changed from {attempt.world_size} to {begin.world_size}")
@@ -180,8 +194,7 @@ class Coordinator:
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
         """A save of a rank has failed. Its attempt is aborted, and any other attempt that would wait for it until its deadline,
         also one that another rank opens later. Returns whether this rank reports it first, and so logs it for all."""
-        if rank not in self._members:
-            self.join(rank, incarnation)
+        self._assume(rank, incarnation)
         if self._members[rank] != incarnation:
             return True
         reports = self._missed.setdefault(step, {})
@@ -306,16 +319,13 @@ class Coordinator:
     def _open(self, *phases: Phase) -> list[Attempt]:
         return [a for a in self._attempts.values() if a.phase in phases and not a.phase.over]
 
-    def _check_member(self, message: Begin | AskNextSave) -> None:
-        rank, incarnation = message.rank, message.incarnation
-        if rank not in self._members:  # it joined before this coordinator was restarted
-            self.join(rank, incarnation, message.world_size)
-        if self._members[rank] != incarnation and message.on_fenced == "takeover":
-            self.join(rank, incarnation, message.world_size)
-        if self._members[rank] != incarnation:
-            what = f"{_process(self._members[rank])} has taken up this rank after {_process(incarnation)}"
-            remedy = f"run each rank once, and give each process its own rank; {ANOTHER_RUN}"
-            raise Fenced(what, subject=f"rank {rank} of {self._committer.catalog.uri}", remedy=remedy)
+    def _assume(self, rank: int, incarnation: str, world_size: int | None = None) -> None:
+        """Let a process join that did so before this coordinator was restarted. If a rank had several, one of which may have been
+        slow to send its message, the one that started last has the rank."""
+        known = self._members.get(rank)
+        if known is None or (rank in self._assumed and incarnation > known):
+            self.join(rank, incarnation, world_size)
+            self._assumed.add(rank)
 
     def _joinable(self, begin: Begin) -> Attempt | None:
         """The oldest attempt for the step that this rank is not part of, so that the saves of all ranks match in order; or the

@@ -14,8 +14,8 @@ OnFenced = Literal["raise", "takeover"]
 
 
 class Begin(Message, frozen=True):
-    """A rank begins its ``save``-th save. ``incarnation`` identifies its process: a token, "@", and the process for people. The
-    node worker fills in its ``node``.
+    """A rank begins its ``save``-th save. ``incarnation`` identifies its process: its ``CoordinatorStarted.turn``, "@", and the
+    process for people. The node worker fills in its ``node``.
 
     Args:
         timeout: Seconds until the save is given up.
@@ -70,10 +70,12 @@ class Ticket(Message, frozen=True):
 
 
 class CoordinatorStarted(Message, frozen=True):
-    """The repository of a coordinator. ``signed_by``: the keys with which it takes versions to be signed."""
+    """The repository of a coordinator. ``signed_by``: the keys with which it takes versions to be signed. ``turn``: sorts after
+    those of all processes that started earlier, also with earlier coordinators of the repository."""
 
     repository: Text
     signed_by: Column[PublicKey]
+    turn: Text
 
 
 class StartRun(Message, frozen=True):
