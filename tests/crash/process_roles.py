@@ -125,7 +125,6 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
     rank, port = request["rank"], CoordinatorPort(request["port"], trip)
     ray_cluster.connect, ray_cluster.call = lambda: None, lambda answer, *_: answer
     startup.RayCoordinatorClient = lambda uri: port
-    startup.coordinator_actor = _actor("start", port.start)
     startup.node_actor = _actor("address", lambda *_: control.ask(where=request["node"])["address"])
     checkpointer.Checkpointer.prepare = lambda self, state: None  # it would ask for the address on another thread
     ckpt = checkpointer.Checkpointer(
@@ -145,7 +144,7 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
     if request["journal"]:
         opening = OpenJournal(request["uri"], port.start().repository, rank, replicas=0, durable_every=trial_journal.EVERY)
         base = START if version is None else version.step
-        journal = trial_journal.TrialJournal(opening, startup.node_address(), port, request["world_size"], base)
+        journal = trial_journal.TrialJournal(opening, startup.node_address(), port, ckpt._startup.member, base)
         found = {**found, "whole": found["whole"] and journal.whole, "step": journal.step, "generation": journal.generation}
     control.send(ready=found)
     while True:

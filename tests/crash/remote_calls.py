@@ -24,6 +24,9 @@ class CoordinatorPort(RemotePort):
         super().__init__(address)
         self._trip = trip
 
+    def start(self, run: messages.StartRun | None = None, timeout: float = 0.0) -> Any:
+        return self.__getattr__("start")(messages.PROTOCOL, run)
+
     def outcome(self, id: int, attempt: str, timeout: float) -> Any:
         return self.__getattr__("outcome")(id, attempt)
 

@@ -77,11 +77,13 @@ def test_a_commit_removes_older_aborted_saves_from_the_list(run: CoordinatedRun)
     run.core.failed(stage(run, 1)[0], "the store is full")
     run.core.tick()
     assert [record.step for record in run.core.held()] == [1]
+    assert run.core.in_use
     tickets = stage(run, 2)
     for ticket in tickets:
         run.core.fragment(ticket, part(ticket.node), [])
     run.commit()
     assert run.core.held() == []
+    assert not run.core.in_use
 
 
 def test_the_next_version_records_the_restores(run: CoordinatedRun) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeout
 
-import ray
-
 from ...storage import background
 from ...storage.errors import ClusterError
 from ...workers.node.actor import node_actor
 from ...workers.protocol.messages import PROTOCOL, CoordinatorStarted, JoinRun, StartRun
 from .. import ray_cluster
-from ..coordinator.ray_client import RayCoordinatorClient, coordinator_actor
+from ..coordinator.ray_client import RayCoordinatorClient
 
 ACTOR_START = 120.0
 """Seconds that an actor may take to start."""
@@ -35,11 +33,10 @@ class Startup:
     def __init__(self, uri: str, rank: int, world_size: int, run: StartRun) -> None:
         self.uri, self._rank, self._world_size = uri, rank, world_size
         self._process = ray_cluster.run_here()
-        coordinator = coordinator_actor(uri)
         self.port = RayCoordinatorClient(uri)
         node_actor(RayCoordinatorClient)  # is ready when the first save connects to it
         self._started: Future[tuple[CoordinatorStarted, JoinRun]] = Future()
-        background.start("raystow-startup", self._run, coordinator.start.remote(PROTOCOL, run))
+        background.start("raystow-startup", self._run, run)
 
     def wait(self) -> CoordinatorStarted:
         """Wait until the coordinator has started and knows this rank.
@@ -62,9 +59,9 @@ class Startup:
         except FuturesTimeout:
             raise ClusterError(f"did not start within {2 * ACTOR_START:.0f} s", subject=f"coordinator of {self.uri}") from None
 
-    def _run(self, started: ray.ObjectRef) -> None:
+    def _run(self, run: StartRun) -> None:
         try:
-            answer: CoordinatorStarted = ray_cluster.call(started, ACTOR_START, f"coordinator of {self.uri}")
+            answer = self.port.start(run, ACTOR_START)
             member = JoinRun(self._rank, f"{answer.turn}@{self._process}", self._world_size)
             self.port.join(member.rank, member.incarnation, member.world_size)
             self._started.set_result((answer, member))

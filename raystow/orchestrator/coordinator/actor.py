@@ -26,7 +26,7 @@ from ...storage.log import about, here
 from ...storage.repository import create_repository
 from ...storage.retention.policy import Policy
 from ...workers import ray_metrics
-from ...workers.node.actor import holders, journal_entries
+from ...workers.node.actor import holders, journal_entries, ranks_connected
 from ...workers.protocol import messages
 from ...workers.protocol.messages import (
     PROTOCOL,
@@ -56,15 +56,22 @@ from .status import failed_attempts, open_attempts
 
 logger = logging.getLogger(__name__)
 
+UNUSED = 3600.0
+"""Seconds without any call after which a coordinator ends, unless ranks are connected to node workers."""
+
 _TICK = 0.5  # seconds between checks of deadlines and nodes
 
 _Result = TypeVar("_Result")
 
 
 class CoordinatorActor:
-    """Lets calls wait for the state machine, and runs its store operations in threads."""
+    """Lets calls wait for the state machine, and runs its store operations in threads.
 
-    def __init__(self, uri: str) -> None:
+    Ends itself when it has been ``unused`` for so many seconds, unless it alone knows of a save in memory that can be restored.
+    A process that calls it later starts another one, which finds all else in the repository and with the node workers.
+    """
+
+    def __init__(self, uri: str, unused: float = UNUSED) -> None:
         ray_metrics.export()
         here(node=ray.get_runtime_context().get_node_id())
         self._uri, self._began = uri, SYSTEM.now()
@@ -83,6 +90,7 @@ class CoordinatorActor:
         self._fenced: tuple[Fenced, str] | None = None  # by another run, with the job that was fenced
         self._job = ""
         self._starts = itertools.count(1)
+        self._unused, self._used = unused, SYSTEM.monotonic()
 
     async def start(self, protocol: str = PROTOCOL, run: StartRun | None = None) -> CoordinatorStarted:
         """Make or open the repository and take the next epoch. Only the first call does anything, and that of a ``run`` that
@@ -190,6 +198,7 @@ class CoordinatorActor:
         return messages.encode(await self._answer(messages.decode(data, *messages.COORDINATOR_REQUESTS)))
 
     def _check(self, protocol: str) -> None:
+        self._used = SYSTEM.monotonic()
         messages.check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
 
     async def _answer(self, request: messages.Message) -> messages.Message:
@@ -381,9 +390,24 @@ class CoordinatorActor:
                 for id, token in core.abandoned():
                     await asyncio.to_thread(self._discard, id, token)
                 self._measure(core)
+                await self._end_if_unused(core)
             except Exception as error:
                 errors.note(error)
             await self._within(_TICK, self._has_commit)
+
+    async def _end_if_unused(self, core: Coordinator) -> None:
+        """End for good if this coordinator has not been used for long, and has nothing that another one would not find."""
+        chores = self._chores is not None and not self._chores.done()
+        if core.in_use or self._rounds.in_use or self._replays.in_use or self._segments.in_use or chores:
+            self._used = SYSTEM.monotonic()
+        used = self._used
+        if SYSTEM.monotonic() < used + self._unused:
+            return
+        if await ranks_connected(self._uri):  # they may save after this pause
+            self._used = SYSTEM.monotonic()
+        elif self._used == used:
+            about(logger, repository=self._uri).info("the coordinator ends: unused for %.0f s", self._unused)
+            ray.kill(ray.get_runtime_context().current_actor)
 
     def _has_commit(self) -> bool:
         assert self._core is not None

@@ -62,6 +62,11 @@ class Coordinator:
         return list(self._attempts.values())
 
     @property
+    def in_use(self) -> bool:
+        """Whether an attempt is open, or a save that is not a version may be restored from memory: see ``held``."""
+        return self._lost is not None or bool(self._open(*Phase))
+
+    @property
     def bases(self) -> set[int]:
         """Ids of the versions that open and future saves may be deltas to. They must not be dropped."""
         named = {attempt.base.id for attempt in self._open(*Phase) if attempt.base is not None}

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from msgspec.structs import replace
+from ray.exceptions import ActorDiedError
 
 from ...storage.coding.digest import stored_digest
+from ...storage.errors import ClusterError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo
 from ...workers.node.actor import NAMESPACE
@@ -16,6 +18,7 @@ from ...workers.protocol import messages
 from ...workers.protocol.messages import (
     PROTOCOL,
     Begin,
+    CoordinatorStarted,
     EntryInfo,
     JournalChoice,
     JournalVote,
@@ -24,10 +27,11 @@ from ...workers.protocol.messages import (
     RestoreVote,
     SegmentStored,
     SegmentTicket,
+    StartRun,
     Ticket,
 )
 from ..ray_cluster import call
-from .actor import CoordinatorActor
+from .actor import UNUSED, CoordinatorActor
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -46,6 +50,11 @@ class RayCoordinatorClient:
 
     def __init__(self, uri: str) -> None:
         self._uri, self._actor = uri, coordinator_actor(uri)
+
+    def start(self, run: StartRun, timeout: float) -> CoordinatorStarted:
+        """See ``CoordinatorActor.start``. ``timeout``: seconds."""
+        started: CoordinatorStarted = self._call("start", run, timeout)
+        return started
 
     def begin(self, begin: Begin) -> Ticket:
         return self._ask(begin, Ticket)
@@ -82,7 +91,7 @@ class RayCoordinatorClient:
         vote = replace(vote, damage=messages.shortened(vote.damage), error=messages.shortened(vote.error))
         answer: messages.Message = messages.RanksReading()
         while isinstance(answer, messages.RanksReading):
-            data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
+            data, records = self._call("handle_vote", messages.encode(vote), vote.timeout + 2 * _ANSWER)
             answer = messages.decode(data, RestoreChoice, messages.NoVersion, messages.RanksReading)
         if not isinstance(answer, RestoreChoice):
             return None
@@ -102,7 +111,7 @@ class RayCoordinatorClient:
         """See ``journal.rounds``. Waits for the other ranks."""
         answer: messages.Message = messages.RanksReading()
         while not isinstance(answer, JournalChoice):
-            data = self._call("handle_journal", vote, vote.timeout + 2 * _ANSWER)
+            data = self._call("handle_journal", messages.encode(vote), vote.timeout + 2 * _ANSWER)
             answer = messages.decode(data, JournalChoice, messages.RanksReading)
         return answer
 
@@ -118,11 +127,17 @@ class RayCoordinatorClient:
         self._ask(report, messages.Acknowledged, timeout)
 
     def _ask(self, request: messages.Message, expected: type[_Answer], timeout: float = _ANSWER) -> _Answer:
-        return messages.decode(self._call("handle", request, timeout), expected)
+        return messages.decode(self._call("handle", messages.encode(request), timeout), expected)
 
-    def _call(self, method: str, request: messages.Message, timeout: float) -> Any:
-        sent = getattr(self._actor, method).remote(PROTOCOL, messages.encode(request))
-        return call(sent, timeout, f"coordinator of {self._uri}")
+    def _call(self, method: str, request: StartRun | bytes, timeout: float) -> Any:
+        who = f"coordinator of {self._uri}"
+        try:
+            return call(getattr(self._actor, method).remote(PROTOCOL, request), timeout, who)
+        except ClusterError as error:
+            if not isinstance(error.__cause__, ActorDiedError):
+                raise
+        self._actor = coordinator_actor(self._uri)  # Ray does not restart one that was unused and has ended itself
+        return call(getattr(self._actor, method).remote(PROTOCOL, request), timeout, who)
 
 
 def coordinator_name(uri: str) -> str:
@@ -130,8 +145,9 @@ def coordinator_name(uri: str) -> str:
     return f"{COORDINATOR}{stored_digest(uri.encode()).hex()[:16]}"
 
 
-def coordinator_actor(uri: str) -> ActorHandle:
-    """The actor handle of the coordinator of the repository at ``uri``; it is started on the head node if there is none."""
+def coordinator_actor(uri: str, *, unused: float = UNUSED) -> ActorHandle:
+    """The actor handle of the coordinator of the repository at ``uri``; it is started on the head node if there is none.
+    ``unused``: see ``CoordinatorActor``."""
     return (
         ray.remote(CoordinatorActor)
         .options(
@@ -145,5 +161,5 @@ def coordinator_actor(uri: str) -> ActorHandle:
             max_task_retries=-1,
             max_concurrency=10_000,
         )
-        .remote(uri)
+        .remote(uri, unused)
     )

@@ -54,6 +54,11 @@ class Segments:
         self._open: OpenedSegment | None = None
         self._log = about(logger, repository=committer.catalog.uri)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a segment is open."""
+        return self._open is not None
+
     def open(self, newest: EntryInfo) -> SegmentTicket:
         """A rank can store its entries up to ``newest``: what it is to store now."""
         root = self._committer.root

@@ -59,6 +59,11 @@ class JournalRounds:
         self.changes = 0
         """The number of changes of all rounds."""
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a round is open."""
+        return self._open is not None
+
     def vote(self, vote: JournalVote, survey: Survey) -> JournalRound:
         """Take a rank's vote, and look for entries when all ranks have come."""
         ended = self._ended.get(vote.rank)

@@ -119,6 +119,11 @@ class RestoreRounds:
         """The number of changes of all rounds."""
         self._restored: list[RestoreInfo] = []
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a round is open."""
+        return bool(self._open)
+
     def vote(self, vote: RestoreVote, held: RestoreChoice | None = None) -> RestoreRound:
         """Take a rank's vote. When all have tried a version that is damaged for one of them, go on to the next version.
 

@@ -85,6 +85,10 @@ class NodeActor:
         """See ``Node.saves``."""
         return self._node.saves()
 
+    def saves_to(self, uri: str) -> list[Saves]:
+        """The progress of the saves to the repository at ``uri``, if ranks are connected that save there."""
+        return [saves for of, saves in self._node.saves().items() if of == uri]
+
     def copies(self) -> ReplicationProgress:
         """The progress of the copies that this node is responsible for."""
         return self._node.replicator.progress
@@ -191,6 +195,11 @@ async def holders(repository: str) -> dict[str, dict[int, tuple[str, ...]]]:
 async def journal_entries(repository: str) -> dict[str, list[EntryInfo]]:
     """The entries of recorded steps that nodes have in memory, by node, as far as they answer in time."""
     return await _held_by_each(NodeActor.journal_entries, repository)
+
+
+async def ranks_connected(uri: str) -> bool:
+    """Whether a node worker that answers in time has ranks connected that save to the repository at ``uri``."""
+    return any((await _held_by_each(NodeActor.saves_to, uri)).values())
 
 
 async def _held_by_each(method: Callable[[NodeActor, str], list[_Answer]], repository: str) -> dict[str, list[_Answer]]:
