@@ -64,6 +64,21 @@ def test_a_node_that_dies_before_staging_ends_aborts_the_save(run: CoordinatedRu
     assert run.core.held() == []
 
 
+def test_a_repeated_staging_report_changes_no_record(run: CoordinatedRun) -> None:
+    """Ranks may have restored the save from memory, by the digest of this record; and the restores are reported by it."""
+    restore = RestoreInfo(1, 5, 0.0, 2, 0.5, {"store": 9})
+    run.core.restored([restore])
+    tickets = stage(run, 1)
+    (promised,) = run.core.held()
+    run.clock.time += 5
+    run.core.staged(tickets[1], part(tickets[1].node), [])  # the answer was lost
+    for ticket in tickets:
+        run.core.fragment(ticket, part(ticket.node), [])
+    run.commit()
+    assert [version.record for version in run.committer.catalog.versions()] == [promised]
+    assert promised.restores == (restore,)
+
+
 def test_only_the_newest_aborted_save_is_held(run: CoordinatedRun) -> None:
     """Saves in progress are listed as well."""
     for step in (1, 2):

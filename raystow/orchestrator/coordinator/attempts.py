@@ -156,6 +156,8 @@ class Coordinator:
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         """A node's packs and fragment are complete in memory, and being uploaded."""
         attempt = self._of(ticket, Phase.SEALING)
+        if ticket.node in attempt.staged:
+            return  # reported before; the answer was lost
         self._check_part(attempt, ticket, info, packs)
         attempt.staged[ticket.node] = info, tuple(packs)
         if len(attempt.staged) == len(attempt.nodes):
