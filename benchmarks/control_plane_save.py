@@ -32,7 +32,7 @@ from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import Repository, create_repository
 from raystow.workers.packing.packer import PACK
 from raystow.workers.protocol.coordinator_client import MODULUS, coverage
-from raystow.workers.protocol.messages import Begin, Ticket
+from raystow.workers.protocol.messages import AwaitRanks, Begin, PartStaged, RankFinished, Ticket
 
 T = TypeVar("T")
 
@@ -113,7 +113,8 @@ def coordinate(pipe: Connection, uri: str, nodes: int) -> None:
 async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
     alive = [{"NodeID": f"node-{node}", "Alive": True} for node in range(nodes)]
     ray.nodes = lambda: alive
-    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "node-0")  # Ray's function would start a cluster
+    here = SimpleNamespace(get_node_id=lambda: "node-0", get_job_id=lambda: "1")
+    ray.get_runtime_context = lambda: here  # Ray's function would start a cluster
     actor = CoordinatorActor(uri)
     await actor.start()
     pipe.send(peak_memory())
@@ -136,13 +137,13 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
     tickets: list[Ticket] = []
     for begins, _, _ in reports:
         tickets += [await _call(actor.begin(begin)) for begin in begins][:1]
-    waiting = [asyncio.create_task(actor.wait_complete(ticket)) for ticket in tickets]
+    waiting = [asyncio.create_task(actor.answer(AwaitRanks(ticket))) for ticket in tickets]
     for ticket, (begins, told, _) in zip(tickets, reports, strict=True):
         for begin, covered in zip(begins, told.covered, strict=True):
-            await _call(actor.finished(ticket, begin.rank, covered))
+            await _call(actor.answer(RankFinished(ticket, begin.rank, covered)))
     await asyncio.gather(*waiting)
     for ticket, (_, told, _) in zip(tickets, reports, strict=True):
-        await _call(actor.staged(ticket, told.info, told.packs))
+        await _call(actor.answer(PartStaged(ticket, told.info, told.packs)))
     sealed = [
         asyncio.create_task(actor.fragment(ticket, told.info, told.packs))
         for ticket, (_, _, told) in zip(tickets, reports, strict=True)

@@ -29,6 +29,7 @@ from raystow.orchestrator.cli import app
 from raystow.orchestrator.client import checkpointer, startup
 from raystow.orchestrator.client.options import Compression
 from raystow.orchestrator.coordinator import actor as coordinator_actor
+from raystow.orchestrator.coordinator import ray_client
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.orchestrator.coordinator.segments import OpenedSegment, Segments
 from raystow.storage.clock import SYSTEM
@@ -58,6 +59,7 @@ def play(request: Message, end: socket.socket) -> None:
         crash_points.watch_folder(place.path, trip)
     ray.init = _no_ray
     ray.nodes = lambda: [{"NodeID": node, "Alive": True, "Labels": {}} for node in request["nodes"]]
+    ray.put = lambda records: records
     ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: request["node"], get_job_id=lambda: "1")
     threading.excepthook = lambda failure: control.send(error="".join(traceback.format_exception(failure.exc_value)))
     try:
@@ -124,6 +126,7 @@ def _node(request: Message, control: Control, trip: Tripwire) -> None:
 def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
     rank, port = request["rank"], CoordinatorPort(request["port"], trip)
     ray_cluster.connect, ray_cluster.call = lambda: None, lambda answer, *_: answer
+    ray_client.call = ray_cluster.call
     startup.RayCoordinatorClient = lambda uri: port
     startup.node_actor = _actor("address", lambda *_: control.ask(where=request["node"])["address"])
     checkpointer.Checkpointer.prepare = lambda self, state: None  # it would ask for the address on another thread
@@ -142,7 +145,8 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
         expected = state_at(version.step, version.metrics["salt"], rank=rank)
         found = {"version": version.id, "whole": same_bits(state, expected)}
     if request["journal"]:
-        opening = OpenJournal(request["uri"], port.start().repository, rank, replicas=0, durable_every=trial_journal.EVERY)
+        repository = ckpt._startup.wait().repository
+        opening = OpenJournal(request["uri"], repository, rank, replicas=0, durable_every=trial_journal.EVERY)
         base = START if version is None else version.step
         journal = trial_journal.TrialJournal(opening, startup.node_address(), port, ckpt._startup.member, base)
         found = {**found, "whole": found["whole"] and journal.whole, "step": journal.step, "generation": journal.generation}

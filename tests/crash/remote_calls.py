@@ -9,6 +9,7 @@ from typing import Any
 from node_process import RemotePort
 from tripwire import Tripwire
 
+from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import ClusterError
 from raystow.workers.protocol import messages
@@ -17,49 +18,26 @@ _RESTARTS = 60.0  # seconds that a call waits for a restart of the coordinator, 
 _RETRY = 0.005
 
 
-class CoordinatorPort(RemotePort):
-    """A remote coordinator; calls wait and are repeated while it restarts."""
+class CoordinatorPort(RayCoordinatorClient):
+    """The client of a coordinator in another process; calls wait and are repeated while that restarts."""
 
     def __init__(self, address: Any, trip: Tripwire) -> None:
-        super().__init__(address)
-        self._trip = trip
+        self._uri, self._actor, self._trip = str(address), RemotePort(address), trip
 
-    def start(self, run: messages.StartRun | None = None, timeout: float = 0.0) -> Any:
-        return self.__getattr__("start")(messages.PROTOCOL, run)
-
-    def outcome(self, id: int, attempt: str, timeout: float) -> Any:
-        return self.__getattr__("outcome")(id, attempt)
-
-    def open_segment(self, newest: messages.EntryInfo) -> Any:
-        return self._ask("handle", messages.OpenSegment(newest), messages.SegmentTicket)
-
-    def segment_stored(self, part: messages.SegmentStored) -> None:
-        self._ask("handle", part, messages.Acknowledged)
-
-    def settle_journal(self, vote: messages.JournalVote) -> Any:
-        return self._ask("handle_journal", vote, messages.JournalChoice)
-
-    def _ask(self, method: str, request: messages.Message, answer: type) -> Any:
-        return messages.decode(self.__getattr__(method)(messages.PROTOCOL, messages.encode(request)), answer)
-
-    def __getattr__(self, method: str) -> Any:
-        once = super().__getattr__(method)
-
-        def call(*args: Any) -> Any:
-            self._trip(f"before calling {method}")
-            give_up = SYSTEM.monotonic() + _RESTARTS
-            while True:
-                try:
-                    answer = once(*args)
-                    break
-                except (OSError, EOFError) as error:
-                    if SYSTEM.monotonic() > give_up:
-                        raise ClusterError(f"the coordinator is gone: {error}") from error
-                    SYSTEM.sleep(_RETRY)  # the trial replaces the coordinator meanwhile, as Ray restarts an actor
-            self._trip(f"after calling {method}")
-            return answer
-
-        return call
+    def _call(self, method: str, request: messages.Message, timeout: float) -> Any:
+        name, data = type(request).__name__, messages.encode(request)
+        self._trip(f"before calling {name}")
+        give_up = SYSTEM.monotonic() + _RESTARTS
+        while True:
+            try:
+                answer = getattr(self._actor, method)(messages.PROTOCOL, data)
+                break
+            except (OSError, EOFError) as error:
+                if SYSTEM.monotonic() > give_up:
+                    raise ClusterError(f"the coordinator is gone: {error}") from error
+                SYSTEM.sleep(_RETRY)  # the trial replaces the coordinator meanwhile, as Ray restarts an actor
+        self._trip(f"after calling {name}")
+        return answer
 
 
 class Blocking:

@@ -29,7 +29,6 @@ from ...workers import ray_metrics
 from ...workers.node.actor import holders, journal_entries, ranks_connected
 from ...workers.protocol import messages
 from ...workers.protocol.messages import (
-    PROTOCOL,
     Begin,
     CoordinatorStarted,
     CoordinatorStatus,
@@ -92,10 +91,9 @@ class CoordinatorActor:
         self._starts = itertools.count(1)
         self._unused, self._used = unused, SYSTEM.monotonic()
 
-    async def start(self, protocol: str = PROTOCOL, run: StartRun | None = None) -> CoordinatorStarted:
+    async def start(self, run: StartRun | None = None) -> CoordinatorStarted:
         """Make or open the repository and take the next epoch. Only the first call does anything, and that of a ``run`` that
         begins after another run took over: a training that is started later is the one that is meant."""
-        self._check(protocol)
         async with self._starting:
             if run is not None:
                 if self._fenced is not None:
@@ -144,16 +142,6 @@ class CoordinatorActor:
             raise self._fenced[0]
         return await self._apply(lambda core: core.begin(begin))
 
-    async def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
-        await self._apply(lambda core: core.finished(ticket, rank, covered))
-
-    async def wait_complete(self, ticket: Ticket) -> None:
-        """Return when every rank has finished."""
-        await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
-
-    async def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        await self._apply(lambda core: core.staged(ticket, info, packs))
-
     async def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
         """Take a node's fragment, and return when the attempt is a version."""
         core = await self._started()
@@ -174,12 +162,6 @@ class CoordinatorActor:
         # This coordinator's epoch has replaced the one that the attempt belongs to: no write of that is under way any more.
         return outcome_in(await asyncio.to_thread(self._committer.catalog.root), id, name, over=True)
 
-    async def failed(self, ticket: Ticket, reason: str) -> None:
-        await self._apply(lambda core: core.failed(ticket, reason))
-
-    async def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
-        return await self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
-
     async def next_save(self, ask: messages.AskNextSave) -> messages.NextSave:
         """See ``save_schedule``. The records of earlier versions are read before the first answer that needs them."""
         core = await self._started()
@@ -189,20 +171,20 @@ class CoordinatorActor:
                     core.costs.recall(await asyncio.to_thread(newest_records, self._committer.catalog))
         return await self._apply(lambda core: core.next_save(ask))
 
-    async def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
-        await self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
-
     async def handle(self, protocol: str, data: bytes) -> bytes:
         """Answer a request of a rank or node worker: one of ``COORDINATOR_REQUESTS``, encoded."""
         self._check(protocol)
-        return messages.encode(await self._answer(messages.decode(data, *messages.COORDINATOR_REQUESTS)))
+        return messages.encode(await self.answer(messages.decode(data, *messages.COORDINATOR_REQUESTS)))
 
     def _check(self, protocol: str) -> None:
         self._used = SYSTEM.monotonic()
         messages.check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
 
-    async def _answer(self, request: messages.Message) -> messages.Message:
+    async def answer(self, request: messages.Message) -> messages.Message:
+        """Answer one of ``COORDINATOR_REQUESTS``."""
         match request:
+            case StartRun():
+                return await self.start(request)
             case Begin():
                 return await self.begin(request)
             case messages.PartStored(ticket, info, packs):
@@ -210,15 +192,16 @@ class CoordinatorActor:
             case messages.JoinRun(rank, incarnation, world_size):
                 await self.join(rank, incarnation, world_size)
             case messages.RankFinished(ticket, rank, covered):
-                await self.finished(ticket, rank, covered)
+                await self._apply(lambda core: core.finished(ticket, rank, covered))
             case messages.AwaitRanks(ticket):
-                await self.wait_complete(ticket)
+                await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
             case messages.PartStaged(ticket, info, packs):
-                await self.staged(ticket, info, packs)
+                await self._apply(lambda core: core.staged(ticket, info, packs))
             case messages.PartFailed(ticket, reason):
-                await self.failed(ticket, reason)
+                await self._apply(lambda core: core.failed(ticket, reason))
             case messages.RankSaveFailed(rank, incarnation, save, step, reason):
-                return messages.FailureNoted(await self.save_failed(rank, incarnation, save, step, reason))
+                first = await self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
+                return messages.FailureNoted(first)
             case messages.AskNextSave():
                 return await self.next_save(request)
             case messages.FindOutcome(id, attempt):
@@ -232,7 +215,7 @@ class CoordinatorActor:
                 async with self._changed:
                     self._changed.notify_all()
             case messages.RankDisconnected(rank, incarnation, reason):
-                await self.rank_disconnected(rank, incarnation, reason)
+                await self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
             case RankReading():
                 await self.start()
                 async with self._restoring:

@@ -53,8 +53,7 @@ class RayCoordinatorClient:
 
     def start(self, run: StartRun, timeout: float) -> CoordinatorStarted:
         """See ``CoordinatorActor.start``. ``timeout``: seconds."""
-        started: CoordinatorStarted = self._call("start", run, timeout)
-        return started
+        return self._ask(run, CoordinatorStarted, timeout)
 
     def begin(self, begin: Begin) -> Ticket:
         return self._ask(begin, Ticket)
@@ -91,7 +90,7 @@ class RayCoordinatorClient:
         vote = replace(vote, damage=messages.shortened(vote.damage), error=messages.shortened(vote.error))
         answer: messages.Message = messages.RanksReading()
         while isinstance(answer, messages.RanksReading):
-            data, records = self._call("handle_vote", messages.encode(vote), vote.timeout + 2 * _ANSWER)
+            data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
             answer = messages.decode(data, RestoreChoice, messages.NoVersion, messages.RanksReading)
         if not isinstance(answer, RestoreChoice):
             return None
@@ -111,7 +110,7 @@ class RayCoordinatorClient:
         """See ``journal.rounds``. Waits for the other ranks."""
         answer: messages.Message = messages.RanksReading()
         while not isinstance(answer, JournalChoice):
-            data = self._call("handle_journal", messages.encode(vote), vote.timeout + 2 * _ANSWER)
+            data = self._call("handle_journal", vote, vote.timeout + 2 * _ANSWER)
             answer = messages.decode(data, JournalChoice, messages.RanksReading)
         return answer
 
@@ -127,17 +126,17 @@ class RayCoordinatorClient:
         self._ask(report, messages.Acknowledged, timeout)
 
     def _ask(self, request: messages.Message, expected: type[_Answer], timeout: float = _ANSWER) -> _Answer:
-        return messages.decode(self._call("handle", messages.encode(request), timeout), expected)
+        return messages.decode(self._call("handle", request, timeout), expected)
 
-    def _call(self, method: str, request: StartRun | bytes, timeout: float) -> Any:
-        who = f"coordinator of {self._uri}"
+    def _call(self, method: str, request: messages.Message, timeout: float) -> Any:
+        who, data = f"coordinator of {self._uri}", messages.encode(request)
         try:
-            return call(getattr(self._actor, method).remote(PROTOCOL, request), timeout, who)
+            return call(getattr(self._actor, method).remote(PROTOCOL, data), timeout, who)
         except ClusterError as error:
             if not isinstance(error.__cause__, ActorDiedError):
                 raise
         self._actor = coordinator_actor(self._uri)  # Ray does not restart one that was unused and has ended itself
-        return call(getattr(self._actor, method).remote(PROTOCOL, request), timeout, who)
+        return call(getattr(self._actor, method).remote(PROTOCOL, data), timeout, who)
 
 
 def coordinator_name(uri: str) -> str:

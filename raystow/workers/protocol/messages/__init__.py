@@ -36,7 +36,7 @@ STAGING_ANSWERS = (
 """What a node worker sends to a training process after ``SessionOpened``."""
 
 COORDINATOR_REQUESTS = (
-    *(JoinRun, Begin, RankFinished, AwaitRanks, PartStaged, PartStored),
+    *(StartRun, JoinRun, Begin, RankFinished, AwaitRanks, PartStaged, PartStored),
     *(PartFailed, RankSaveFailed, FindOutcome, RankDisconnected, AskNextSave),
     *(OpenSegment, SegmentStored, RankReading),
 )
