@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
 from ...storage import background
 from ...storage.errors import RaystowError, StateError
+from ...workers.cache.host_memory import memory_limit
+from ...workers.protocol.messages import OpenSession
+from ...workers.shm.ring import slot_size
 from ...workers.staging.client import Staging
+from .. import ray_cluster
 from ..save.planner import SavePlan
-from .open_session import open_session
-from .options import Compression, Memory, Replication
+from .options import Compression, Memory, Replication, default_staging
 from .startup import Startup, node_address
 
 logger = logging.getLogger(__name__)
@@ -26,7 +30,8 @@ class NodeConnection:
     """
 
     def __init__(self, startup: Startup, options: tuple[Memory, Compression, Replication], *, codec: str) -> None:
-        self._startup, self._options, self._codec = startup, options, codec
+        self._startup, self._codec = startup, codec
+        self._memory, self._compression, self._replication = options
         self._staging: Staging | None = None
         self._closed = False
         self._lock = threading.RLock()
@@ -44,8 +49,7 @@ class NodeConnection:
             if self._staging is not None and self._staging.lost:
                 self.reset()
             if self._staging is None:
-                startup = self._startup
-                opening = open_session(startup.uri, startup.wait().repository, startup.member, plan, self._options)
+                opening = self._opening(plan)
                 self._staging = Staging(node_address(), opening, codec=self._codec)
             return self._staging
 
@@ -73,3 +77,29 @@ class NodeConnection:
         except RaystowError as error:
             if not self._closed:
                 logger.warning("the first save is not prepared, and will take longer: %s", error)
+
+    def _opening(self, plan: SavePlan) -> OpenSession:
+        """The first message: who the rank is, and how much memory its saves may take."""
+        member, in_training, machine = self._startup.member, self._compression.process == "training", memory_limit()
+        gpus = max(1, ray_cluster.gpus_here()) if plan.ready else 0
+        staging = self._memory.staging or default_staging(plan.nbytes if plan.ready else 0, gpus=gpus, machine=machine)
+        coded = staging // 8 if plan.ready else staging // 2  # what a GPU has coded stays in the ring until it is uploaded
+        # Two coded versions, the newest and the next, if the rank's share of the node's memory for versions allows.
+        keep = plan.nbytes * 3 // 2 if plan.ready and in_training else 0
+        cache = machine // 4 if self._memory.cache is None else self._memory.cache
+        return OpenSession(
+            uri=self._startup.uri,
+            repository=self._startup.wait().repository,
+            rank=member.rank,
+            world_size=member.world_size,
+            incarnation=member.incarnation,
+            pid=os.getpid(),
+            ring=staging - coded,
+            slot=slot_size(staging - coded, gpu=bool(plan.ready)),
+            coded=coded,
+            cache=self._memory.cache,
+            replicas=self._replication.replicas,
+            replication_rate=self._replication.rate,
+            process="training" if in_training else "node",
+            keep=keep if keep <= cache // max(1, gpus) else 0,
+        )
