@@ -113,7 +113,7 @@ class RestoreRounds:
     ) -> None:
         self._repository, self._clock, self._known = repository, clock, known
         self._is_current, self._on_fall_back = is_current, on_fall_back
-        self._open: list[RestoreRound] = []
+        self._open: RestoreRound | None = None
         self._ended: dict[int, tuple[tuple[str, int], RestoreRound]] = {}  # rank -> the last round that ended, and its member
         self.changes = 0
         """The number of changes of all rounds."""
@@ -122,7 +122,7 @@ class RestoreRounds:
     @property
     def in_use(self) -> bool:
         """Whether a round is open."""
-        return bool(self._open)
+        return self._open is not None
 
     def vote(self, vote: RestoreVote, held: RestoreChoice | None = None) -> RestoreRound:
         """Take a rank's vote. When all have tried a version that is damaged for one of them, go on to the next version.
@@ -165,34 +165,33 @@ class RestoreRounds:
 
     def reading(self, rank: RankReading) -> None:
         """A rank reads on: the others wait for it."""
-        member = rank.incarnation, rank.number
-        for round in self._open:
-            if round.members.get(rank.rank, member) == member and rank.rank not in round.votes:
-                round.deadline = max(round.deadline, self._clock.monotonic() + rank.timeout)
+        member, round = (rank.incarnation, rank.number), self._open
+        if round is not None and round.members.get(rank.rank, member) == member and rank.rank not in round.votes:
+            round.deadline = max(round.deadline, self._clock.monotonic() + rank.timeout)
 
     def left(self, rank: int, incarnation: str) -> None:
-        """A new process has taken a rank: rounds of its previous process fail."""
-        for round in list(self._open):
-            if rank in round.members and round.members[rank][0] != incarnation:
-                self._fail(round, RankRestarted(f"rank {rank} was restarted during the restore", remedy="restore again"))
+        """A new process has taken a rank: the round of its previous process fails."""
+        round = self._open
+        if round is not None and rank in round.members and round.members[rank][0] != incarnation:
+            self._fail(round, RankRestarted(f"rank {rank} was restarted during the restore", remedy="restore again"))
 
     def tick(self) -> None:
-        """Fail the rounds that are past their deadline."""
-        for round in list(self._open):
-            if self._clock.monotonic() > round.deadline:
-                reported = round.votes if round.joined else round.members
-                waiting = sorted(set(range(round.world_size)) - set(reported))
-                self._fail(round, DeadlineExceeded(f"ranks {waiting} have not restored what the others have"))
+        """Fail the round if it is past its deadline."""
+        round = self._open
+        if round is not None and self._clock.monotonic() > round.deadline:
+            reported = round.votes if round.joined else round.members
+            waiting = sorted(set(range(round.world_size)) - set(reported))
+            self._fail(round, DeadlineExceeded(f"ranks {waiting} have not restored what the others have"))
 
     def _round_of(self, vote: RestoreVote, held: RestoreChoice | None) -> RestoreRound:
-        for round in list(self._open):
+        if (round := self._open) is not None:
+            member = vote.incarnation, vote.number
+            what = f"rank {vote.rank} has begun another restore"
             if round.world_size != vote.world_size:
                 what = f"the world size changed from {round.world_size} to {vote.world_size} during the restore"
-                self._fail(round, ClusterError(what, remedy="restore again"))
-            elif round.members.get(vote.rank, (vote.incarnation, vote.number)) == (vote.incarnation, vote.number):
+            elif round.members.get(vote.rank, member) == member:
                 return round
-            else:
-                self._fail(round, ClusterError(f"rank {vote.rank} has begun another restore", remedy="restore again"))
+            self._fail(round, ClusterError(what, remedy="restore again"))
         root, said = self._known.root()
         round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
         round.store_down = not said
@@ -207,7 +206,7 @@ class RestoreRounds:
             round.candidates.insert(0, held.entry)
         self._lease(round)
         if round.candidates or (round.missing and root.versions):
-            self._open.append(round)
+            self._open = round
         else:
             round.failure = round.missing  # an empty repository: there is nothing to agree on
         return round
@@ -278,6 +277,6 @@ class RestoreRounds:
     def _close(self, round: RestoreRound) -> None:
         self.changes += 1
         self._ended.update((rank, (member, round)) for rank, member in round.members.items())
-        if round in self._open:
-            self._open.remove(round)
+        if round is self._open:
+            self._open = None
         round.lease.close()
