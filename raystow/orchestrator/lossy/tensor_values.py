@@ -72,4 +72,4 @@ def words_of(itemsize: int) -> TorchDtype:
     """The torch dtype of integers of ``itemsize`` bytes."""
     import torch
 
-    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]

@@ -17,7 +17,7 @@ from ...storage.errors import StateError
 from ...storage.format import manifest
 from ...storage.format.boxes import Box
 from ..lossy.rules import Rule, RuleSelector
-from ..lossy.tensor_values import dtype_name
+from ..lossy.tensor_values import dtype_name, words_of
 from .dtensor_layout import dtensor_shard
 from .flat_fragment import FragmentBox
 from .state_tree import Elements, Leaf, show
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _LEAST = 4096  # bytes; for a smaller derived tensor the manifest row costs as much as it saves
 _ARRAYS = (np.ndarray, np.memmap)  # other classes may have more than elements, such as a mask
-_WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 Likeness: TypeAlias = tuple[str, str, tuple[int, ...], bool]
 """Equal for shards of one name that can be derived from the same shards."""
@@ -87,8 +86,6 @@ class Shard:
     def bits(self) -> Elements:
         """The elements as opaque words that share their memory: numpy in host memory, torch on a device. Made at
         first use, not on the training thread."""
-        if isinstance(self.local, np.ndarray):
-            return self.local.view(f"V{self.local.itemsize}")
         return bits(self.local)
 
     @functools.cached_property
@@ -209,12 +206,14 @@ def overlaps(local: Elements) -> bool:
     return False
 
 
-def bits(tensor: torch.Tensor) -> Elements:
-    """The elements of a local torch tensor as opaque words that share its memory: numpy on the CPU, torch elsewhere.
+def bits(local: Elements) -> Elements:
+    """The elements of an array or local torch tensor as opaque words that share its memory: numpy on the CPU, torch elsewhere.
 
     Only a tensor whose conjugation or negation is pending is copied first.
     """
-    found, size = words(tensor), tensor.element_size()
+    if isinstance(local, np.ndarray):
+        return local.view(f"V{local.itemsize}")
+    found, size = words(local), local.element_size()
     if found.device.type != "cpu":
         return found
     return found.numpy().view("V16")[..., 0] if size == 16 else found.numpy().view(f"V{size}")
@@ -229,4 +228,4 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
     local = tensor.detach().resolve_conj().resolve_neg()
     size = local.element_size()
-    return torch.view_as_real(local).view(torch.int64) if size == 16 else local.view(getattr(torch, _WORDS[size]))
+    return torch.view_as_real(local).view(torch.int64) if size == 16 else local.view(words_of(size))

@@ -83,7 +83,7 @@ def _version(local: Elements) -> int | None:
 
 
 def _sample(local: Elements) -> bytes:
-    words = local.view(f"V{local.itemsize}") if isinstance(local, np.ndarray) else bits(local)
+    words = bits(local)
     return bytes(words[_places(words.shape)].tobytes())
 
 
