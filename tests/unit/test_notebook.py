@@ -48,7 +48,7 @@ def test_a_damaged_repository_is_shown_with_its_problem() -> None:
 def test_a_pending_save_shows_its_state_and_escapes_errors() -> None:
     pending = Pending(7)
     assert repr(pending) == "Pending(step=7, in flight)"
-    pending._set_staged()
+    pending._staged.set()
     assert repr(pending) == "Pending(step=7, in flight, staged)"
     pending._set_outcome(SaveFailed("<script>"))
     assert repr(pending) == "Pending(step=7, failed)"

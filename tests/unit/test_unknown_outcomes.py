@@ -51,18 +51,14 @@ def run() -> CoordinatedRun:
 UNKNOWN = OutcomeUnknown("no answer", subject="save of step 7")
 
 
-class Silent:
-    """A coordinator that does not answer."""
-
-    def outcome(self, id: int, attempt: str, timeout: float) -> Entry:
-        raise ClusterError("did not answer")
+def silent(id: int, attempt: str) -> Entry:
+    """Ask a coordinator that does not answer."""
+    raise ClusterError("did not answer")
 
 
-class Certain:
-    """A coordinator that has given up the attempt."""
-
-    def outcome(self, id: int, attempt: str, timeout: float) -> Entry:
-        raise SaveFailed("a disk is full", subject=f"version {id}")
+def certain(id: int, attempt: str) -> Entry:
+    """Ask a coordinator that has given up the attempt."""
+    raise SaveFailed("a disk is full", subject=f"version {id}")
 
 
 def test_the_root_shows_the_outcome_of_an_attempt() -> None:
@@ -241,15 +237,15 @@ def test_a_save_after_the_death_of_the_node_worker_ends() -> None:
 def test_the_outcome_is_found_in_the_root_or_the_coordinator() -> None:
     with LocalCluster("memory://learned") as cluster:
         version = cluster.save({"x": 1}, step=7)
-        entry, silent = version.entry, Silent()
-        found = find_outcome(cluster.repository, silent, (entry.id, entry.attempt), UNKNOWN, timeout=1)
+        entry = version.entry
+        found = find_outcome(cluster.repository, silent, (entry.id, entry.attempt), UNKNOWN)
         assert found == version
         missing = entry.id + 1, "f" * 16
-        assert find_outcome(cluster.repository, silent, missing, UNKNOWN, timeout=1) is UNKNOWN
-        assert find_outcome(cluster.repository, silent, None, UNKNOWN, timeout=1) is UNKNOWN
-        failed = find_outcome(cluster.repository, Certain(), missing, UNKNOWN, timeout=1)
+        assert find_outcome(cluster.repository, silent, missing, UNKNOWN) is UNKNOWN
+        assert find_outcome(cluster.repository, silent, None, UNKNOWN) is UNKNOWN
+        failed = find_outcome(cluster.repository, certain, missing, UNKNOWN)
         assert (type(failed), str(failed)) == (SaveFailed, "save of step 7: a disk is full")
-        spent = find_outcome(cluster.repository, silent, (entry.id, "f" * 16), UNKNOWN, timeout=1)
+        spent = find_outcome(cluster.repository, silent, (entry.id, "f" * 16), UNKNOWN)
         assert type(spent) is SaveFailed
 
 

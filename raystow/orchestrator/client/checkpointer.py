@@ -467,7 +467,7 @@ class Checkpointer:
     def _staged(self, pending: Pending) -> None:
         if not pending.staged(0):
             record(STAGED, SYSTEM.monotonic() - pending.begun, repository=self.uri)
-        pending._set_staged()
+        pending._staged.set()
 
     def _ended(self, pending: Pending, order: SaveOrder, outcome: Entry | RaystowError) -> None:
         if isinstance(outcome, OutcomeUnknown):  # to ask may take as long as a frozen coordinator does
@@ -477,7 +477,8 @@ class Checkpointer:
         self._conclude(pending, Version(self._store, outcome, repository) if isinstance(outcome, Entry) else outcome)
 
     def _find(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown, timeout: float = SOON) -> None:
-        self._conclude(pending, find_outcome(self._repository(), self._port, order.attempt, unknown, timeout=timeout))
+        ask = functools.partial(self._port.outcome, timeout=timeout)
+        self._conclude(pending, find_outcome(self._repository(), ask, order.attempt, unknown))
 
     def _learn(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown) -> None:
         """Let the coordinator give the save up if it waits for this rank, and learn the outcome."""

@@ -124,9 +124,6 @@ class Pending:
         if self.done():
             self._timer.cancel()
 
-    def _set_staged(self) -> None:
-        self._staged.set()
-
     def _warn(self, text: str) -> None:
         self._log.warning("save of step %d: %s", self.step, text, extra={"step": self.step})
         self.warnings += (text,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from ...storage.committer import outcome_in
 from ...storage.errors import Fenced, NotFound, OutcomeUnknown, RaystowError, SaveFailed
@@ -11,32 +11,23 @@ from ...storage.repository import Repository
 from ...storage.version import Version
 
 
-class OutcomeSource(Protocol):
-    """The coordinator, for this purpose."""
-
-    def outcome(self, id: int, attempt: str, timeout: float) -> Entry:
-        """The entry of the version that an attempt has become, once it is over. Raises as ``outcome_in``."""
-
-
 def find_outcome(
     repository: Repository,
-    coordinator: OutcomeSource,
+    ask: Callable[[int, str], Entry],
     attempt: tuple[int, str] | None,
     unknown: OutcomeUnknown,
-    *,
-    timeout: float,
 ) -> Version | RaystowError:
     """Return the version that an attempt (id, name) has become, or the error that says that it has become none.
 
     The root is asked first, since a version in it is certain, and the coordinator next, which may still commit the attempt.
-    ``unknown`` is returned if neither can say. ``timeout``: seconds to wait for the coordinator.
+    ``unknown`` is returned if neither can say. ``ask``: asks the coordinator for the entry, and raises as ``outcome_in``.
     """
     if attempt is None:
         return unknown
     id, name = attempt
     for in_root in (True, False):
         try:
-            return repository.at(outcome_in(repository.root(), id, name) if in_root else coordinator.outcome(id, name, timeout))
+            return repository.at(outcome_in(repository.root(), id, name) if in_root else ask(id, name))
         except (SaveFailed, Fenced, NotFound) as error:
             return type(error)(error.what, subject=unknown.subject, remedy=error.remedy)
         except RaystowError:
