@@ -34,6 +34,7 @@ from ...workers.protocol.messages import (
     CoordinatorStatus,
     EntryInfo,
     JournalVote,
+    NoVersion,
     RankReading,
     RanksReading,
     RestoreChoice,
@@ -228,18 +229,13 @@ class CoordinatorActor:
         rank."""
         self._check(protocol)
         choice = await self.settle(messages.decode(data, RestoreVote))
-        if choice is None:
-            return messages.encode(messages.NoVersion()), None
-        if isinstance(choice, RanksReading):
-            return messages.encode(choice), None
-        records = choice.records
-        if not any(records):
+        if not isinstance(choice, RestoreChoice) or not any(records := choice.records):
             return messages.encode(choice), None
         if records != self._shared[0]:
             self._shared = records, ray.put(records)
         return messages.encode(choice.with_records(itertools.repeat(b""))), self._shared[1]
 
-    async def settle(self, vote: RestoreVote) -> RestoreChoice | RanksReading | None:
+    async def settle(self, vote: RestoreVote) -> RestoreChoice | RanksReading | NoVersion:
         """Take a rank's vote on the version to restore. Returns the version to restore, or the one that all have restored."""
         core = await self._started()
         core.check_member(vote)
@@ -251,8 +247,10 @@ class CoordinatorActor:
         if not await self._within(vote.timeout, lambda: round.answers(vote.tried)):
             return RanksReading()
         entry = round.answer(vote.tried)
-        if entry is None or entry == vote.tried:
-            return None if entry is None else RestoreChoice(entry)
+        if entry is None:
+            return NoVersion()
+        if entry == vote.tried:
+            return RestoreChoice(entry)
         if round.held is not None and entry == round.held.entry:
             return replace(round.held, group=round.group)
         async with self._restoring:
