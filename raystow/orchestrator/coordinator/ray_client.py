@@ -158,7 +158,7 @@ def coordinator_actor(uri: str, *, unused: float = UNUSED) -> ActorHandle:
             resources={"node:__internal_head__": 0.001},
             max_restarts=-1,
             max_task_retries=-1,
-            max_concurrency=10_000,
+            max_concurrency=1_000_000,  # a call of each rank waits until the last one votes
         )
         .remote(uri, unused)
     )

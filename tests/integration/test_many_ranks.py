@@ -1,0 +1,30 @@
+"""More ranks than an actor serves calls at a time by default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+from builders import layers
+from ranks import every, save_state, start
+
+from raystow.orchestrator.coordinator.ray_client import coordinator_actor
+from raystow.workers.protocol import messages
+from raystow.workers.protocol.messages import PROTOCOL, RestoreChoice, RestoreVote
+
+RANKS = 10_100
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_more_than_ten_thousand_ranks_agree(tmp_path: Path) -> None:
+    """The coordinator answers no rank before the last one votes."""
+    (rank,) = start(str(tmp_path), 1)
+    save_state([rank], 1, layers, 100)
+    every([rank], "leave")
+    ray.kill(coordinator_actor(tmp_path.as_uri()))
+    coordinator = coordinator_actor(tmp_path.as_uri())
+    votes = [messages.encode(RestoreVote(rank, RANKS, f"process {rank}", 1, 60.0)) for rank in range(RANKS)]
+    answers = ray.get([coordinator.handle_vote.remote(PROTOCOL, vote) for vote in votes], timeout=50)
+    assert {messages.decode(data, RestoreChoice).entry.id for data, _ in answers} == {1}
