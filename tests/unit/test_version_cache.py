@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from builders import empty_record
@@ -66,3 +67,27 @@ def test_a_store_that_does_not_answer_is_not_waited_for(committer, monkeypatch):
     while not (answer := versions(known))[1]:
         pass
     assert answer == ((entry,), True)
+
+
+def test_a_version_committed_during_a_read_stays_known(committer, monkeypatch):
+    known = VersionCache(committer.catalog, on_read=committer.notice)
+    reads, speak, get = threading.Event(), threading.Event(), MemoryStore.get_tagged
+
+    def slow(self, *args, **kwargs):
+        found = get(self, *args, **kwargs)
+        reads.set()
+        speak.wait(30)
+        return found
+
+    monkeypatch.setattr(MemoryStore, "get_tagged", slow)
+    with ThreadPoolExecutor(1) as restoring:
+        reading = restoring.submit(known.root)
+        assert reads.wait(30)
+        monkeypatch.undo()
+        entry = committer.commit(empty_record(committer, 1)).entry
+        known.committed(committer.root)
+        speak.set()
+        reading.result(30)
+    monkeypatch.setattr(MemoryStore, "get_tagged", down)
+    assert versions(known) == ((entry,), False)
+    assert committer.root.versions == (entry,)

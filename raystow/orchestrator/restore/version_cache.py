@@ -46,8 +46,10 @@ class VersionCache:
         """
         reading = self._pool.submit(self._repository.root)  # after a read that still waits: its result may be old
         try:
-            self._last = reading.result(self._timeout)
-            self._on_read(self._last)
+            root = reading.result(self._timeout)
+            if self._last is None or root.next_id >= self._last.next_id:  # no commit was faster
+                self._last = root
+                self._on_read(root)
         except (StoreUnavailable, FuturesTimeout) as error:
             reading.cancel()
             what = str(error) or f"the store has not returned the root within {self._timeout:.0f} s"
