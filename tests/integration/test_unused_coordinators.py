@@ -10,9 +10,10 @@ from builders import layers
 from polling import wait_until
 from ranks import every, save_state, start, take
 
-from raystow.orchestrator.coordinator.ray_client import coordinator_actor, coordinator_name
+import raystow
+from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient, coordinator_actor, coordinator_name
 from raystow.workers.node.actor import NAMESPACE
-from raystow.workers.protocol.messages import CoordinatorStatus
+from raystow.workers.protocol.messages import CoordinatorStatus, StartRun
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -20,20 +21,19 @@ SIZE = 10_000
 UNUSED = 1.0
 
 
-def status(uri: str) -> CoordinatorStatus | None:
-    """Return the status of the coordinator; None if it has ended."""
+def has_ended(uri: str) -> bool:
     try:
-        found: CoordinatorStatus = ray.get(ray.get_actor(coordinator_name(uri), NAMESPACE).overview.remote(), timeout=60)
-    except (ValueError, ray.exceptions.ActorDiedError):
-        return None
-    return found
+        ray.get_actor(coordinator_name(uri), NAMESPACE)
+    except ValueError:
+        return True
+    return False
 
 
-def age(uri: str) -> float:
-    known = status(uri)
-    assert known is not None, "the coordinator has ended while a rank is connected"
-    assert known.age is not None
-    return known.age
+def age_of_newest(uri: str) -> float:
+    """Return the seconds since the newest version was made; raise if the coordinator has ended."""
+    status: CoordinatorStatus = ray.get(ray.get_actor(coordinator_name(uri), NAMESPACE).overview.remote(), timeout=60)
+    assert status.age is not None
+    return status.age
 
 
 def test_a_coordinator_ends_after_its_last_run(tmp_path: Path) -> None:
@@ -44,14 +44,24 @@ def test_a_coordinator_ends_after_its_last_run(tmp_path: Path) -> None:
     ray.kill(coordinator_actor(uri))
     coordinator_actor(uri, unused=UNUSED)
     save_state([rank], 2, layers, SIZE)
-    wait_until(lambda: age(uri) > 3 * UNUSED, "a rank that does not save for long")
+    wait_until(lambda: age_of_newest(uri) > 3 * UNUSED, "a rank that does not save for long")
     late = take("node_a")
     ray.get(late.begin.remote(str(tmp_path), 0, 1, {}), timeout=60)
     every([rank], "leave")
-    wait_until(lambda: status(uri) is None, "the end of the coordinator")
+    wait_until(lambda: has_ended(uri), "the end of the coordinator")
     for pack in tmp_path.glob("versions/*/*.pack"):
         pack.unlink()
     every([late], "set", layers, -1, SIZE)
     assert every([late], "restore")[0].step == 2
     save_state([late], 3, layers, SIZE)
-    assert status(uri) is not None
+    assert not has_ended(uri)
+
+
+def test_a_coordinator_that_cannot_start_ends(tmp_path: Path) -> None:
+    """A typing error in an address leaves no process."""
+    (tmp_path / "file").touch()
+    uri = (tmp_path / "file" / "run").as_uri()
+    coordinator_actor(uri, unused=UNUSED)
+    with pytest.raises(raystow.StoreError):
+        RayCoordinatorClient(uri).start(StartRun("1"), 60)
+    wait_until(lambda: has_ended(uri), "the end of the coordinator")

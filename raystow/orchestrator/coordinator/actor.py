@@ -96,6 +96,8 @@ class CoordinatorActor:
         """Make or open the repository and take the next epoch. Only the first call does anything, and that of a ``run`` that
         begins after another run took over: a training that is started later is the one that is meant."""
         async with self._starting:
+            if self._keeper is None:
+                self._keeper = asyncio.create_task(self._keep())
             if run is not None:
                 if self._fenced is not None:
                     error, job = self._fenced
@@ -117,7 +119,6 @@ class CoordinatorActor:
                 self._housekeeping = Housekeeping(self._committer)
                 self._segments = Segments(self._committer, SYSTEM)
                 self._core = Coordinator(self._committer, SYSTEM, writer=writer)
-                self._keeper = asyncio.create_task(self._keep(self._core))
         turn = f"{self._committer.epoch:012d}.{next(self._starts):09d}"  # an epoch is above all earlier ones
         return CoordinatorStarted(self._committer.catalog.id, self._committer.catalog.trust.keys, turn)
 
@@ -345,41 +346,45 @@ class CoordinatorActor:
             attempt.result()
         return attempt
 
-    async def _keep(self, core: Coordinator) -> None:
-        """Commit complete attempts at once; check deadlines and nodes periodically."""
+    async def _keep(self) -> None:
+        """Look after the saves and this actor: at once for a commit, else periodically."""
         errors = background.ErrorLog("coordinator")
         while True:
             try:
-                while (attempt := core.next_commit()) is not None:
-                    outcome = await asyncio.to_thread(self._commit, core.record(attempt))
-                    core.settled(attempt, outcome)
-                    if isinstance(outcome, Fenced):
-                        await self._fenced_by(outcome, takes_over=attempt.takes_over)
-                    await self._tell()
-                    self._known.committed(self._committer.root)
-                    if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
-                        self._apply_retention(attempt.retention, core.bases)
-                if (opened := self._segments.next_commit()) is not None:
-                    await asyncio.to_thread(self._segments.commit, opened)
-                    self._segments.settled(opened)
-                core.tick()
-                async with self._restoring:
-                    await asyncio.to_thread(self._rounds.tick)
-                    self._replays.tick()
-                core.nodes_alive({node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]})
-                await self._tell()
-                for id, token in core.abandoned():
-                    await asyncio.to_thread(self._discard, id, token)
-                self._measure(core)
-                await self._end_if_unused(core)
+                if self._core is not None:
+                    await self._look_after(self._core)
+                await self._end_if_unused()
             except Exception as error:
                 errors.note(error)
             await self._within(_TICK, self._has_commit)
 
-    async def _end_if_unused(self, core: Coordinator) -> None:
+    async def _look_after(self, core: Coordinator) -> None:
+        """Commit complete attempts; check deadlines and nodes."""
+        while (attempt := core.next_commit()) is not None:
+            outcome = await asyncio.to_thread(self._commit, core.record(attempt))
+            core.settled(attempt, outcome)
+            if isinstance(outcome, Fenced):
+                await self._fenced_by(outcome, takes_over=attempt.takes_over)
+            await self._tell()
+            self._known.committed(self._committer.root)
+            if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
+                self._apply_retention(attempt.retention, core.bases)
+        if (opened := self._segments.next_commit()) is not None:
+            await asyncio.to_thread(self._segments.commit, opened)
+            self._segments.settled(opened)
+        core.tick()
+        async with self._restoring:
+            await asyncio.to_thread(self._rounds.tick)
+            self._replays.tick()
+        core.nodes_alive({node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]})
+        await self._tell()
+        for id, token in core.abandoned():
+            await asyncio.to_thread(self._discard, id, token)
+        self._measure(core)
+
+    async def _end_if_unused(self) -> None:
         """End for good if this coordinator has not been used for long, and has nothing that another one would not find."""
-        chores = self._chores is not None and not self._chores.done()
-        if core.in_use or self._rounds.in_use or self._replays.in_use or self._segments.in_use or chores:
+        if self._is_in_use():
             self._used = SYSTEM.monotonic()
         used = self._used
         if SYSTEM.monotonic() < used + self._unused:
@@ -390,9 +395,15 @@ class CoordinatorActor:
             about(logger, repository=self._uri).info("the coordinator ends: unused for %.0f s", self._unused)
             ray.kill(ray.get_runtime_context().current_actor)
 
+    def _is_in_use(self) -> bool:
+        if self._core is None:
+            return False
+        chores = self._chores is not None and not self._chores.done()
+        return chores or any(part.in_use for part in (self._core, self._rounds, self._replays, self._segments))
+
     def _has_commit(self) -> bool:
-        assert self._core is not None
-        return self._core.next_commit() is not None or self._segments.next_commit() is not None
+        core = self._core
+        return core is not None and (core.next_commit() is not None or self._segments.next_commit() is not None)
 
     async def _fenced_by(self, outcome: Fenced, *, takes_over: bool) -> None:
         self._fenced = Fenced(outcome.what, subject=self._uri, remedy=ANOTHER_RUN), self._job
