@@ -149,7 +149,8 @@ def plan(folder: str, entry: Entry, rank: int, world: int, pipe: Any) -> None:
         "grown": peak_memory() - before,
         "fragments": len(set(store.asked)),
     }
-    pipe.send({**told, "chunks": sum(part.chunks for part in made.reads), "plan": made.explain()})
+    plan = [f"node {part.node}: {part.nbytes:,} bytes from {part.source}" for part in made.reads]
+    pipe.send({**told, "chunks": sum(part.chunks for part in made.reads), "plan": plan})
 
 
 def planning(rounds: int) -> dict[str, Any]:

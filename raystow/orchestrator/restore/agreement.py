@@ -186,7 +186,7 @@ class ClusterAgreement:
         records = {version.record_key: ObjectLocation(entry.size)}
         self._cache.location = records.get  # otherwise once for all ranks of the node
         near = {choice.entry.id: choice.near for choice in choices}
-        self.sources = sources = Sources(near.pop(entry.id), self._here, group=self._choice.group, bases=near)
+        self.sources = sources = Sources(near.pop(entry.id), self._here, bases=near)
         alone = self._opening.world_size == 1
         group, sizes = self._choice.group, {(version.id, version.attempt): _sizes(version)}
         for base in version.bases.all():

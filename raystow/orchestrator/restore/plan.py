@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from ...storage.coding.digest import stored_digest
 from ...storage.reader import Run
-from ...workers.protocol.messages import NO_GROUP, RestoreGroup
 
 MEMORY, PEER, STORE = "memory", "peer", "store"
 """Sources: this node's memory, that of another node, and the store."""
@@ -50,12 +49,10 @@ _RATES = Rates()
 @dataclass(frozen=True)
 class Sources:
     """The sources of stored bytes. ``near``: number of a node of the save -> the nodes with all of its objects in memory.
-    ``here``: this node's id; empty without a node worker. ``group``: the nodes that restore together; each byte that several of
-    them need is read from the store once. ``bases``: as ``near``, for the base versions by id."""
+    ``here``: this node's id; empty without a node worker. ``bases``: as ``near``, for the base versions by id."""
 
     near: Mapping[int, Sequence[str]] = field(default_factory=dict)
     here: str = ""
-    group: RestoreGroup = NO_GROUP
     bases: Mapping[int, Mapping[int, Sequence[str]]] = field(default_factory=dict)
 
     def holders(self, node: int, version: int = 0) -> Sequence[str]:
@@ -71,15 +68,11 @@ class Sources:
         turn = int.from_bytes(stored_digest(self.here.encode())[:4], "little") % len(others)
         return (*others[turn:], *others[:turn])
 
-    def first(self, node: int, version: int = 0) -> tuple[str, str, str]:
-        """The first source for these objects, the node that has them, and the reason."""
+    def first(self, node: int, version: int = 0) -> str:
+        """The first source for these objects."""
         if self.here and self.here in self.holders(node, version):
-            return MEMORY, self.here, "kept by this node"
-        if peers := self.peers(node, version):
-            return PEER, peers[0], f"node {peers[0][:8]} keeps a copy" + (f", {len(peers) - 1} more do" if peers[1:] else "")
-        nodes = len(self.group.nodes)
-        shared = f"; what several of {nodes} nodes want one of them reads" if nodes > 1 else ""
-        return STORE, "", f"no node has it in memory{shared}"
+            return MEMORY
+        return PEER if self.peers(node, version) else STORE
 
 
 FROM_STORE = Sources()
@@ -88,17 +81,14 @@ FROM_STORE = Sources()
 
 @dataclass(frozen=True)
 class PlannedRead:
-    """Reads of the packs that one node of the save made: chunks, ranged requests, stored bytes and expected seconds. ``base``:
-    the id of the base version that has these packs; 0 for the version itself."""
+    """Reads of the packs that one node of the save made: chunks, stored bytes and expected seconds. ``base``: the id of the base
+    version that has these packs; 0 for the version itself."""
 
     node: int
     source: str
-    holder: str
     chunks: int
-    requests: int
     nbytes: int
     seconds: float
-    why: str
     base: int = 0
 
 
@@ -121,14 +111,6 @@ class RestorePlan:
     def seconds(self) -> float:
         """Expected seconds of all reads, one after another."""
         return sum(read.seconds for read in self.reads)
-
-    def explain(self) -> list[str]:
-        """A line for each node of the save: what is read of its packs, the source, the expected seconds, and the reason."""
-        return [
-            f"{f'version {read.base}, ' if read.base else ''}node {read.node}: {read.nbytes:,} bytes of {read.chunks:,} chunks "
-            f"in {read.requests:,} reads from {_NAMES[read.source]}, about {read.seconds:.2f} s: {read.why}"
-            for read in self.reads
-        ]
 
     def summary(self) -> str:
         """One line: bytes by source, and seconds."""
@@ -156,11 +138,9 @@ def build(
             of[beneath.version, beneath.pieces[0].chunk.node].append(beneath)
     reads = []
     for (base, node), found in sorted(of.items()):
-        source, holder, why = sources.first(node, base)
-        why = f"the base of deltas or references; {why}" if base else why
+        source = sources.first(node, base)
         nbytes, chunks = sum(run.length for run in found), sum(len(run.pieces) for run in found)
-        seconds = nbytes / _RATES.of(source)
-        reads.append(PlannedRead(node, source, holder, chunks, len(found), nbytes, seconds, why, base))
+        reads.append(PlannedRead(node, source, chunks, nbytes, nbytes / _RATES.of(source), base))
     return RestorePlan(tuple(reads), raw, names, execute)
 
 
