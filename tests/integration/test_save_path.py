@@ -337,8 +337,7 @@ def test_a_killed_coordinator_restarts_with_a_new_epoch(tmp_path: Path) -> None:
 
 
 def _join(rank: Any) -> None:
-    made = rank.checkpointer
-    made._port.join(made.rank, made._startup.member.incarnation, made.world_size)
+    rank.checkpointer._port.join(rank.checkpointer._startup.member)
 
 
 def _until(reached: Any, ranks: list[Any]) -> None:

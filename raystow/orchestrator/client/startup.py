@@ -35,7 +35,7 @@ class Startup:
         self._process = ray_cluster.run_here()
         self.port = RayCoordinatorClient(uri)
         node_actor(RayCoordinatorClient)  # is ready when the first save connects to it
-        self._started: Future[tuple[CoordinatorStarted, JoinRun]] = Future()
+        self._started: Future[CoordinatorStarted] = Future()
         background.start("raystow-startup", self._run, run)
 
     def wait(self) -> CoordinatorStarted:
@@ -46,24 +46,22 @@ class Startup:
             StoreError: It cannot read or write the store.
             UnsafeStore: The store has no atomic conditional writes.
         """
-        return self._result()[0]
-
-    @property
-    def member(self) -> JoinRun:
-        """The rank and its process. Waits, and raises, as ``wait``."""
-        return self._result()[1]
-
-    def _result(self) -> tuple[CoordinatorStarted, JoinRun]:
         try:
             return self._started.result(2 * ACTOR_START)
         except FuturesTimeout:
             raise ClusterError(f"did not start within {2 * ACTOR_START:.0f} s", subject=f"coordinator of {self.uri}") from None
 
+    @property
+    def member(self) -> JoinRun:
+        """The rank and its process. Waits, and raises, as ``wait``."""
+        self.wait()
+        return self._member
+
     def _run(self, run: StartRun) -> None:
         try:
             answer = self.port.start(run, ACTOR_START)
-            member = JoinRun(self._rank, f"{answer.turn}@{self._process}", self._world_size)
-            self.port.join(member.rank, member.incarnation, member.world_size)
-            self._started.set_result((answer, member))
+            self._member = JoinRun(self._rank, f"{answer.turn}@{self._process}", self._world_size)
+            self.port.join(self._member)
+            self._started.set_result(answer)
         except BaseException as error:
             self._started.set_exception(error)

@@ -20,6 +20,7 @@ from ...workers.protocol.messages import (
     Begin,
     CoordinatorStarted,
     EntryInfo,
+    JoinRun,
     JournalChoice,
     JournalVote,
     RankReading,
@@ -82,8 +83,8 @@ class RayCoordinatorClient:
     def segment_stored(self, part: SegmentStored) -> None:
         self._tell(part)
 
-    def join(self, rank: int, incarnation: str, world_size: int) -> None:
-        self._tell(messages.JoinRun(rank, incarnation, world_size))
+    def join(self, member: JoinRun) -> None:
+        self._tell(member)
 
     def settle(self, vote: RestoreVote) -> RestoreChoice | None:
         """See ``restore.rounds``. Waits for the other ranks."""
