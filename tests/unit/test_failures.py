@@ -9,7 +9,7 @@ import pytest
 from raystow.orchestrator.client.checkpointer import Checkpointer
 from raystow.orchestrator.client.failure_reports import FailureReports
 from raystow.orchestrator.client.failures import Failures
-from raystow.storage.errors import ClusterError, SaveFailed, StateError
+from raystow.storage.errors import ClusterError, OutcomeUnknown, SaveFailed, StateError
 
 
 def failures(on_failure: str | int = 3, counted: list[None] | None = None) -> Failures:
@@ -93,6 +93,26 @@ def test_n_failures_in_a_row_raise_with_the_last_cause() -> None:
     watch.check()
     watch.failed(4, SaveFailed("again"))
     with pytest.raises(SaveFailed, match="4 saves in a row"):
+        watch.check()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", 1, 2])
+def test_a_failure_found_durable_raises_nothing(on_failure: str | int) -> None:
+    watch, unknown = failures(on_failure), OutcomeUnknown("no answer", subject="save of step 2")
+    if on_failure == 2:
+        watch.failed(1, SaveFailed("no space"))
+        watch.check()
+    watch.failed(2, unknown)
+    watch.found_durable(unknown)
+    watch.check()
+
+
+def test_a_failure_after_one_found_durable_raises() -> None:
+    watch, unknown = failures("raise"), OutcomeUnknown("no answer", subject="save of step 1")
+    watch.failed(1, unknown)
+    watch.failed(2, SaveFailed("no space"))
+    watch.found_durable(unknown)
+    with pytest.raises(SaveFailed, match="no space"):
         watch.check()
 
 

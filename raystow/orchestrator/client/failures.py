@@ -26,7 +26,7 @@ class Failures:
             integer("on_failure", on_failure, least=1, instead='"raise" or "warn"')
         self.total = self.in_a_row = 0
         self._on_failure, self._count = on_failure, count
-        self._due: RaystowError | None = None
+        self._unraised: list[RaystowError] = []
         self._fenced: Fenced | None = None
         self._lock = threading.Lock()
 
@@ -38,14 +38,14 @@ class Failures:
         with self._lock:
             self.in_a_row = 0
             if self._on_failure != "raise":
-                self._due = None
+                self._unraised.clear()
 
     def found_durable(self, error: RaystowError) -> None:
         """Note that a save that ``failed`` was told of with ``error``, an unknown outcome, is a version."""
         with self._lock:
             self.total -= 1
             self.in_a_row = max(0, self.in_a_row - 1)
-            self._due = None if self._due is error else self._due
+            self._unraised = [other for other in self._unraised if other is not error]
 
     def failed(self, step: int, error: RaystowError) -> str:
         """Note that a save has failed, or has ended with an unknown outcome. Returns what to log."""
@@ -55,12 +55,8 @@ class Failures:
             self.total += 1
             self.in_a_row += 1
             total, in_a_row = self.total, self.in_a_row
-            if self._on_failure == "raise":
-                told = isinstance(error, SaveFailed | OutcomeUnknown)
-                self._due = self._due or (error if told else SaveFailed(str(error), subject=f"save of step {step}"))
-            elif self._on_failure != "warn" and in_a_row >= int(self._on_failure):
-                remedy = 'remove the cause, or pass on_failure="warn" to train on without checkpoints'
-                self._due = SaveFailed(f"{in_a_row} saves in a row have failed, the last one: {error}", remedy=remedy)
+            told = isinstance(error, SaveFailed | OutcomeUnknown)
+            self._unraised.append(error if told else SaveFailed(str(error), subject=f"save of step {step}"))
         self._count()
         ended = "has an unknown outcome" if isinstance(error, OutcomeUnknown) else "failed"
         return f"the save of step {step} {ended} ({in_a_row} in a row, {total} in total): {error}"
@@ -70,6 +66,12 @@ class Failures:
         with self._lock:
             if self._fenced is not None:
                 raise self._fenced
-            due, self._due = self._due, None
-        if due is not None:
-            raise due
+            unraised, self._unraised = self._unraised, []
+            in_a_row = self.in_a_row
+        if not unraised or self._on_failure == "warn":
+            return
+        if self._on_failure == "raise":
+            raise unraised[0]
+        if in_a_row >= int(self._on_failure):
+            remedy = 'remove the cause, or pass on_failure="warn" to train on without checkpoints'
+            raise SaveFailed(f"{in_a_row} saves in a row have failed, the last one: {unraised[-1]}", remedy=remedy)
