@@ -17,7 +17,7 @@ from ... import __version__
 from ...storage import background, metrics
 from ...storage.clock import SYSTEM
 from ...storage.coding.digest import stored_digest
-from ...storage.committer import Committer, outcome_in
+from ...storage.committer import UNKNOWN, Committer, outcome_in
 from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
 from ...storage.format import key_files
 from ...storage.format.root import Entry
@@ -364,14 +364,18 @@ class CoordinatorActor:
             outcome = await asyncio.to_thread(self._commit, core.record(attempt))
             core.settled(attempt, outcome)
             if isinstance(outcome, Fenced):
-                await self._fenced_by(outcome, takes_over=attempt.takes_over)
+                self._fenced = Fenced(outcome.what, subject=self._uri, remedy=ANOTHER_RUN), self._job
+                if attempt.takes_over:
+                    await self._take_over()
             await self._tell()
             self._known.committed(self._committer.root)
             if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
                 self._apply_retention(attempt.retention, core.bases)
         if (opened := self._segments.next_commit()) is not None:
-            await asyncio.to_thread(self._segments.commit, opened)
-            self._segments.settled(opened)
+            try:
+                await asyncio.to_thread(self._segments.commit, opened)
+            finally:
+                self._segments.settled(opened)
         core.tick()
         async with self._restoring:
             await asyncio.to_thread(self._rounds.tick)
@@ -404,11 +408,6 @@ class CoordinatorActor:
     def _has_commit(self) -> bool:
         core = self._core
         return core is not None and (core.next_commit() is not None or self._segments.next_commit() is not None)
-
-    async def _fenced_by(self, outcome: Fenced, *, takes_over: bool) -> None:
-        self._fenced = Fenced(outcome.what, subject=self._uri, remedy=ANOTHER_RUN), self._job
-        if takes_over:
-            await self._take_over()
 
     async def _take_over(self) -> None:
         """Take the next epoch again, although another run has taken one meanwhile."""
@@ -449,6 +448,9 @@ class CoordinatorActor:
             return self._committer.commit(version).entry
         except RaystowError as error:
             return error
+        except Exception as error:  # an attempt that is not over would be committed again and again
+            about(logger, repository=self._uri, version=version.id, attempt=version.attempt).exception("the commit failed")
+            return OutcomeUnknown(f"the commit failed: {error!r}", subject=f"version {version.id}", remedy=UNKNOWN)
         finally:
             metrics.record(metrics.COMMIT, SYSTEM.monotonic() - begun, repository=self._uri)
 
