@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from .shard_rules import ShardRules
 from .shards import Shard, check_memory
 from .state_cache import StateCache
 from .state_tree import boxes, show
-from .write_check import WriteCheck, copy_small
+from .write_check import copy_small
 
 if TYPE_CHECKING:
     import torch
@@ -71,8 +71,8 @@ class SavePlan:
     """What one rank saves: a ``StagingPlan``.
 
     ``views``: its tensors. ``on_gpu``: GPUs code their tensors. ``planner``: the same for all saves of this rank; ``save``: the
-    number of the save, the same on all ranks. ``writes``: finds tensors that change too early. The other properties are computed
-    at first use, which is not on the training thread.
+    number of the save, the same on all ranks. ``changed``: see ``WriteCheck``. The other properties are computed at first use,
+    which is not on the training thread.
     """
 
     rank: int
@@ -83,7 +83,7 @@ class SavePlan:
     on_gpu: bool
     planner: Planner
     save: int
-    writes: WriteCheck
+    changed: Callable[[], str]
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -132,10 +132,6 @@ class SavePlan:
     def look_again(self) -> None:
         self.planner.derived.refresh(self.division.shards, self.ready, save=self.save)
 
-    def changed(self) -> str:
-        """See ``WriteCheck``."""
-        return self.writes.changed()
-
     def strayed(self, follower: object) -> None:
         """Note that a chunk is not derived. If other ranks have the tensor too, it stays planned until all sample again."""
         assert isinstance(follower, PlannedDerived)
@@ -163,7 +159,7 @@ def plan_save(
     views = planner.shards.look([box for leaf in leaves if leaf.is_tensor for box in boxes(leaf)], rank)
     ready = {device: _record_event(device) for device in {view.shard.device for view in views} if device is not None}
     views, writes = copy_small(views)
-    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, writes)
+    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, writes.changed)
 
 
 def _record_event(device: int) -> torch.cuda.Event:
