@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import signal
 import subprocess
 import sys
@@ -46,7 +48,12 @@ def test_watch_copies_new_versions_until_a_signal(folder: Path, tmp_path: Path, 
             return 0
         return version.id if version is not None else 0
 
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+    heed = functools.partial(signal.signal, number, signal.SIG_DFL)  # nohup may have started the tests
+    with (
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as watching,
+        contextlib.ExitStack() as ended,
+    ):
+        ended.callback(watching.kill)
         try:
             wait_until(lambda: newest() == 2, "the versions are copied")
             with LocalCluster(str(folder)) as local:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import subprocess
@@ -35,7 +36,9 @@ def test_a_question_is_not_answered_without_stdin(folder: Path) -> None:
 def test_a_signal_interrupts_a_command_as_ctrl_c_does(folder: Path, number: int) -> None:
     """Otherwise the process would end at once: a restore would leave its files, and a demo its cluster."""
     words = [*RAYSTOW, "prune", str(folder), "--keep-last", "1"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    heed = functools.partial(signal.signal, number, signal.SIG_DFL)  # nohup may have started the tests
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=heed) as process:
         assert process.stderr is not None
         asked = process.stderr.read(len("drop 1 version? [y/N] "))
         process.send_signal(number)

@@ -16,7 +16,7 @@ from raystow.orchestrator.restore.version_cache import VersionCache
 from raystow.storage.committer import Committer
 from raystow.storage.errors import RankRestarted
 from raystow.storage.format.root import Entry
-from raystow.workers.protocol.messages import RestoreChoice, RestoreVote
+from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
 
 TIMEOUT = 60.0
 
@@ -44,6 +44,8 @@ class RestoringRanks:
             assert self.changed.wait_for(lambda: round.answers(vote.tried), TIMEOUT)
             entry = round.answer(vote.tried)
         return None if entry is None else RestoreChoice(entry)
+
+    def reading(self, rank: RankReading) -> None: ...
 
     def vote(self, rank: int, process: str, tried: Entry | None = None) -> None:
         """Vote for a process that dies while it waits for the answer."""

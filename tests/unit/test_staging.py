@@ -291,7 +291,7 @@ def test_close_frees_the_rest_if_the_encoder_cannot_close(frozen: str) -> None:
         def close(self) -> None:
             raise RuntimeError("CUDA error")
 
-    made, connection = Staging(frozen, OPENING), NodeConnection(cast(Any, None), cast(Any, ()), codec="auto")
+    made, connection = Staging(frozen, OPENING), NodeConnection(cast(Any, None), cast(Any, (None,) * 3), codec="auto")
     made._devices._encoder = Broken()
     connection._staging = made
     with pytest.raises(RuntimeError, match="CUDA error"):
