@@ -237,7 +237,7 @@ class Session:
         self._attempt = None
 
     def _gpu_coder(self, ring: Ring) -> NodeEncoder | None:
-        """Load torch and Triton, and return what codes on this node's GPUs; None, with a warning, if they are missing."""
+        """Load torch, and return what codes on this node's GPUs; None, with a warning, if they are missing."""
         try:
             from ..gpu.node_mode.node_encoder import NodeEncoder
 
@@ -250,7 +250,7 @@ class Session:
         if self._coder is not None:
             self._coder.ask(question)
         else:
-            problem = "the node worker cannot load torch or Triton; its log says why"
+            problem = "the node worker cannot load torch; its log says why"
             self._connection.send(DeviceRefused(question.device, problem))
 
     def _tell_free(self, slots: list[int]) -> None:
