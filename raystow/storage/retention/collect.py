@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .. import leases, probe, scan, segments
@@ -183,7 +183,7 @@ def _plan_all(catalog: Catalog, grace: float) -> CollectionPlan:
     listed = {(entry.id, entry.attempt) for entry in root.listed}
     # An attempt may be noted and have no objects: the last collection died before its end.
     noted = {(d.id, d.attempt) for d in root.dropped} | {(r.id, r.attempt) for r in root.rewrites}
-    unlisted = {attempt: found.get(attempt, []) for attempt in sorted((noted | found.keys()) - listed)}
+    unlisted = ((attempt, found.get(attempt, [])) for attempt in sorted((noted | found.keys()) - listed))
     garbage = [*_judged(root, now, unlisted), *_segments(store, root, now)]
     scraps = leases.ended(store, now) + [info.key for info in store.list(probe.PREFIX) if now - info.modified >= grace]
     unfinished = tuple(write for write in store.unfinished() if now - write.started >= grace)
@@ -196,9 +196,10 @@ def _plan_dropped(catalog: Catalog, grace: float) -> CollectionPlan:
     if not root.dropped and root.next_segment == 1:
         return CollectionPlan(catalog, ())
     now = catalog.now()
-    found = {
-        (d.id, d.attempt): list(store.list(keys.prefix(d.id, d.attempt))) if now - d.at >= grace else [] for d in root.dropped
-    }
+    # One after the other: together they may have millions of objects.
+    found = (
+        ((d.id, d.attempt), list(store.list(keys.prefix(d.id, d.attempt))) if now - d.at >= grace else []) for d in root.dropped
+    )
     garbage = [*_segments(store, root, now), *_judged(root, now, found)]
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)))
 
@@ -216,11 +217,11 @@ def _segments(store: ObjectStore, root: Root, now: float) -> list[Garbage]:
     ]
 
 
-def _judged(root: Root, now: float, attempts: Mapping[tuple[int, str], Sequence[ObjectInfo]]) -> Iterator[Garbage]:
+def _judged(root: Root, now: float, attempts: Iterable[tuple[tuple[int, str], Sequence[ObjectInfo]]]) -> Iterator[Garbage]:
     """The attempts, each given with its objects, as garbage."""
     dropped = {(d.id, d.attempt): d.at for d in root.dropped}
     rewrites = {(r.id, r.attempt): r.at for r in root.rewrites}
-    for (id, attempt), infos in attempts.items():
+    for (id, attempt), infos in attempts:
         since = max((info.modified for info in infos), default=rewrites.get((id, attempt), now))
         if (id, attempt) in dropped:
             kind, since = GarbageKind.DROPPED, dropped[id, attempt]
