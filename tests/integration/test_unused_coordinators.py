@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 from builders import layers
 from polling import wait_until
-from ranks import every, save_state, start, take
+from ranks import Rank, every, save_state, start, take
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient, coordinator_actor, coordinator_name
@@ -53,8 +54,14 @@ def test_a_coordinator_ends_after_its_last_run(tmp_path: Path) -> None:
         pack.unlink()
     every([late], "set", layers, -1, SIZE)
     assert every([late], "restore")[0].step == 2
+    (restored,) = every([late], "do", _state)
+    assert all(torch.equal(restored[name], tensor) for name, tensor in layers(2, SIZE).items())
     save_state([late], 3, layers, SIZE)
     assert not has_ended(uri)
+
+
+def _state(rank: Rank) -> dict[str, torch.Tensor]:
+    return rank.state
 
 
 def test_a_coordinator_that_cannot_start_ends(tmp_path: Path) -> None:
