@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from mmap import PAGESIZE
 
 import pytest
 from pack_memory import opened
@@ -12,6 +13,8 @@ from raystow.storage.format import keys
 from raystow.workers.cache import pack_file
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.protocol.messages import AttemptKey, NodePart
+from raystow.workers.shm.ring import Ring
+from raystow.workers.shm.slots import Slots
 
 KIB = 1 << 10
 
@@ -227,3 +230,27 @@ def test_memory_of_a_version_is_reused_within_the_budget():
     assert (opened() - before).total() == 2
     tier.close()
     assert not opened() - before
+
+
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize(("used", "stays"), [(3, True), (4, False)])
+def test_a_version_leaves_a_ring_with_no_space_for_the_next(used: int, stays: bool, committed: bool) -> None:
+    tier, free = MemoryTier(1 << 20), list[int]()
+    ring = Slots(Ring.create(2 * PAGESIZE, PAGESIZE, keep=5 * PAGESIZE), free.extend)
+    assert ring.ring.slots == 7
+    assert tier.admit(ring)
+    old, parts = AttemptKey("r", 1, "a"), [(slot, 0, PAGESIZE) for slot in range(used)]
+    views, use = ring.take_over(parts)
+    assert tier.put(old, 0, "pack", views, uses=[use]) is None
+    for slot in range(used):
+        ring.filled(slot)
+    use()
+    if committed:
+        tier.committed(old)
+    tier.make_room(ring, AttemptKey("r", 2, "b"))
+    stays = stays or not committed
+    assert free == ([] if stays else list(range(used)))
+    (held,) = tier.holdings("r")
+    assert held.parts[0].objects == ({"pack": used * PAGESIZE} if stays else {})
+    assert held.parts[0].incomplete is not stays
+    assert tier.used == (used * PAGESIZE if stays else 0)

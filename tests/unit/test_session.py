@@ -46,6 +46,7 @@ from raystow.workers.protocol.messages import (
 )
 from raystow.workers.protocol.unix_channel import Connection
 from raystow.workers.shm.ring import Ring
+from raystow.workers.shm.slots import Slots
 
 SLOTS, SLOT = 3, 1024
 OPENING = OpenSession("memory://session", "r", 0, 1, "i", 1, SLOTS * SLOT, SLOT, 7)
@@ -145,6 +146,9 @@ class FakeHost:
         self.budget += nbytes
 
     def limit_cache(self, nbytes: int | None) -> None:
+        pass
+
+    def make_room(self, slots: Slots, attempt: AttemptKey) -> None:
         pass
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:

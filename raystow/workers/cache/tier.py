@@ -100,6 +100,21 @@ class MemoryTier:
                 self._rings[slots] = 0
             return admitted
 
+    def make_room(self, slots: Slots, attempt: AttemptKey) -> None:
+        """Let versions leave a ring if ``attempt`` would find no space there: the training would wait until it is uploaded."""
+        if not slots.crowded:
+            return
+        with self._changing():
+            for holding in self._holdings.values():
+                older = holding.attempt.repository == attempt.repository and holding.attempt.id < attempt.id
+                for part in holding.parts.values() if older and holding.committed else ():
+                    for key in list(part.objects):
+                        file = self._files[attempt.repository, key]
+                        if isinstance(file, RingPack) and file.slots is slots:
+                            del part.objects[key], self._files[attempt.repository, key]
+                            self._remove(file)
+                            part.incomplete = True
+
     def put(
         self,
         attempt: AttemptKey,

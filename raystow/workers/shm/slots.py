@@ -40,6 +40,12 @@ class Slots:
         """Bytes of the ring in which versions may stay, as long as it is filled."""
         return 0 if self.retired else self.ring.kept * self.ring.slot_size
 
+    @property
+    def crowded(self) -> bool:
+        """Whether versions take more of the ring than they leave."""
+        with self._changed:
+            return 2 * len(self._kept) > self.ring.slots
+
     def take_over(self, parts: Sequence[SlotPart]) -> tuple[list[Bytes], SlotUse]:
         """Return the bytes of a chunk, and what to call when they are no longer used."""
         found = [self.ring.slot(slot)[at : at + size] for slot, at, size in parts]  # raises before anything is counted
