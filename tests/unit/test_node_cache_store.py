@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -144,6 +145,21 @@ def test_a_whole_cached_object_is_requested_once(rank: NodeCacheStore, tier: Mem
     assert bytes(rank.get_range("pack", 2, 3)) == b"llo"
     rank.get_range_into("pack", 1, memoryview(target))
     assert (target, rank.read) == (b"ell", {"memory": 9})
+
+
+def test_the_objects_used_last_stay_open(rank: NodeCacheStore, tier: MemoryTier) -> None:
+    """A version has hundreds of packs, each of which is read in several ranges."""
+    rank.location = lambda key: ObjectLocation(3)
+    keys, target = [f"pack {i}" for i in range(3 * node_cache_store._HELD)], bytearray(1)
+    for key in keys:
+        tier.put(AttemptKey("r", 1, "a"), 0, key, [b"abc"])
+    before = len(os.listdir("/proc/self/fd"))
+    for key in keys:
+        rank.get_range_into(key, 0, memoryview(target))
+    assert len(os.listdir("/proc/self/fd")) - before <= node_cache_store._HELD + 2  # a pair of sockets
+    tier.close()
+    rank.get_range_into(keys[-1], 2, memoryview(target))
+    assert (target, rank.read) == (b"c", {"memory": len(keys) + 1})
 
 
 def test_a_partly_cached_object_is_requested_for_each_range(

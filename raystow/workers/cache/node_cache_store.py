@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _SILENCE = 15.0  # seconds after which a node worker is frozen that has said neither the answer nor that it is reading
-_HELD = 32  # objects whose memory stays mapped: what the node worker releases should be freed soon
+_HELD = 32  # objects whose memory stays open or mapped, the last used: what the node worker releases should be freed soon
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,13 @@ class ObjectLocation:
     nearby: tuple[str, ...] = ()
     round: str = ""
     owner: str = ""
+
+
+class BorrowedMemory(LentMemory):
+    """Memory that this process has received. It is closed with the last reference, since several threads may be reading it."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class NodeCacheStore:
@@ -51,7 +58,7 @@ class NodeCacheStore:
         self._lock = threading.Lock()
         self._connections: list[Connection] = []
         self._answered = set[tuple[str, int, int]]()
-        self._whole = dict[str, LentMemory]()
+        self._whole: OrderedDict[str, BorrowedMemory] = OrderedDict()
         self._mapped: OrderedDict[str, tuple[int, mmap.mmap]] = OrderedDict()  # key -> inode and mapping
 
     @property
@@ -99,8 +106,6 @@ class NodeCacheStore:
             for connection in self._connections:
                 connection.close()
             self._connections.clear()
-            for memory in self._whole.values():
-                memory.close()
             self._whole.clear()
             self._mapped.clear()
 
@@ -131,12 +136,11 @@ class NodeCacheStore:
             if asked in self._answered:
                 raise ClusterError("it is requested again, so the first answer must have been wrong", subject=self._address)
             self._answered.add(asked)
-            held = self._whole.get(key)
-            if held is None:
-                return self._request(key, location, start, length, use)
             with self._lock:
-                self.read["memory"] += length
-            return use(location, held)
+                if (memory := self._whole.get(key)) is not None:
+                    self._whole.move_to_end(key)
+                    self.read["memory"] += length
+            return use(location, memory or self._request(key, location, start, length))
         except ClusterError as error:
             self._frozen = self._frozen or isinstance(error.__cause__, TimeoutError)
             about(logger, repository=self.uri, **whose(key)).warning("%s is read without the node worker: %s", key, error)
@@ -144,9 +148,8 @@ class NodeCacheStore:
                 self.read["store"] += length
             return None
 
-    def _request(
-        self, key: str, location: ObjectLocation, start: int, length: int, use: Callable[[ObjectLocation, LentMemory], _Result]
-    ) -> _Result:
+    def _request(self, key: str, location: ObjectLocation, start: int, length: int) -> BorrowedMemory:
+        """Ask the node worker for memory with these bytes, and keep it open if it has the whole object."""
         request = ReadCached(
             repository=self._repository,
             key=key,
@@ -158,18 +161,16 @@ class NodeCacheStore:
             uri=self._store.uri,
         )
         answer, descriptor = self._ask(request)
-        memory, held = LentMemory(descriptor, answer.extents), False
-        try:
-            if not memory.extents and (size := os.fstat(descriptor).st_size) < request.size:
-                raise ClusterError(f"the node worker lent {size} bytes instead of {request.size}", subject=self._address)
-            with self._lock:
-                self.read.update(answer.read)
-                if answer.whole and len(self._whole) < _HELD:
-                    held = self._whole.setdefault(key, memory) is memory
-            return use(location, memory)
-        finally:
-            if not held:
-                memory.close()
+        memory = BorrowedMemory(descriptor, answer.extents)
+        if not memory.extents and (size := os.fstat(descriptor).st_size) < request.size:
+            raise ClusterError(f"the node worker lent {size} bytes instead of {request.size}", subject=self._address)
+        with self._lock:
+            self.read.update(answer.read)
+            if answer.whole:
+                self._whole[key] = memory
+                if len(self._whole) > _HELD:
+                    self._whole.popitem(last=False)
+        return memory
 
     def _ask(self, request: ReadCached) -> tuple[CachedObject, int]:
         """Return the answer and its descriptor, over a connection that no other thread uses meanwhile."""
