@@ -128,11 +128,11 @@ class Coordinator:
             attempt.retention = begin.retention or attempt.retention
             attempt.takes_over = attempt.takes_over or begin.on_fenced == "takeover"
             attempt.expected += begin.expected
-            self._check_owners(attempt, begin)
             if begin.plain_tensors:
                 self._plain_tensors[begin.rank] = begin.plain_tensors
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
         self._abort_if_missed(attempt)
+        self._check_owners(attempt, begin)
         left = max(0.0, attempt.deadline - self._clock.monotonic())
         return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, attempt.base, attempt.deltas)
 
