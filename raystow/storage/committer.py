@@ -36,7 +36,6 @@ class Committer:
         # Numbers of rollbacks, each with the first id that was reserved after it was noticed.
         self._noticed: tuple[tuple[int, int], ...] = ((0, 0),)
         self.take_over(owner)
-        self._noticed = ((self.root.rollbacks, 0),)
 
     def take_over(self, owner: str) -> None:
         """Take the next epoch, again if another committer has taken one. What was reserved before must not be committed."""
@@ -48,8 +47,6 @@ class Committer:
         self.fence = Fence(root.epoch, owner)
         self._pass(root.next_id)
         self._next_segment = max(self._next_segment, root.next_segment)
-        self.root = root
-        """The root when it was last read or written here."""
         self.notice(root)
 
     @property
@@ -70,6 +67,7 @@ class Committer:
     def notice(self, root: Root) -> None:
         """Take notice of the root, and of a rollback: attempts whose ids were reserved before cannot be committed any more."""
         self.root = root
+        """The root when it was last read or written here."""
         with self._ids:
             if root.rollbacks > self.rollbacks:
                 self._noticed = (*self._noticed, (root.rollbacks, self._next_id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from coordinated_run import CoordinatedRun, coordinated_run, part
 
@@ -49,6 +50,7 @@ def test_two_saves_of_one_step_are_separate_attempts(run: CoordinatedRun) -> Non
 def test_repeated_calls_have_no_further_effect(run: CoordinatedRun) -> None:
     tickets = [run.begin(0), run.begin(1)]
     assert run.begin(0) == tickets[0]
+    run.core.join(0, "a0", 2)
     run.seal(tickets)
     run.core.fragment(tickets[0], part(0), [])
     run.commit()
@@ -161,6 +163,8 @@ def test_delivered_shards_survive_the_end_of_the_process(run: CoordinatedRun) ->
 
 def test_an_attempt_ends_if_a_rank_leaves_before_its_save(run: CoordinatedRun) -> None:
     ticket = run.begin(0)
+    run.core.rank_disconnected(1, "z1", "its previous process went away")
+    assert run.phase(ticket) is Phase.GATHERING
     run.core.rank_disconnected(1, "a1", "rank 1 went away")
     assert run.reason(ticket) == "rank 1 went away"
 
@@ -169,13 +173,14 @@ def test_timeout_errors_name_the_missing_ranks_and_nodes(run: CoordinatedRun) ->
     sealing, ticket = [run.begin(0, 1), run.begin(1, 1)], run.begin(0, 2, save=2)
     for rank in range(2):
         run.core.finished(sealing[rank], rank, 7 if rank == 0 else 0)
+    run.core.fragment(sealing[0], part(0), [])
     run.clock.time += 59
     run.core.tick()
     assert run.phase(ticket) is Phase.GATHERING
     run.clock.time += 2
     run.core.tick()
     assert run.reason(ticket) == "ranks [0, 1] had not delivered their shards after 60 s"
-    assert run.reason(sealing[0]) == "nodes ['node-0', 'node-1'] had not stored their shards after 60 s"
+    assert run.reason(sealing[0]) == "nodes ['node-1'] had not stored their shards after 60 s"
     assert {id for id, _ in run.core.abandoned()} == {1, 2}
     assert run.core.abandoned() == []
 
@@ -184,8 +189,22 @@ def test_a_dead_node_ends_the_attempts_with_its_shards(run: CoordinatedRun) -> N
     tickets = [run.begin(0), run.begin(1)]
     run.core.nodes_alive({"node-0", "node-1"})
     assert run.phase(tickets[0]) is Phase.GATHERING
-    run.core.nodes_alive({"node-0"})
-    assert run.reason(tickets[0]) == "node node-1 died with the shards of ranks [1]"
+    run.core.nodes_alive(set())
+    assert run.reason(tickets[0]) == "node node-0 died with the shards of ranks [0]"
+    assert run.core.aborted_in_a_row == 1
+
+
+def test_a_node_whose_part_is_durable_may_fail(run: CoordinatedRun) -> None:
+    tickets = run.both(1)
+    for rank, ticket in enumerate(tickets):
+        run.core.finished(ticket, rank, 7 if rank == 0 else 0)
+    for node, ticket in enumerate(tickets):
+        run.core.fragment(ticket, part(node), [])
+        run.core.nodes_alive({"node-1"})
+        run.core.failed(ticket, "it is shut down")
+    run.commit()
+    assert run.phase(tickets[0]) is Phase.COMMITTED
+    run.core.failed(msgspec.structs.replace(tickets[0], attempt="of an earlier coordinator"), "it is shut down")
 
 
 def test_another_world_size_ends_the_old_attempts(run: CoordinatedRun) -> None:
@@ -202,6 +221,7 @@ def test_incomplete_shards_make_no_version(run: CoordinatedRun, replicated: int,
     run.core.finished(tickets[0], 0, covered)
     run.core.finished(tickets[1], 1, 0)
     assert says in run.reason(tickets[0])
+    assert run.phase(tickets[0]) is Phase.ABORTED
 
 
 def test_the_first_plain_tensors_that_differ_are_named(run: CoordinatedRun) -> None:

@@ -107,11 +107,11 @@ def test_a_rank_that_never_joins_is_named_after_the_deadline(run):
 
 def test_all_ranks_fall_back_if_one_finds_damage(run, caplog):
     _, older, newest = run.commit(3)
-    first, _ = run.vote(0), run.vote(1)
-    run.vote(0, newest)
-    run.vote(1, newest, "versions/3/weights.pack: the object is cut")
+    first, group, changes = run.vote(0), run.vote(1).group, run.rounds.changes
+    for _ in range(2):  # the first answers are lost
+        run.vote(0, newest), run.vote(1, newest, "versions/3/weights.pack: the object is cut")
     assert first.answers(newest)
-    assert first.answer(newest) == older
+    assert (first.answer(newest), first.group, run.rounds.changes) == (older, group, changes + 1)
     assert "VERSION 3 (step 2) IS DAMAGED, falling back to version 2 (step 1): rank 1: versions/3/weights.pack" in caplog.text
     for rank in range(2):
         assert run.vote(rank, older).answer(older) == older
@@ -230,7 +230,7 @@ def test_a_rank_that_restarts_its_restore_ends_the_round(run, again):
 def test_a_restarted_process_ends_the_round_of_its_old_process(run):
     run.commit(1)
     round = run.vote(0)
-    run.rounds.left(0, "a0")
+    run.rounds.left(0, "a0"), run.rounds.left(1, "b1")
     assert not round.failure
     run.rounds.left(0, "b0")
     with pytest.raises(RankRestarted, match="rank 0 was restarted"):
@@ -260,9 +260,11 @@ def test_ranks_wait_for_a_rank_that_reads_on(run):
         run.rounds.tick()
         assert run.vote(0, entry) is round
         assert not round.answers(entry)
+    run.clock.time += 30
+    run.vote(0, entry)
     for other in (RankReading(1, "b1", 1, 60.0), RankReading(1, "a1", 2, 60.0), RankReading(0, "a0", 1, 60.0)):
         run.rounds.reading(other)
-    run.clock.time += 61
+    run.clock.time += 31
     run.rounds.tick()
     with pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
         round.answer(entry)

@@ -239,7 +239,6 @@ class RestoreRounds:
         round.candidates.pop(0)
         self.changes += 1
         round.votes.clear()
-        round.read.clear()
         round.lease.close()
         whole, round.damaged = not round.damaged, False
         if not whole:
@@ -277,6 +276,5 @@ class RestoreRounds:
     def _close(self, round: RestoreRound) -> None:
         self.changes += 1
         self._ended.update((rank, (member, round)) for rank, member in round.members.items())
-        if round is self._open:
-            self._open = None
+        self._open = None
         round.lease.close()
