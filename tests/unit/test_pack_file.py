@@ -88,6 +88,13 @@ def test_an_empty_object_needs_no_fetch():
     file.close()
 
 
+def test_thousands_of_parts_are_written_in_order():
+    data = bytes(range(250)) * 12
+    file = PackFile(len(data))
+    file.write([memoryview(data)[start : start + 2] for start in range(0, len(data), 2)])
+    assert (bytes(file.content), file.filled) == (data, len(data))
+
+
 def test_a_closed_file_is_unmapped_with_the_last_view():
     file = PackFile(len(DATA))
     file.write([memoryview(DATA)])

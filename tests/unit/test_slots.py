@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raystow.workers.node.actor import _environment
-from raystow.workers.shm.ring import Ring
-from raystow.workers.shm.slots import Slots
+from raystow.workers.shm.ring import Ring, SlotPart
+from raystow.workers.shm.slots import Slots, SlotUse
 
 
 def test_a_part_of_a_ring_outlives_the_whole_ring() -> None:
@@ -40,6 +43,46 @@ def test_a_slot_is_free_when_its_last_chunk_is_done() -> None:
     slots.filled(1)
     assert free == [0, 1]
     slots.wait()
+
+
+_STEP = st.tuples(st.sampled_from(["take", "fill", "done", "keep", "let go"]), st.integers(0, 9), st.integers(0, 9))
+
+
+@given(st.lists(_STEP, min_size=40))
+def test_a_slot_is_free_once_and_never_in_use(steps: list[tuple[str, int, int]]) -> None:
+    """Of four slots, two may keep versions."""
+    free: list[int] = []
+    ring = Ring.create(2 * mmap.PAGESIZE, mmap.PAGESIZE, keep=2 * mmap.PAGESIZE)
+    slots, filled, uses, kept = Slots(ring, free.extend), set[int](), list[SlotUse](), list[Sequence[SlotPart]]()
+
+    def slots_of(*all: Sequence[SlotPart]) -> set[int]:
+        return {slot for parts in all for slot, _, _ in parts}
+
+    for step, one, other in steps:
+        parts = [(one % 4, 0, 8), (other % 4, 8, 8)]
+        if step == "take" and not slots_of(parts) & filled:
+            uses.append(slots.take_over(parts)[1])
+        elif step == "fill" and one % 4 not in filled:
+            filled.add(one % 4)
+            slots.filled(one % 4)
+        elif step == "done" and uses:
+            uses.pop(one % len(uses))()
+        elif step == "keep" and uses:
+            parts = uses[one % len(uses)].parts
+            small = len(slots_of(parts, *kept)) <= 2
+            assert slots.keep(parts) == small
+            kept += [parts] if small else []
+        elif step == "let go" and kept:
+            slots.let_go(kept.pop(one % len(kept)))
+        assert sorted(free) == sorted(filled - slots_of(*kept, *(use.parts for use in uses)))
+        filled.difference_update(free)
+        free.clear()
+    slots.retire()
+    for use in uses:
+        use()
+    for parts in kept:
+        slots.let_go(parts)
+    assert not hasattr(ring, "memory")  # closed
 
 
 @pytest.mark.parametrize(("version", "told"), [("2.50.1", True), ("2.55.0", True), ("2.56.0", False), ("3.0.0.dev0", False)])

@@ -92,8 +92,6 @@ class Slots:
         with self._changed:
             self._uses.subtract(slots)
             unused = [slot for slot in {*slots} if not self._uses[slot]]
-            for slot in unused:
-                del self._uses[slot]
             free = [slot for slot in unused if slot in self._filled]
             self._filled.difference_update(free)
             if self.retired:
