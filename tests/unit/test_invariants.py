@@ -145,7 +145,11 @@ BROKEN = {
         (with_versions(anew(ONE, groups=()), TWO, THREE, FOUR, FIVE), Claims()),
     ],
     "I11 notes_on_old_versions": [(replace(OLD, rewrites=(*OLD.rewrites, Rewrite(id, "c", 7.0))), Claims()) for id in (5, 6)],
-    "I12 ids_ascend": [(commit(entry(6), next_id=6), Claims()), (replace(OLD, versions=OLD.versions[::-1]), Claims())],
+    "I12 ids_ascend": [
+        (commit(entry(6), next_id=6), Claims()),
+        (replace(OLD, versions=OLD.versions[::-1]), Claims()),
+        (with_versions(ONE, TWO, anew(TWO), THREE, FOUR, FIVE), Claims()),
+    ],
     "I13 attempts_once": [
         (commit(replace(entry(6), attempt="x"), dropped=OLD.dropped, rewrites=(Rewrite(6, "x", 1.0),)), Claims()),
         (commit(entry(6), rewrites=(*OLD.rewrites, OLD.rewrites[0])), Claims()),
@@ -243,6 +247,7 @@ def test_a_rolled_back_version_keeps_its_bases_and_pins() -> None:
     only.
     """
     pinned = replace(FORKED, pins={"evidence": 7})
+    invariants.check(pinned, replace(pinned, next_id=10))
     gone = (*OLD.dropped, Dropped(7, "a7", 9.0))
     with pytest.raises(InvariantError, match="I8 pinned_stays"):
         invariants.check(pinned, replace(without(pinned, {7}), pins={}, dropped=gone))
