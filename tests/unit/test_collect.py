@@ -135,6 +135,7 @@ def test_an_attempt_in_flight_protects_older_open_ids(run):
 
 
 def test_a_collected_attempt_cannot_be_committed(run):
+    leftover(run)
     record = empty_record(run.committer)
     run.store.put(keys.pack(record.id, record.attempt, 0, "weights", 0), [b"x"])
     run.clock.time += GRACE
