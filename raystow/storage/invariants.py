@@ -199,7 +199,7 @@ def names_live(root: Root) -> Iterator[str]:
 
 
 def commit_after_rollback(old: Root, new: Root, claims: Claims) -> Iterator[str]:
-    """A version is added only if its attempt began after the last rollback."""
+    """A version or segment is added only if its attempt began after the last rollback."""
     if claims.rollbacks is not None and claims.rollbacks < old.rollbacks:
         yield "the repository was rolled back since the save began"
 
@@ -225,18 +225,16 @@ def history_stays(old: Root, new: Root, claims: Claims) -> Iterator[str]:
 
 
 def one_segment(old: Root, new: Root, claims: Claims) -> Iterator[str]:
-    """At most one segment is added, as the last, with a number that was free, and no version with it. It begins after the last
-    rollback. No number is used again."""
-    added = new.segments[-1:] if set(new.segments) - set(old.segments) else ()
+    """At most one segment is added, as the last, with a number that was free, and no version with it. No number is used again."""
+    after = set(new.segments)
+    added = new.segments[-1:] if after - set(old.segments) else ()
     if new.next_segment < old.next_segment or any(one.number < old.next_segment for one in added):
         yield f"a number of a segment below {old.next_segment} is used again"
-    kept = tuple(one for one in old.segments if one in new.segments)
+    kept = tuple(one for one in old.segments if one in after)
     if new.segments != (*kept, *added) or any(new.next_segment != one.number + 1 for one in added):
         yield "a segment is added out of order"
     if added and (kept != old.segments or new.listed != old.listed):
         yield f"segment {added[0].number} is added together with another change"
-    if added and claims.rollbacks is not None and claims.rollbacks < old.rollbacks:
-        yield "the repository was rolled back since the segment began"
     if len(new.segments) > MAX_SEGMENTS:
         yield f"there are {len(new.segments)} segments"
 

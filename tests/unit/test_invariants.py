@@ -170,7 +170,10 @@ BROKEN = {
         (replace(OLD, pins={"good": 2, "bad": 0}), Claims()),
         (with_versions(ONE, FOUR, FIVE), Claims(released=frozenset({"good"}))),
     ],
-    "I18 commit_after_rollback": [(replace(FORKED, next_id=10, versions=(*FORKED.versions, entry(9))), Claims(rollbacks=0))],
+    "I18 commit_after_rollback": [
+        (replace(FORKED, next_id=10, versions=(*FORKED.versions, entry(9))), Claims(rollbacks=0)),
+        (with_segment(6, 14), Claims(rollbacks=0)),
+    ],
     "I19 only_rollbacks_move": [
         (replace(roll_back(FORKED, 5, 9.0), rollbacks=1), Claims()),
         (replace(roll_back(FORKED, 7, 9.0), rollbacks=1), Claims()),
@@ -190,9 +193,7 @@ BROKEN = {
         (with_segment(6, 14, segments=(segment(6, 14), *JOURNALED.segments)), Claims()),
         (with_segment(7, 15, segments=(*JOURNALED.segments, segment(6, 14), segment(7, 15))), Claims()),
         (with_segment(6, 14, versions=(*FORKED.versions, entry(9)), next_id=10), Claims()),
-        (with_segment(6, 14), Claims(rollbacks=0)),
         (replace(JOURNALED, next_segment=5), Claims()),
-        (with_segment(6, 14, segments=tuple(segment(number, 14) for number in range(MAX_SEGMENTS + 1))), Claims()),
     ],
     "I22 segments_needed": [
         (replace(JOURNALED, versions=(*FORKED.versions, entry(9)), next_id=10), Claims()),
@@ -299,6 +300,16 @@ def test_a_chain_beyond_the_limit_is_refused() -> None:
     with pytest.raises(InvariantError, match="I16 chains_bounded"):
         invariants.check(old, new)
     invariants.check(None, old)
+
+
+def test_segments_beyond_the_limit_are_refused() -> None:
+    full = tuple(segment(number, 14) for number in range(1, MAX_SEGMENTS + 1))
+    old = replace(JOURNALED, segments=full[:-1], next_segment=MAX_SEGMENTS)
+    last = replace(old, segments=full, next_segment=MAX_SEGMENTS + 1)
+    more = replace(last, segments=(*full, segment(MAX_SEGMENTS + 1, 14)), next_segment=MAX_SEGMENTS + 2)
+    invariants.check(old, last)
+    with pytest.raises(InvariantError, match=f"I21 one_segment: there are {MAX_SEGMENTS + 1} segments"):
+        invariants.check(last, more)
 
 
 def test_an_already_broken_invariant_allows_other_swaps() -> None:
