@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from builders import entry
+from builders import difference, entry
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raystow.storage.delta_chain import needed
+from raystow.storage.format.root import Entry
 from raystow.storage.retention.policy import Policy, plan
 
 small = st.integers(1, 12)
@@ -31,6 +33,12 @@ worlds = st.fixed_dictionaries(
         "pins": st.dictionaries(st.sampled_from("abc"), small),
         "metrics": st.dictionaries(small, st.dictionaries(st.just("loss"), values)),
     }
+)
+versions_with_bases = st.lists(st.tuples(st.integers(0, 20), st.sets(small, max_size=2)), max_size=12).map(
+    lambda some: [
+        difference(id, *sorted(base for base in bases if base < id), stored=stored)
+        for id, (stored, bases) in enumerate(some, start=1)
+    ]
 )
 
 
@@ -65,6 +73,19 @@ def test_max_bytes_drops_the_oldest_versions_and_no_more(world: Any, policy: Any
     if lost := without - within:
         assert sum(stored[id] for id in within | {max(lost)}) > max_bytes  # no version is dropped without need
         assert max(lost) < min(within - always(world), default=len(stored) + 1)  # the oldest versions are dropped
+
+
+@given(versions_with_bases, st.dictionaries(st.sampled_from("abc"), small), st.integers(1, 200))
+def test_max_bytes_counts_the_bases_of_kept_versions(entries: list[Entry], pins: dict[str, int], max_bytes: int) -> None:
+    world = {"entries": entries, "pins": pins, "metrics": {}}
+    always_kept = {*pins.values(), *(one.id for one in entries[-1:])}
+    droppable = [one.id for one in entries if one.id not in always_kept]
+    for number in range(len(droppable) + 1):
+        rest = {one.id for one in entries} - {*droppable[:number]}
+        held = rest | needed(entries, rest).keys()
+        if sum(one.stored for one in entries if one.id in held) <= max_bytes:
+            break
+    assert ids(world, max_bytes=max_bytes) == held
 
 
 @given(worlds, rules, st.integers(1, 12), st.integers(1, 200))

@@ -7,6 +7,7 @@ keeps the same versions of the past. ``retention.plan`` carries decisions out.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -272,12 +273,25 @@ def _over(
         return over
     left = {id for id, rules in kept.items() if rules}
     size = {entry.id: 0 if entry.id in thin else entry.stored for entry in entries}
-    ascending = sorted(entries, key=lambda entry: entry.id)
+    bases = {entry.id: entry.bases for entry in entries}
+    held = {*left, *needed(sorted(entries, key=lambda entry: entry.id), left)}
+    users = Counter(base for id in held for base in bases[id])
+    nbytes = sum(size[id] for id in held)
     for entry in entries:
-        if sum(size[id] for id in {*left, *needed(ascending, left)}) <= policy.max_bytes:
+        if nbytes <= policy.max_bytes:
             break
-        over |= {entry.id} & left - safe
-        left -= over
+        if entry.id in safe or entry.id not in left:
+            continue
+        over.add(entry.id)
+        left.remove(entry.id)
+        unused = [entry.id]
+        while unused:
+            id = unused.pop()
+            if id in held and id not in left and not users[id]:
+                held.remove(id)
+                nbytes -= size[id]
+                users.subtract(bases[id])
+                unused += bases[id]
     return over
 
 
