@@ -93,8 +93,8 @@ def main(
         with tempfile.TemporaryDirectory(prefix="raystow-cpu-save-", dir=store) as folder:
             print(json.dumps(case(one, Path(folder), saves, copies)), flush=True)
         os._exit(0)  # threads of other libraries would block the exit
+    ways = report.chosen(contestant, CASES)
     about: dict[str, Any] = {**report.about("raystow", "ray", "torch", "torch_checkpointing"), "note": note}
-    ways = tuple(contestant or CASES)
     found: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
     for turn in range(rounds):
         for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):

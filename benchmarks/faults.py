@@ -159,6 +159,7 @@ def run(
 ) -> None:
     """Measure all savers that are installed."""
     console, found = Console(), dict[str, dict[str, Any]]()
+    savers, faults = report.chosen(saver, SAVERS), report.chosen(fault, FAULTS)
     missing = {name: f"{module} is not installed" for name, module in NEEDED.items() if importlib.util.find_spec(module) is None}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -167,8 +168,8 @@ def run(
     about = report.about("raystow", "torch", "ray", *(NEEDED[name] for name in NEEDED if name not in missing))
     with _store() as proxy:
         server = boto3.client("s3").head_bucket(Bucket=BUCKET)["ResponseMetadata"]["HTTPHeaders"].get("server")
-        for name in saver or [name for name in SAVERS if name not in missing]:
-            for one in fault or FAULTS:
+        for name in savers if saver else [name for name in SAVERS if name not in missing]:
+            for one in faults:
                 found.setdefault(name, {})[one] = measure(name, one, proxy, patience)
                 console.print(name, one, found[name][one])
     results = {**about, "server": server, "patience s": patience, "left out": {**LEFT_OUT, **missing}, "savers": found}

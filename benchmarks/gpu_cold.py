@@ -236,12 +236,12 @@ def main(
     from gpu_save import console_for_tables, leave
     from gpu_workload import about, device_named
 
+    wanted = report.chosen(case, dict.fromkeys([*RESTORES, *SAVES]))
     console, start = console_for_tables(), device_named("cuda")
     results: dict[str, Any] = {**about(start), "settings": {"rounds": rounds, "gigabytes": gigabytes}}
     os.environ["RAY_AUTH_MODE"] = "disabled"  # the token is in HOME, which is a new one for each process
     start_ray()
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # for the processes that are measured
-    wanted = case or [*RESTORES, *SAVES]
     with tempfile.TemporaryDirectory(prefix="raystow-gpu-cold-", dir=store) as folder:
         place = Path(folder)
         for name in (MEMORY, *PEERS):

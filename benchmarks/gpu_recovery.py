@@ -166,9 +166,7 @@ def main(
     """Measure a whole recovery with Ray Train."""
     from gpu_save import console_for_tables, leave
 
-    console, names = console_for_tables(), saver or list(SAVERS)
-    if unknown := set(names) - {*SAVERS, STORE}:
-        raise SystemExit(f"no saver is named {' or '.join(sorted(unknown))}")
+    console, names = console_for_tables(), report.chosen(saver or SAVERS, (*SAVERS, STORE))
     size = {"layers": layers, "width": width, "context": context, "batch": batch}
     results: dict[str, Any] = {**about(device_named(device)), "settings": {"rounds": rounds, "device": device, **size}}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}

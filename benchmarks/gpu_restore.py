@@ -114,6 +114,7 @@ def main(
     batch: Annotated[int, typer.Option(help="sequences in a micro-batch")] = Size.batch,
 ) -> None:
     """Measure how fast a training state is restored."""
+    names = report.chosen(contestant, field(Path(), CODECS, None))
     where = device_named(device)
     console = console_for_tables()
     settings = {"rounds": rounds, "steps": steps, "memory GiB": memory, "layers": layers, "width": width}
@@ -131,7 +132,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="raystow-gpu-restore-", dir=store) as folder:
         root = Path(folder)
         makers = field(root, CODECS, int(memory * (1 << 30)) if memory else None)
-        for name in contestant or makers:
+        for name in names:
             try:
                 results["contestants"][name] = row = measure(training, makers[name](), kept, rounds)
                 console.print(f"{name}: {row['GB/s']:.2f} GB/s", highlight=False)

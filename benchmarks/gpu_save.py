@@ -383,6 +383,7 @@ def main(
     batch: Annotated[int, typer.Option(help="sequences in a micro-batch")] = Size.batch,
 ) -> None:
     """Measure the cost of a save for a training loop."""
+    names = report.chosen(contestant, (NONE, *field(Path(), CODECS, None)))
     where = device_named(device)
     console = console_for_tables()
     budget = int(memory * (1 << 30)) if memory else None
@@ -418,7 +419,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="raystow-gpu-save-", dir=store) as folder:
         root = Path(folder)
         makers = {NONE: Contestant, **field(root, CODECS, budget)}
-        for name in contestant or makers:
+        for name in names:
             try:
                 for count, row in contest(training, makers[name](), lengths, saves):
                     results["steps"][str(count)][name] = row

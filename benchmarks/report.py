@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -44,6 +45,15 @@ def about(*packages: str) -> dict[str, Any]:
     """Describe when and where a benchmark runs, with the versions of these packages."""
     versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     return {"date": now(), "machine": machine(), "versions": versions}
+
+
+def chosen(names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
+    """Return the names given to an option, by default all ``known`` ones; an error of the command line for an unknown name."""
+    known = list(known)
+    for name in names or ():
+        if name not in known:
+            raise typer.BadParameter(f"there is no {name!r}; choose of {', '.join(map(repr, known))}")
+    return list(names or known)
 
 
 def peak_memory() -> int:

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import ray
+import report
 import torch
 import typer
 from gpu_workload import Size, State, about, corpus, device_named, nbytes
@@ -258,8 +259,7 @@ def main(
 ) -> None:
     """Train, save with each option, resume, and compare."""
     lengths = {"GPT": steps, "experts": steps // 2, "adapters": steps // 2}
-    if unknown := {*(only or ())} - lengths.keys():
-        raise typer.BadParameter(f"there is no model {min(unknown)}: {', '.join(lengths)}")
+    names = report.chosen(only, lengths)
     where, console, size = device_named(device), Console(width=110), Size(layers=layers, width=width, batch=batch, context=256)
     deterministic()
     begin = time.perf_counter()
@@ -270,7 +270,7 @@ def main(
     ray.init("local", num_cpus=os.cpu_count(), log_to_driver=False, include_dashboard=False)
     base: torch.nn.Module | None = None
     for name, length in lengths.items():
-        if only and name not in only:
+        if name not in names:
             continue
         torch.manual_seed(0)
         if name == "adapters" and base is None:
