@@ -6,10 +6,15 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from builders import memory_repository, whole, write
 
+from raystow.orchestrator.restore.fill import fill_on_gpu
+from raystow.storage.committer import Committer
 from raystow.storage.errors import Unsupported
+from raystow.storage.reader import Request
 from raystow.workers.gpu.kernels import bfloat16_kernels, blake3_kernels, copy_kernels, library, word_kernels
 from raystow.workers.gpu.kernels.constants import NARROW
 from raystow.workers.gpu.kernels.library import PTX, Architecture, Binary, Kernel, sources_digest, variant_name
@@ -44,6 +49,18 @@ def test_an_old_gpu_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Unsupported, match=r"compute capability 7\.5") as raised:
         library.architecture.__wrapped__(0)
     assert 'Compression("cpu")' in str(raised.value.remedy)
+
+
+def test_tensors_of_an_old_gpu_are_decoded_on_the_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Here the tensor is in host memory, which receives the same copy."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    numbers, target = np.arange(6, dtype=np.int32), torch.zeros(6, dtype=torch.int32)
+    version = write(Committer(memory_repository(), "test"), {"t": whole(numbers)})
+    requests = [Request("t", version.chunks["t"], ((0,), (6,)), target)]
+    fill_on_gpu(version.reader(), 99, requests, [], lambda nbytes: None)
+    assert target.tolist() == numbers.tolist()
+    assert "decoding on the CPU" in caplog.text
+    assert "compute capability 7.5" in caplog.text
 
 
 def test_binaries_are_packed_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,14 +64,17 @@ class Fill:
 
 
 def fill_on_gpu(reader: PackReader, device: int, requests: list[Request], runs: list[Run], progress: Progress) -> None:
-    """Fill tensors of a GPU by decoding on it, or through host memory if nvCOMP is not installed. ``runs``: of the requests."""
+    """Fill tensors of a GPU by decoding on it, or through host memory if nvCOMP is not installed or the GPU is too old. ``runs``:
+    of the requests."""
     import torch
 
     try:
         from ...workers.gpu.decode.decoder import Decoder
+        from ...workers.gpu.kernels.library import architecture
         from ...workers.gpu.nvcomp import version
 
         version()
+        architecture(device)
     except (ImportError, Unsupported) as error:
         logger.warning("decoding on the CPU, at a tenth of the speed: %s", error)
         _fill_through_host(reader, requests, progress)

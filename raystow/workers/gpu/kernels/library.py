@@ -114,7 +114,7 @@ def architecture(device: int) -> Architecture:
     major, minor = torch.cuda.get_device_capability(device)
     if major < _OLDEST:
         what = f"raystow's kernels need compute capability {_OLDEST}.0; this GPU has compute capability {major}.{minor}"
-        raise Unsupported(what, subject=f"cuda:{device}", remedy='save with Compression("cpu"), and restore into host memory')
+        raise Unsupported(what, subject=f"cuda:{device}", remedy='save with Compression("cpu")')
     for lower in range(minor, -1, -1):
         if (resources.files(__package__) / "binaries" / f"sm_{major}{lower}.zst").is_file():
             return Architecture(f"sm_{major}{lower}")
