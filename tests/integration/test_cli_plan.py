@@ -9,6 +9,9 @@ import torch
 from cli_runner import run, run_json, without_packs
 from local_cluster import LocalCluster
 
+from raystow.orchestrator import ray_cluster
+from raystow.storage.errors import ClusterError
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -66,6 +69,16 @@ def test_invalid_arguments_are_refused(folder):
     assert run("plan", folder, "--rate", "fast").exit_code == 2
     assert run("plan", folder, "--peer-rate", "0").exit_code == 2
     assert run_json("plan", folder, "7", code=4)["error"]["kind"] == "NotFound"
+
+
+def test_plan_tells_why_no_node_was_asked(folder, monkeypatch):
+    def refuse(address="auto"):
+        raise ClusterError("the Ray cluster refuses this process, which shows no valid token")
+
+    monkeypatch.setattr(ray_cluster, "connect", refuse)
+    assert "were not asked: the Ray cluster refuses this process" in run("plan", folder, columns=500).stdout
+    journal = run_json("plan", folder)["journal"]
+    assert (journal["cluster"], journal["why_not"]) == (False, "the Ray cluster refuses this process, which shows no valid token")
 
 
 def test_plan_reads_no_pack(folder, tmp_path):

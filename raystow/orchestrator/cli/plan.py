@@ -100,7 +100,9 @@ def _reach_text(reach: JournalReach) -> str:
     else:
         text += "; there are no later steps in the journal that can be replayed"
     text += f"; {reach.end}" if reach.end else ""
-    return text if reach.cluster else f"{text}; no Ray cluster runs here, whose nodes could have more"
+    return (
+        text if reach.cluster else f"{text}; the nodes of a Ray cluster, which may have more, were not asked: {reach.why_not}"
+    )
 
 
 def _fields(reads: Reads) -> dict[str, object]:

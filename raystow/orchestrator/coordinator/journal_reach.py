@@ -28,6 +28,7 @@ class JournalReach:
         nodes: How many of them each node has in memory, by Ray's ids, and how many the store has, as "store".
         end: Why later entries are not used; empty if there are none.
         cluster: Whether nodes of a Ray cluster were asked.
+        why_not: Why they were not; empty if they were.
     """
 
     step: int
@@ -36,6 +37,7 @@ class JournalReach:
     nodes: Mapping[str, int]
     end: str
     cluster: bool
+    why_not: str
 
 
 def journal_reach(catalog: Catalog, root: Root, base: int, world_size: int) -> JournalReach:
@@ -44,14 +46,14 @@ def journal_reach(catalog: Catalog, root: Root, base: int, world_size: int) -> J
     ``base``: the step of the version. Entries of another number of ranks count as if all optimizers acted element by element.
     """
     held: dict[str, Sequence[EntryInfo]] = {STORE: tuple(stored_entries(catalog, root))}
-    cluster = True
+    why_not = ""
     try:
         with ray_cluster.connected():
             held.update(asyncio.run(journal_entries(catalog.id)))
-    except ClusterError:
-        cluster = False
+    except ClusterError as error:
+        why_not = error.what
     plan = plan_entries(base, world_size, held)
     places = [place for step in plan.steps for place in step]
     nodes = Counter(node for place in places for node in place.nodes)
     nbytes = sum(place.info.size for place in places)
-    return JournalReach(plan.step, len(places), nbytes, dict(sorted(nodes.items())), plan.end, cluster)
+    return JournalReach(plan.step, len(places), nbytes, dict(sorted(nodes.items())), plan.end, not why_not, why_not)
