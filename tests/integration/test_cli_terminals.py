@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from cli_runner import ran
 from local_cluster import LocalCluster
+from polling import wait_until
+
+from raystow.storage.clock import SYSTEM
 
 RAYSTOW = [sys.executable, "-m", "raystow"]
 
@@ -44,6 +49,68 @@ def test_a_signal_interrupts_a_command_as_ctrl_c_does(folder: Path, number: int)
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, asked + errors) == (130, b"drop 1 version? [y/N] interrupted\n")
+
+
+HANGING = """
+import threading
+from raystow.orchestrator.cli import app
+from raystow.storage.stores.local import LocalStore
+
+def hang(*args):
+    print("reading", flush=True)
+    threading.Event().wait()
+
+LocalStore.get_range = LocalStore.get_range_into = hang
+{more}
+app.main()
+"""
+
+
+@contextlib.contextmanager
+def reading_for_ever(folder: Path, more: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """Start a copy whose threads wait for ever for packs, as for a file server that is gone."""
+    words = [sys.executable, "-c", HANGING.format(more=more), "cp", str(folder), str(folder.parent / "replica")]
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"reading\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_second_signal_ends_a_command_that_hangs(folder: Path) -> None:
+    with reading_for_ever(folder) as process:
+
+        def ended() -> bool:
+            process.send_signal(signal.SIGINT)
+            return process.poll() is not None
+
+        wait_until(ended, "the command ends")
+        assert (process.returncode, process.communicate()[1]) == (130, b"interrupted\n")
+
+
+def test_a_command_that_hangs_ends_some_time_after_a_signal(folder: Path) -> None:
+    more = "from raystow.orchestrator.cli import interrupts; interrupts._CLEANING = 0.1"
+    with reading_for_ever(folder, more) as process:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, b"interrupted\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [0.01 * number for number in range(20)])
+def test_a_copy_ends_at_a_signal_at_any_moment(folder: Path, moment: float) -> None:
+    replica = folder.parent / "replica"
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen([*RAYSTOW, "cp", folder, replica], stderr=subprocess.PIPE, preexec_fn=heed) as process:
+        wait_until(replica.exists, "the copy begins", pause=0.001)
+        SYSTEM.sleep(moment)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    done = (0, b""), (-signal.SIGINT, b"")  # after its end, Python does not handle signals
+    assert (process.returncode, errors) in ((130, b"interrupted\n"), *done)
 
 
 def test_a_signal_that_is_ignored_stays_ignored(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import signal
 import sys
 from keyword import iskeyword
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ... import __version__
 from .exit_codes import EXIT_CODES, reporting
+from .interrupts import interruptible
 
 COMMANDS = {
     "Get started": {"demo": "..demo.command", "doctor": ".doctor", "keygen": ".keygen"},
@@ -83,9 +83,7 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Run the command line of this process. SIGTERM and SIGHUP interrupt it as Ctrl-C does, so that commands clean up."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, signal.default_int_handler)
+    interruptible()
     try:
         build()(prog_name="raystow")
     except KeyboardInterrupt:  # before the command began

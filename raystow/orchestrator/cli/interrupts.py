@@ -1,0 +1,59 @@
+"""Ends a command at a signal: it cleans up if it can, and ends in any case.
+
+Python raises ``KeyboardInterrupt`` between any two instructions of the main thread, also where it has just taken a lock, which
+nobody releases then. Cleaning up may wait for such a lock, or for a store that does not answer.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from functools import partial
+
+import typer
+
+from ...storage import background
+from ...storage.clock import SYSTEM
+
+_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+_CLEANING = 30.0  # seconds
+_ONE_EVENT = 1.0  # seconds; ``timeout`` and a closed terminal send their signal twice
+
+
+def interruptible() -> None:
+    """Let the first signal raise ``KeyboardInterrupt`` in the main thread. A second one, or 30 s, end the process with 130."""
+    received, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)  # is written to even while the main thread is blocked
+    for number in _SIGNALS:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup ignores SIGHUP
+            signal.signal(number, _interrupt)
+    background.start("raystow-signals", _end_late, received)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    for each in _SIGNALS:
+        if signal.getsignal(each) is _interrupt:
+            signal.signal(each, lambda number, frame: None)  # a second exception would end the cleaning up
+    raise KeyboardInterrupt
+
+
+def _end_late(received: int) -> None:
+    """End the process some time after its first signal."""
+    _arrives(received, None)
+    SYSTEM.sleep(_ONE_EVENT)
+    _arrives(received, 0)
+    _arrives(received, _CLEANING)
+    try:  # on another thread: stderr may block
+        background.start("raystow-interrupted", partial(typer.echo, err=True), "interrupted").join(_ONE_EVENT)
+    finally:
+        os._exit(130)
+
+
+def _arrives(received: int, seconds: float | None) -> bool:
+    """Wait for a signal; None: without limit."""
+    while select.select([received], [], [], seconds)[0]:
+        if {*os.read(received, 64)} & {*_SIGNALS}:
+            return True
+    return False
