@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from builders import empty_record, live_ids, orphans, overwrite_root
 
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Damaged, StoreUnavailable
+from raystow.storage.errors import StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.repository import Repository
 from raystow.storage.retention.plan import plan_policy
@@ -118,8 +119,33 @@ def test_records_are_read_for_metrics_only(repository: Repository, committer: Co
     one = repository.version(3)
     repository.store.delete([keys.record(one.id, one.attempt)])
     assert repository.plan_retention(Policy(1, 2, 3.0, None, 4)).dropped
-    with pytest.raises(Damaged, match="missing"):
-        repository.plan_retention(best)
+
+
+def test_versions_with_unreadable_records_are_kept(
+    repository: Repository, committer: Committer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The metric is unknown: the version may be the best. The others are not kept for it."""
+    one = repository.version(3)
+    repository.store.delete([keys.record(one.id, one.attempt)])
+    made = repository.plan_retention(Policy(keep_best=("loss", "min", 1)))
+    assert [gone.id for gone in made.execute()] == [1, 4]
+    assert made.explain()[2] == "version 3 (step 3): kept: unreadable record"
+    assert f"keeps version 3, whose record, and so metric, cannot be read: {keys.record(one.id, one.attempt)}" in caplog.text
+
+
+def test_a_store_that_is_down_is_no_unreadable_record(
+    repository: Repository, committer: Committer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = repository.store.get
+
+    def down(key: str, **options: Any) -> bytes:
+        if key.endswith("version.json"):
+            raise StoreUnavailable("is down")
+        return bytes(get(key, **options))
+
+    monkeypatch.setattr(repository.store, "get", down)
+    with pytest.raises(StoreUnavailable):
+        repository.plan_retention(Policy(keep_best=("loss", "min", 1)))
 
 
 def test_metrics_of_dropped_versions_are_removed(repository: Repository, committer: Committer) -> None:

@@ -141,6 +141,16 @@ def test_a_decision_states_its_reasons() -> None:
     assert plan(NINE[:2], Policy(), pins={}, metrics={})[0].why == "no rule drops it"
 
 
+def test_an_unreadable_record_is_no_worst_metric() -> None:
+    policy = Policy(keep_best=("loss", "min", 1))
+    made = plan(NINE, policy, pins={}, metrics=LOSSES, unread={2, 5}, rolled_back={5})
+    whys = {decision.entry.id: decision.why for decision in made if decision.keep}
+    assert whys == {2: "unreadable record", 5: "unreadable record, rolled back", 7: "best loss (min)", 9: "newest"}
+    made = plan(NINE, replace(policy, max_bytes=15), pins={}, metrics=LOSSES, unread={2})
+    assert made[1].why == "over max_bytes, in spite of unreadable record"
+    assert not plan(NINE, Policy(keep_last=1), pins={}, metrics={}, unread={2})[1].keep
+
+
 @pytest.mark.parametrize(
     ("policy", "ids"),
     [

@@ -100,9 +100,7 @@ def _reach_text(reach: JournalReach) -> str:
     else:
         text += "; there are no later steps in the journal that can be replayed"
     text += f"; {reach.end}" if reach.end else ""
-    return (
-        text if reach.cluster else f"{text}; the nodes of a Ray cluster, which may have more, were not asked: {reach.why_not}"
-    )
+    return text if reach.cluster else f"{text}; the nodes of a Ray cluster, which may have more, were not asked: {reach.why_not}"
 
 
 def _fields(reads: Reads) -> dict[str, object]:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .. import history
 from ..arguments import refused
 from ..catalog import Catalog
 from ..delta_chain import base_chain, needed
-from ..errors import StateError
+from ..errors import Damaged, NotFound, RaystowError, StateError, Unsupported, Untrusted
 from ..format.root import Dropped, Entry, Root
 from ..invariants import Claims, Fence
+from ..log import about
+from ..version import Version
 from . import policy as policies
 from . import replacement
 from .compaction_policy import as_it_is, estimate
@@ -25,8 +29,14 @@ from .policy import Decision, Policy
 from .replacement import Goal, Replacement
 from .rewrite import Progress
 
+logger = logging.getLogger(__name__)
+
 _PARTICIPLES = {"keep": "kept", "thin": "thinned", "compact": "kept", "drop": "dropped"}
 _RECORDS_AT_ONCE = 16
+_UNREAD = (
+    "keep_best keeps version %s, whose record, and so metric, cannot be read: %s; put the object back from a replica, or drop "
+    "the version by `raystow prune` with other rules"
+)
 
 
 @dataclass(frozen=True)
@@ -204,10 +214,17 @@ def plan_policy(
     if not isinstance(policy, Policy):
         raise refused("policy", policy, "a raystow.Policy, such as Policy(keep_last=3)")
     root, known = catalog.root(), {} if known is None else known
+    unread = dict[int, RaystowError]()
     if policy.keep_best is not None:
         versions = [catalog.at(entry) for entry in root.listed if entry.attempt not in known]
         with ThreadPoolExecutor(_RECORDS_AT_ONCE) as pool:
-            known.update(pool.map(lambda version: (version.attempt, version.metrics), versions))
+            for version, found in zip(versions, pool.map(_metrics, versions), strict=True):
+                if isinstance(found, RaystowError):
+                    unread[version.id] = found
+                else:
+                    known[version.attempt] = found
+        if unread:
+            about(logger, repository=catalog.uri).warning(_UNREAD, ", ".join(map(str, unread)), next(iter(unread.values())))
         for gone in known.keys() - {entry.attempt for entry in root.listed}:
             del known[gone]
     decide = functools.partial(
@@ -217,6 +234,7 @@ def plan_policy(
         rolled_back={one.entry.id for one in root.rolled_back},
         pins=root.pins,
         metrics={entry.id: known.get(entry.attempt, {}) for entry in root.listed},
+        unread=unread,
         verified=root.verified,
         bases=bases,
         compact=compact,
@@ -225,6 +243,14 @@ def plan_policy(
     if any(decision.verdict != "keep" for decision in decisions):  # else no lease is of interest
         decisions = decide(leased=catalog.leased())
     return RetentionPlan(catalog, decisions, policy=policy)
+
+
+def _metrics(version: Version) -> dict[str, Any] | RaystowError:
+    """The metrics of a version, or why they cannot be read."""
+    try:
+        return version.metrics
+    except (Damaged, NotFound, Unsupported, Untrusted) as error:
+        return error
 
 
 def plan_release(catalog: Catalog, names: Collection[str]) -> RetentionPlan:

@@ -42,7 +42,8 @@ class Policy:
         keep_every_seconds: Of all versions with the same ``created // keep_every_seconds``, keep the newest; at least 1. Days and
             hours begin as those of UTC.
         keep_best: (metric, ``"min"`` or ``"max"``, how many): keep the best versions by a metric. Versions whose metric is
-            missing, NaN, or not a number are not among them; of equal ones the newer is better.
+            missing, NaN, or not a number are not among them; of equal ones the newer is better. Versions whose record cannot be
+            read are kept.
         max_bytes: The most stored bytes of all kept versions together. Versions that the rules above keep are dropped for it,
             oldest first, but none that is always kept; so the limit may stay exceeded.
         resumable: Of the kept versions that hold all that was saved, so many of the newest stay complete. Older ones are thinned:
@@ -132,6 +133,7 @@ def plan(
     *,
     pins: Mapping[str, int],
     metrics: Mapping[int, Mapping[str, object]],
+    unread: Collection[int] = (),
     rolled_back: Collection[int] = (),
     verified: int = 0,
     leased: Collection[tuple[int, str]] = (),
@@ -140,17 +142,18 @@ def plan(
 ) -> tuple[Decision, ...]:
     """Decide what becomes of each of ``entries`` (listed by the root, ids ascending).
 
-    ``metrics``: by id, for ``keep_best``. ``rolled_back``: ids of the versions that are not live. ``verified``: the newest
-    version verified. ``leased``: (id, attempt) under a lease. ``bases``: ids that saves under way may be deltas to. ``compact``:
-    write deltas whole where that frees more bytes than it writes, and drop their bases.
+    ``metrics``: by id, for ``keep_best``. ``unread``: ids of the versions whose records, and so metrics, cannot be read.
+    ``rolled_back``: ids of the versions that are not live. ``verified``: the newest version verified. ``leased``: (id, attempt)
+    under a lease. ``bases``: ids that saves under way may be deltas to. ``compact``: write deltas whole where that frees more
+    bytes than it writes, and drop their bases.
     """
     live = [entry for entry in entries if entry.id not in rolled_back]
     kept = _always_kept(entries, live, pins=pins, verified=verified, leased=leased, bases=bases)
     safe = {id for id, rules in kept.items() if rules}
     if policy.keeps:
-        for id, rule in _ruled(live, policy, metrics):
+        for id, rule in _ruled(live, policy, metrics, unread):
             kept[id].append(rule)
-        for id, rule in _ruled(entries, policy, metrics):  # as if nothing had been rolled back
+        for id, rule in _ruled(entries, policy, metrics, unread):  # as if nothing had been rolled back
             if id in rolled_back and not policy.drop_rolled_back:
                 kept[id].append(f"{rule}, rolled back")
     else:
@@ -241,7 +244,9 @@ def _freed(freeing: Freeing, decisions: Mapping[int, Decision]) -> dict[int, Dec
     return {base.id: gone} | {user.id: replace(decisions[user.id], compact=why) for user in users}
 
 
-def _ruled(entries: Sequence[Entry], policy: Policy, metrics: Mapping[int, Mapping[str, object]]) -> Iterator[tuple[int, str]]:
+def _ruled(
+    entries: Sequence[Entry], policy: Policy, metrics: Mapping[int, Mapping[str, object]], unread: Collection[int]
+) -> Iterator[tuple[int, str]]:
     """Ids, with the rules that keep them."""
     if (last := policy.keep_last) is not None:
         yield from ((entry.id, f"last {last}") for entry in entries[-last:])
@@ -253,6 +258,7 @@ def _ruled(entries: Sequence[Entry], policy: Policy, metrics: Mapping[int, Mappi
             yield id, f"newest of its {_span(seconds)}"
     if (best := policy.keep_best) is not None:
         yield from ((id, best_rule(best)) for id in _best([entry.id for entry in entries], best, metrics))
+        yield from ((entry.id, "unreadable record") for entry in entries if entry.id in unread)
 
 
 def _best(ids: Sequence[int], best: Best, metrics: Mapping[int, Mapping[str, object]]) -> list[int]:
