@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import OutcomeUnknown
 from raystow.storage.format.root import Entry
-from raystow.workers.protocol.messages import Begin, RankFinished
+from raystow.workers.protocol.messages import Begin, PartFailed, RankFinished
 
 PATIENCE = 30.0
 
@@ -48,4 +49,26 @@ def test_an_unexpected_error_ends_the_save(uri: str, monkeypatch: pytest.MonkeyP
                 await save(actor, 1)
         return await save(actor, 2)
 
+    assert asyncio.run(run()).step == 2
+
+
+def test_no_commit_waits_for_the_deletion_of_a_failed_save(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that deletes slowly would delay all commits."""
+    deleting, may_end = threading.Event(), threading.Event()
+
+    def discard(*_: Any) -> None:
+        deleting.set()
+        may_end.wait()
+
+    async def run() -> Entry:
+        actor = CoordinatorActor(uri)
+        failed = await actor.begin(Begin(0, 1, "process", 1, "node-0", 1, 600.0, 0, 0))
+        await actor.answer(PartFailed(failed, "out of memory"))
+        assert await asyncio.to_thread(deleting.wait, PATIENCE)
+        try:
+            return await save(actor, 2)
+        finally:
+            may_end.set()
+
+    monkeypatch.setattr(Committer, "discard", discard)
     assert asyncio.run(run()).step == 2

@@ -86,6 +86,7 @@ class CoordinatorActor:
         self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
         self._keeper: asyncio.Task[None] | None = None
         self._chores: asyncio.Task[None] | None = None
+        self._sweep: asyncio.Task[None] | None = None  # deletes the objects of abandoned attempts
         self._chore_errors = background.ErrorLog("housekeeping")
         self._fenced: tuple[Fenced, str] | None = None  # by another run, with the job that was fenced
         self._job = ""
@@ -382,8 +383,8 @@ class CoordinatorActor:
             self._replays.tick()
         core.nodes_alive({node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]})
         await self._tell()
-        for id, token in core.abandoned():
-            await asyncio.to_thread(self._discard, id, token)
+        if (self._sweep is None or self._sweep.done()) and (abandoned := core.abandoned()):
+            self._sweep = asyncio.create_task(asyncio.to_thread(self._discard, abandoned))  # which no commit waits for
         self._measure(core)
 
     async def _end_if_unused(self) -> None:
@@ -454,12 +455,13 @@ class CoordinatorActor:
         finally:
             metrics.record(metrics.COMMIT, SYSTEM.monotonic() - begun, repository=self._uri)
 
-    def _discard(self, id: int, attempt: str) -> None:
-        try:
-            self._committer.discard(id, attempt)
-        except RaystowError as error:
-            log = about(logger, repository=self._uri, version=id, attempt=attempt)
-            log.warning("objects of the abandoned attempt %d stay until the next collection: %s", id, error)
+    def _discard(self, attempts: Sequence[tuple[int, str]]) -> None:
+        for id, attempt in attempts:
+            try:
+                self._committer.discard(id, attempt)
+            except Exception as error:
+                log = about(logger, repository=self._uri, version=id, attempt=attempt)
+                log.warning("objects of the abandoned attempt %d stay until the next collection: %s", id, error)
 
 
 def _promised(record: VersionRecord) -> tuple[Entry, bytes]:
