@@ -11,7 +11,7 @@ from ...storage.errors import NotFound
 from ..save_interval import LEAST, best_interval, lost_share, time_between_failures
 from . import options
 from .options import Json, Uri, number, seconds
-from .output import count, emit, say
+from .output import count, duration, emit, say
 from .run_history import RunHistory, read_history
 from .target import open_target
 
@@ -76,15 +76,15 @@ def advise(
         )
         return
     steps = f" ({count(max(1, round(interval / step)), 'step')})" if step else ""
-    say(f"save every {_duration(interval)}{steps}: {100 * lost:.2f} % of the time is lost to saves and failures")
+    say(f"save every {duration(interval)}{steps}: {100 * lost:.2f} % of the time is lost to saves and failures")
     if present and now is not None:
-        say(f"at present every {_duration(present)}: {100 * now:.2f} %")
-    say(f"- stall of a save {_duration(cost.seconds)}: {cost.source}")
-    say(f"- time between failures {_duration(failures.seconds)}: {failures.source}")
+        say(f"at present every {duration(present)}: {100 * now:.2f} %")
+    say(f"- stall of a save {duration(cost.seconds)}: {cost.source}")
+    say(f"- time between failures {duration(failures.seconds)}: {failures.source}")
     if step:
-        say(f"- a step takes {_duration(step)}: median between versions")
+        say(f"- a step takes {duration(step)}: median between versions")
     if budget is not None:
-        say(f"- saves may take {budget:g} % of the time: an interval of at least {_duration(cost.seconds * 100 / budget)}")
+        say(f"- saves may take {budget:g} % of the time: an interval of at least {duration(cost.seconds * 100 / budget)}")
 
 
 def _stall(history: RunHistory) -> Figure:
@@ -100,13 +100,5 @@ def observed_mtbf(history: RunHistory) -> Figure:
     restores = sum(restore.at > created[0] for restore in history.restores) if span > 0 else 0
     ranks = max((saved.world_size or 1 for saved in history.versions), default=1)
     assumed = f"less than two restores are recorded, so that of a study, for {count(ranks, 'rank')}"
-    source = f"observed: {restores} restores in {_duration(span)}" if restores > 1 else assumed
+    source = f"observed: {restores} restores in {duration(span)}" if restores > 1 else assumed
     return Figure(time_between_failures(span, restores, ranks), source)
-
-
-def _duration(seconds: float) -> str:
-    """Seconds with three digits in the unit that fits."""
-    for unit, name in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.3g} {name}" if seconds < 1000 * unit else f"{seconds / unit:,.0f} {name}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

@@ -11,7 +11,7 @@ from ...storage.errors import NotFound
 from ...storage.version_selector import LATEST
 from . import options
 from .options import Json, number, seconds
-from .output import billed, count, dollars, emit, out, price, say, table
+from .output import billed, count, dollars, duration, emit, out, price, say, table
 from .pricing import DAYS, Bill, Prices, Saving, Schedule, break_even, monthly_bill, savings
 from .run_history import read_history
 from .target import open_target
@@ -175,7 +175,7 @@ def _print_bills(plain: Bill, coded: Bill, even: float | None) -> None:
     out.print()
     say(_verdict(plain, coded), style="bold")
     if even is not None and even >= 0.001:
-        say(f"the saving in the store pays for {_seconds(even)} more stall per save")
+        say(f"the saving in the store pays for {duration(even)} more stall per save")
 
 
 def _verdict(plain: Bill, coded: Bill) -> str:
@@ -188,17 +188,13 @@ def _verdict(plain: Bill, coded: Bill) -> str:
     return f"compression does not pay: it saves {dollars(store)} of storage and costs {dollars(longer)} of GPU time a month"
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds / 3600:,.1f} h" if seconds >= 36000 else f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds:,.3g} s"
-
-
 _FIGURES = {
     "stored": ("a version", billed),
     "kept": ("kept", billed),
     "written": ("written a month", billed),
     "store_dollars": ("store, a month", dollars),
-    "stall": ("stall of a save", _seconds),
-    "stalled": ("stalls a month", _seconds),
+    "stall": ("stall of a save", duration),
+    "stalled": ("stalls a month", duration),
     "gpu_hours": ("GPU hours a month", "{:,.1f}".format),
     "gpu_dollars": ("GPUs, a month", dollars),
     "dollars": ("total, a month", dollars),

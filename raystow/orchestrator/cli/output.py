@@ -41,9 +41,17 @@ def ratio_text(stored: int, raw: int) -> str:
 
 
 def age(seconds: float) -> str:
-    """Format a duration: ``3 min``. Negative values, of a clock that runs behind, give ``0 s``."""
+    """Format how long ago something was: ``3 min``. Negative values, of a clock that runs behind, give ``0 s``."""
     unit, name = next((unit, name) for limit, unit, name in _AGES if seconds < limit)
     return f"{max(0, int(seconds // unit))} {name}"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration with three digits in the unit that fits: ``50 ms``, ``2.5 s``, ``83.3 min``."""
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.3g} {name}" if seconds < 999.5 * unit else f"{seconds / unit:,.0f} {name}"
+    return f"{seconds * 1000:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def price(dollars: float) -> str:

@@ -13,7 +13,7 @@ from ..restore.plan import Rates
 from ..restore.what_if import Reads, plan_world
 from . import options
 from .options import Json, Uri, Which, number
-from .output import count, emit, fields_of, out, say, size, table
+from .output import count, duration, emit, fields_of, out, say, size, table
 from .target import open_target
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def plan(
     out.print()
     total = f"{size(made.store.nbytes)} from the store, {made.amplification:.3f} times what is needed, for {size(chosen.bytes)}"
     say(f"in total {total} stored; {size(passed_on)} passed on between nodes")
-    say(f"about {seconds:,.1f} s at {size(rate)} per second and node from the store, and {size(peer_rate)} from other nodes")
+    say(f"about {duration(seconds)} at {size(rate)} per second and node from the store, and {size(peer_rate)} from other nodes")
     if reach is not None:
         say(_reach_text(reach))
 

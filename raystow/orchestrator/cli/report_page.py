@@ -13,7 +13,7 @@ from ... import __version__
 from ..save_interval import LEAST, best_interval, lost_share
 from . import report_plots as plots
 from .advise import observed_mtbf
-from .output import age, count, dollars, moment, price, printable, size
+from .output import age, count, dollars, duration, moment, price, printable, size
 from .report_plots import Plot
 from .run_history import RunHistory, SavedVersion
 
@@ -43,7 +43,7 @@ def render(facts: RunHistory) -> str:
     environment = Environment(
         loader=PackageLoader("raystow.orchestrator.cli", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters.update(size=size, moment=moment, printable=printable, seconds=_seconds, dollars=dollars)
+    environment.filters.update(size=size, moment=moment, printable=printable, duration=duration, dollars=dollars)
     template = environment.get_template("report_page.html.j2")
     made = (_bytes, _ratio, _stall, _interval, _restores, _cost)
     sections = [*(make(facts) for make in made), *_metrics(facts)] if facts.versions else []
@@ -67,7 +67,7 @@ def _tiles(facts: RunHistory) -> Iterable[tuple[str, str]]:
         yield "newest", f"step {newest.step:,} ({age(facts.made - newest.created)} old)"
         yield "ratio of the newest", _fraction(newest.ratio)
     if facts.median_stall is not None:
-        yield "stall of a save", f"{_seconds(facts.median_stall)} median, {_seconds(max(facts.stalls))} at most"
+        yield "stall of a save", f"{duration(facts.median_stall)} median, {duration(max(facts.stalls))} at most"
     yield "restores", f"{len(facts.restores):,}"
 
 
@@ -97,11 +97,11 @@ def _stall(facts: RunHistory) -> Section:
     )
     if missing := len(facts.versions) - len(known):
         note += f" Unknown for {missing:,} of {count(len(facts.versions), 'version')}."
-    if not known:
+    if facts.median_stall is None:
         return Section("Stall of each save", "No save has recorded it.")
     if plots.flattened(facts.stalls):
         note += " The axis is logarithmic: the first save of a process takes longer."
-    alt = f"{_span(known)}: stall {_range(facts.stalls, _seconds)}, median {_seconds(facts.median_stall)}."
+    alt = f"{_span(known)}: stall {_range(facts.stalls, duration)}, median {duration(facts.median_stall)}."
     plot = plots.dots("stall", alt, _steps(known), [1000 * stall for stall in facts.stalls], unit="milliseconds")
     return Section("Stall of each save", note, plot)
 
@@ -117,10 +117,10 @@ def _interval(facts: RunHistory) -> Section:
     points = [low * (high / low) ** (number / 100) for number in range(101)]
     lost = {x: 100 * lost_share(x, stall, failures.seconds) for x in (*points, *marks.values())}
     note = (
-        f"Saves and the work that failures undo, at a stall of {_seconds(stall)} and a failure every "
-        f"{_seconds(failures.seconds)} ({failures.source}). Least at {_seconds(best)}: {lost[best]:.2g} %. See raystow advise."
+        f"Saves and the work that failures undo, at a stall of {duration(stall)} and a failure every "
+        f"{duration(failures.seconds)} ({failures.source}). Least at {duration(best)}: {lost[best]:.2g} %. See raystow advise."
     )
-    alt = f"Time lost by interval: {', '.join(f'{name} {_seconds(x)}, {lost[x]:.2g} %' for name, x in marks.items())}."
+    alt = f"Time lost by interval: {', '.join(f'{name} {duration(x)}, {lost[x]:.2g} %' for name, x in marks.items())}."
     drawn = {name: (x, lost[x]) for name, x in marks.items()}
     return Section(title, note, plots.curve("interval", alt, [(x, lost[x]) for x in points], drawn, unit="% of the time"))
 
@@ -199,10 +199,3 @@ def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
 
 def _fraction(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.3f}"
-
-
-def _seconds(seconds: float | None) -> str:
-    """Format seconds with three digits; in milliseconds below one second."""
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1000:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
