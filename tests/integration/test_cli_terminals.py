@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import signal
 import subprocess
@@ -123,6 +124,20 @@ def test_a_signal_that_is_ignored_stays_ignored(folder: Path) -> None:
         output, _ = process.communicate(b"n\n", timeout=60)
     assert process.returncode == 0
     assert b"nothing was dropped" in output
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["ls", "--json"], ["ls"]])
+def test_a_full_disk_is_an_error_without_a_traceback(folder: Path, words: list[str]) -> None:
+    where = [folder] if "ls" in words else []
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*RAYSTOW, *words, *where], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
+def test_help_in_few_columns_of_an_ascii_terminal() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "20"}
+    done = subprocess.run([*RAYSTOW, "--help"], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_few_columns_cut_no_cell_of_a_table(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from keyword import iskeyword
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ... import __version__
-from .exit_codes import EXIT_CODES, reporting
+from .exit_codes import EXIT_CODES, error_report, reporting
 from .interrupts import interruptible
 
 COMMANDS = {
@@ -84,11 +85,17 @@ def build() -> typer.Typer:
 def main() -> None:
     """Run the command line of this process. SIGTERM and SIGHUP interrupt it as Ctrl-C does, so that commands clean up."""
     interruptible()
+    for stream in (sys.stdout, sys.stderr):  # help, names and paths may have characters that the terminal's encoding lacks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         build()(prog_name="raystow")
     except KeyboardInterrupt:  # before the command began
         typer.echo("interrupted", err=True)
         sys.exit(130)
+    except OSError as error:  # help or JSON could not be written
+        error_report(error).print()
+        sys.exit(1)
 
 
 def _print_version(requested: bool) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import io
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec
@@ -92,9 +90,6 @@ def reporting(command: Callable[_P, None]) -> Callable[_P, None]:
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        for stream in (sys.stdout, sys.stderr):  # names and paths may hold what the terminal's encoding lacks
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")
         try:
             with extras.named():
                 command(*args, **kwargs)
