@@ -14,6 +14,7 @@ import torch
 from builders import orphans
 from cli_runner import ran, run_json
 from local_cluster import LocalCluster
+from state_equality import same
 
 import raystow
 from raystow.storage.errors import StateError
@@ -52,12 +53,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(template: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(template, tmp_path / "run"))
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if isinstance(a, torch.Tensor) else a == b
 
 
 def blank(step: int = 9) -> dict[str, Any]:

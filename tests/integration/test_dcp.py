@@ -16,6 +16,7 @@ from builders import orphans
 from gloo import RankFailed, Ranks, die
 from layouts import STEPS, Reads, build, state_of, train, whole
 from local_cluster import LocalCluster, first_save
+from state_equality import same
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -269,18 +270,6 @@ def blank(node: Any) -> Any:
     if isinstance(node, list | tuple):
         return type(node)(map(blank, node))
     return np.zeros_like(node) if isinstance(node, np.ndarray) else type(node)(0) if isinstance(node, np.generic) else None
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor | np.ndarray | np.generic):
-        as_bytes = [torch.as_tensor(np.asarray(x)) if not isinstance(x, torch.Tensor) else x for x in (a, b)]
-        raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in as_bytes]
-        return type(a) is type(b) and a.dtype == b.dtype and tuple(a.shape) == tuple(b.shape) and torch.equal(*raw)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
 
 
 @pytest.mark.parametrize("by", ["dcp", "checkpointer"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from builders import overwrite_root
 from local_cluster import LocalCluster
+from state_equality import restores
 
 from raystow.orchestrator.restore.agreed import restore_agreed
 from raystow.orchestrator.restore.agreement import ClusterAgreement
@@ -19,7 +20,6 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import SaveFailed, StoreUnavailable
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
-from raystow.storage.version import Version
 from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
 
 State = dict[str, Any]
@@ -39,12 +39,6 @@ def training(seed: int = 0) -> Iterator[State]:
         master, step = master - 1e-4 * moment, step + 1
 
 
-def same(version: Version, state: State) -> bool:
-    into = {group: {name: torch.zeros_like(tensor) for name, tensor in of.items()} for group, of in state.items()}
-    version.restore(into)
-    return all(torch.equal(into[group][name], tensor) for group, of in state.items() for name, tensor in of.items())
-
-
 def bases(cluster: LocalCluster) -> list[tuple[int, ...]]:
     return [entry.bases for entry in cluster.repository.root().versions]
 
@@ -61,7 +55,7 @@ def test_a_delta_group_has_the_configured_length(uri: str) -> None:
             cluster.save(state, step=step)
         assert bases(cluster) == [(), (1,), (1,), (1,), (), (5,)]
         versions = cluster.repository.versions()
-        assert all(same(version, state) for version, state in zip(versions, states, strict=True))
+        assert all(restores(version, state) for version, state in zip(versions, states, strict=True))
         assert versions[1].bytes < 0.85 * versions[0].bytes
         assert {c.coding.base for c in versions[1].chunks["optim.master"]} == {1}
         assert {c.coding.base for c in versions[1].chunks["model.w"]} == {1}, "it is stored with its master copy"
@@ -100,7 +94,7 @@ def test_retention_keeps_bases_and_later_saves_work(uri: str) -> None:
             repository = cluster.repository
             repository.plan_retention(Policy(keep_last=1), bases=cluster.coordinator.bases).execute()
             repository.plan_collection(grace=0).execute()
-            assert same(repository.latest(), state)
+            assert restores(repository.latest(), state)
         assert [entry.id for entry in repository.root().versions] == [4, version.id]
         assert bases(cluster) == [(), (4,)]
 
@@ -113,7 +107,7 @@ def test_a_version_whose_base_left_memory_is_stored_whole(uri: str) -> None:
         cluster.save(next(states), step=1)
         cluster.save(state := next(states), step=2)
         assert bases(cluster) == [(), (), (2,)], "later versions are deltas to the whole version"
-        assert same(cluster.repository.latest(), state)
+        assert restores(cluster.repository.latest(), state)
 
 
 def test_memory_keeps_the_newest_version_and_not_its_base(uri: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +122,7 @@ def test_memory_keeps_the_newest_version_and_not_its_base(uri: str, caplog: pyte
                 tier.resize(int(1.2 * tier.used))
         assert [found for found in bases(cluster) if found] == [(1,), (1,), (4,)], "the base of version 4 was not in memory"
         assert "nothing is stored as a delta to version 1 from now on" in caplog.text
-        assert all(same(version, state) for version, state in zip(cluster.repository.versions(), states, strict=True))
+        assert all(restores(version, state) for version, state in zip(cluster.repository.versions(), states, strict=True))
 
 
 def test_a_corrupted_base_in_memory_is_not_used(uri: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +136,7 @@ def test_a_corrupted_base_in_memory_is_not_used(uri: str, caplog: pytest.LogCapt
         os.close(descriptor)
         cluster.save(state := next(states), step=1)
         newest = cluster.repository.latest()
-        assert same(newest, state)
+        assert restores(newest, state)
         assert any(chunk.coding.base is None for chunk in newest.chunks["optim.exp_avg_sq"] + newest.chunks["optim.exp_avg"])
         assert "cannot be decoded" in caplog.text
 
@@ -209,4 +203,4 @@ def test_a_base_removed_by_hand_fails_one_save(uri: str) -> None:
             cluster.save(next(states), step=1)
         cluster.save(state := next(states), step=2)
         assert bases(cluster) == [()]
-        assert same(cluster.repository.latest(), state)
+        assert restores(cluster.repository.latest(), state)

@@ -14,6 +14,7 @@ from cli_runner import run_json
 from local_cluster import LocalCluster
 from ranks import every, start
 from safetensors.torch import load_file
+from state_equality import same
 
 import raystow
 
@@ -35,11 +36,6 @@ def zeros(state: Any) -> Any:
     return {name: zeros(part) if isinstance(part, dict) else torch.zeros_like(part) for name, part in state.items()}
 
 
-def check_equal(got: Any, expected: Any) -> None:
-    for name, tensor in flat(expected).items():
-        assert torch.equal(flat(got)[name], tensor), name
-
-
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_derived_weights_take_no_bytes_and_are_restored(tmp_path: Path, world: int) -> None:
@@ -54,15 +50,15 @@ def test_derived_weights_take_no_bytes_and_are_restored(tmp_path: Path, world: i
     assert infos["optim.master.a"].group == "weights", "weights are read from their master copy only"
     assert version.raw == sum(tensor.nbytes for tensor in flat(mixed(1)).values())
     assert version.bytes == sum(info.stored for info in infos.values())
-    check_equal({"model": {name: version.read(f"model.{name}") for name in mixed(1)["model"]}}, {"model": mixed(1)["model"]})
+    assert same({"model": {name: version.read(f"model.{name}") for name in mixed(1)["model"]}}, {"model": mixed(1)["model"]})
     assert torch.equal(version.read("model.b", slice(70_000, 2_500_003)), mixed(1)["model"]["b"][70_000:2_500_003])
     every(ranks, "set", mixed, 2)
     every(ranks, "restore")
     for rank in ranks:
-        check_equal(every([rank], "do", _state)[0], mixed(1))
+        assert same(every([rank], "do", _state)[0], mixed(1))
     into = {"model": zeros(mixed(1)["model"])}
     raystow.restore_latest(str(tmp_path), into=into, strict=False)
-    check_equal(into, {"model": mixed(1)["model"]})
+    assert same(into, {"model": mixed(1)["model"]})
 
 
 def _state(rank: Any) -> Any:
@@ -96,7 +92,7 @@ def check_strays(folder: Path, strays: Sequence[int | None]) -> None:
     for version, stray in zip(repository.versions(), strays, strict=True):
         stored = version.tensors()["model.a"].stored
         assert 0 < stored <= 4 << 20 if stray is not None else stored == 0
-        check_equal({name: version.read(name) for name in flat(mixed(1))}, flat(mixed(version.step, stray)))
+        assert same({name: version.read(name) for name in flat(mixed(1))}, flat(mixed(version.step, stray)))
         repository.verify(version, deep=True)
 
 
@@ -110,7 +106,7 @@ def test_restored_files_contain_the_tensors_of_their_group(tmp_path: Path) -> No
         "weights": {"model.a", "model.b", "model.tied"},
         "optimizer": {"optim.master.a", "optim.master.b", "optim.exp_avg.a", "optim.exp_avg.b"},
     }
-    check_equal(files["weights"] | files["optimizer"], flat(mixed(1)))
+    assert same(files["weights"] | files["optimizer"], flat(mixed(1)))
 
 
 def test_the_specification_reader_reads_derived_weights(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from local_cluster import LocalCluster
+from state_equality import restores
 
 from raystow.orchestrator.coordinator.delta_schedule import DEEPEST
 from raystow.storage.clock import SYSTEM
@@ -29,18 +30,6 @@ def lora(step: int) -> State:
     return {"model": dict(FROZEN), "adapter": adapter, "empty": torch.zeros(0, 7), "step": torch.tensor(float(step))}
 
 
-def same(version: Version, state: State) -> bool:
-    into = {**{name: torch.zeros_like(value) for name, value in state.items() if name != "model"}, "model": {}}
-    into["model"] = {name: torch.zeros_like(value) for name, value in state["model"].items()}
-    version.restore(into)
-
-    def bits(of: State) -> dict[str, bytes]:
-        flat = {**of["model"], **{name: value for name, value in of.items() if name != "model"}}
-        return {name: value.reshape(-1).view(torch.uint8).numpy().tobytes() for name, value in flat.items()}
-
-    return bits(into) == bits(state)
-
-
 def references(version: Version) -> dict[str, int | None]:
     return {name: rows[0].coding.base for name, rows in version.chunks.items() if rows[0].is_reference}
 
@@ -59,7 +48,7 @@ def test_frozen_tensors_are_stored_once_over_many_saves(uri: str) -> None:
         assert set(references(versions[-1])) == {f"model.{name}" for name in FROZEN}
         assert "whole" in versions[17].record.coding, "the series of deltas ended, but frozen tensors were not stored again"
         for step in (0, 1, 17, 19):
-            assert same(versions[step], lora(step))
+            assert restores(versions[step], lora(step))
             cluster.repository.verify(versions[step])
 
 
@@ -71,15 +60,15 @@ def test_references_survive_retention_compaction_and_repair(uri: str) -> None:
         repository.plan_retention(Policy(keep_last=2), bases=cluster.coordinator.bases).execute()
         repository.plan_collection(grace=0).execute()
         assert [entry.id for entry in repository.root().versions] == [1, 3, 4]
-        assert same(repository.version(4), lora(3))
+        assert restores(repository.version(4), lora(3))
         repository.plan_compaction([3]).execute()
         assert not repository.version(3).entry.bases
-        assert same(repository.version(3), lora(2))
+        assert restores(repository.version(3), lora(2))
         assert cluster.save(lora(4), step=4).entry.bases == (1,)
         plan_repair(repository.store).execute()
         repository.plan_retention(Policy(keep_last=1)).execute()
         repository.plan_collection(grace=0).execute()
-        assert same(repository.latest(), lora(4))
+        assert restores(repository.latest(), lora(4))
         repository.verify(repository.latest())
 
 

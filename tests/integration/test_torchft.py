@@ -18,6 +18,7 @@ import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from state_equality import same
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -103,22 +104,6 @@ def replica(node: str) -> Any:
 def weights(seed: int) -> dict[str, Any]:
     """Return a state of five chunks."""
     return {"user": {"default": {"w": torch.randn(5 << 20, generator=torch.Generator().manual_seed(seed))}}}
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return whether two states have the same types, containers and bits."""
-    if isinstance(a, dict):
-        return type(b) is dict and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, DTensor):
-        return a._spec == b._spec and same(a._local_tensor, b._local_tensor)
-    if isinstance(a, torch.Tensor):
-        same_form = (a.dtype, a.shape) == (b.dtype, b.shape)
-        return same_form and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-    if isinstance(a, np.ndarray | np.generic):
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and type(a) is type(b) and a.tobytes() == b.tobytes()
-    return type(a) is type(b) and repr(a) == repr(b)
 
 
 @anywhere
