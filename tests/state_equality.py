@@ -20,7 +20,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, DTensor):
         return a._spec == b._spec and same(a._local_tensor, b._local_tensor)
     if isinstance(a, torch.Tensor):
-        same_form = type(a) is type(b) and (a.dtype, a.shape) == (b.dtype, b.shape)
+        same_form = isinstance(b, torch.Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape)
         return same_form and torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
     if isinstance(a, np.ndarray | np.generic):
         return type(a) is type(b) and (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()

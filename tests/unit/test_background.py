@@ -62,6 +62,8 @@ OF_ONE = {
     "raystow-prepare": "prepares the first save of one process, which does it again after an error",
     "raystow-progress": "shows the bar of one restore",
     "raystow-demo": "replaces the node that the demo kills",
+    "raystow-signals": "ends one command; the first signal interrupts its main thread in any case",
+    "raystow-interrupted": "prints one line; the process ends after it in any case",
 }
 """Threads that end with the object that they serve."""
 
@@ -96,7 +98,7 @@ AWAITED = {
 }
 """Number of pools by file. The results of their calls are awaited, so an error is raised there."""
 
-TASKS = {"orchestrator/coordinator/actor.py": 2, "storage/stores/endless_answers.py": 1}
+TASKS = {"orchestrator/coordinator/actor.py": 3, "storage/stores/endless_answers.py": 1}
 """Tasks of event loops: tasks of the actor record all errors in an ``ErrorLog``; the result of the other task is awaited."""
 
 

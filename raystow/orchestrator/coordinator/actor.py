@@ -459,9 +459,11 @@ class CoordinatorActor:
         for id, attempt in attempts:
             try:
                 self._committer.discard(id, attempt)
-            except Exception as error:
+            except RaystowError as error:
                 log = about(logger, repository=self._uri, version=id, attempt=attempt)
                 log.warning("objects of the abandoned attempt %d stay until the next collection: %s", id, error)
+            except Exception as error:
+                self._chore_errors.note(error)
 
 
 def _promised(record: VersionRecord) -> tuple[Entry, bytes]:
