@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from ..storage.arguments import integer, refused
 from ..storage.errors import StateError
 from ..storage.format import values
+from ..storage.limits import MAX_NAME
 from ..workers.cache.host_memory import memory_limit
 from ..workers.shm.ring import SLOT
 
@@ -56,4 +57,6 @@ def metrics_of(metrics: object) -> dict[str, object]:
         if not isinstance(name, str) or not values.is_plain(value):
             instead = f"metrics[{name!r:.80}].item()" if hasattr(value, "item") else ""
             raise refused(f"metrics[{name!r:.80}]", value, "plain values by name", instead)
+        if len(name) > MAX_NAME or any("\ud800" <= c <= "\udfff" for c in name):
+            raise refused("a name of metrics", name, f"at most {MAX_NAME:,} characters that UTF-8 can encode")
     return dict(metrics)

@@ -183,8 +183,8 @@ def deep(levels: int) -> Any:
 
 UNSUITABLE = {
     "freed": (freed, "tensors whose memory was freed cannot be stored"),
-    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "without a shape cannot be stored"),
-    "not made yet": (lambda: torch.nn.LazyLinear(3).weight, "without a shape cannot be stored"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensors cannot be stored"),
+    "not made yet": (lambda: torch.nn.LazyLinear(3).weight, "uninitialized tensors cannot be stored"),
     "masked": (lambda: np.ma.masked_equal([1, 2, 3], 2), "arrays of class MaskedArray cannot be stored"),
     "deep": (lambda: deep(3000), "is nested more than 100 deep"),
 }

@@ -3,16 +3,21 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raystow.orchestrator.save import planner
 from raystow.orchestrator.save.assignment import SMALL, share
 from raystow.orchestrator.save.chunks import Cut, cuts
 from raystow.orchestrator.save.planned_chunk import PlannedChunk
 from raystow.orchestrator.save.planner import plan_save
 from raystow.orchestrator.save.shards import Shard
 from raystow.orchestrator.save.state_tree import Leaf
+from raystow.storage.errors import StateError
 from raystow.storage.format.groups import WEIGHTS
+from raystow.storage.limits import MAX_NAME
 
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}
 
@@ -77,3 +82,27 @@ def test_the_plans_of_all_ranks_have_every_chunk_once(sizes: list[int], world: i
     assert found == sorted({(p.shard.leaf.name, p.box) for p in plan_save(state, rank=0, world_size=1).pieces})
     assert sum(plan.nbytes for plan in plans) == 33 * sum(sizes)
     assert sum(plan.coverage[1] for plan in plans) == plans[0].coverage[1]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"n" * MAX_NAME: 1}, r'state\["n+\.\.\.: the keys of a value take more than 65,536 characters \(use shorter'),
+        (
+            {"a": {"\U0001f600" * 6000: np.zeros(1)}},
+            r'state\["a"\]\["\U0001f600+\.\.\.: the keys of a value take more than 65,536',
+        ),
+        ({"a": np.zeros(1, ">f8")}, "native byte order"),
+        ({"a": torch.nested.nested_tensor([torch.ones(1)])}, "nested tensors"),
+    ],
+)
+def test_a_state_that_the_format_cannot_store_is_refused(state: dict[str, object], message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        plan_save(state, rank=0, world_size=1)
+
+
+def test_the_container_of_too_many_plain_values_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MAX_ROWS", 1000)
+    state = {"data": {"order": list(range(1000))}, "step": 1}
+    with pytest.raises(StateError, match=r'state\["data"\]\["order"\]: more than 1,000 plain values \(make them an array\)'):
+        plan_save(state, rank=0, world_size=1)

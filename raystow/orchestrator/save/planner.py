@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from ...storage.coding.rounded import Rounded
 from ...storage.errors import StateError
 from ...storage.format import values
 from ...storage.format.manifest import path_text
+from ...storage.limits import MAX_ROWS
 from ...workers.staging.plan import CudaEvent
 from ..lossy import rounded_chunk
 from ..lossy.profiles import Lossy
@@ -156,6 +158,9 @@ def plan_save(
         largest = max((leaf for leaf in leaves if not leaf.is_tensor), key=lambda leaf: len(values.dumps(leaf.value)))
         what = f"plain values take more than {MAX_VALUES >> 20} MiB"
         raise StateError(what, subject=show(largest.path), remedy="make it an array")
+    if len(rows) > MAX_ROWS:
+        (around, _), *_ = Counter(leaf.path[:-1] for leaf in leaves if not leaf.is_tensor).most_common(1)
+        raise StateError(f"more than {MAX_ROWS:,} plain values", subject=show(around), remedy="make them an array")
     views = planner.shards.look([box for leaf in leaves if leaf.is_tensor for box in boxes(leaf)], rank)
     ready = {device: _record_event(device) for device in {view.shard.device for view in views} if device is not None}
     views, writes = copy_small(views)

@@ -146,7 +146,9 @@ def shard_of(leaf: Leaf, *, rank: int = 0, what: str = "state") -> Shard:
         array = np.asarray(value)
         dtype = dtypes.of_numpy(array.dtype)
         if dtype is None:
-            raise _unsuitable(leaf, what, f"numpy dtype {array.dtype}", "use a numeric or boolean dtype")
+            raise _unsuitable(
+                leaf, what, f"numpy dtype {array.dtype}", "convert it to a numeric or boolean dtype of native byte order"
+            )
         return Shard(leaf, kind, dtype, array.shape, (0,) * array.ndim, array.shape, (), 0, array)
     return _torch_shard(leaf, what)
 
@@ -159,7 +161,8 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
     try:
         shape = tuple(tensor.shape)
     except RuntimeError as error:  # nested, or a lazy parameter before its first use
-        raise _unsuitable(leaf, what, f"tensors of class {kind.__name__} without a shape", "save dense tensors") from error
+        sort = "nested" if tensor.is_nested else "uninitialized"
+        raise _unsuitable(leaf, what, f"{sort} tensors", "save dense tensors") from error
     offset, extent, first, local = (0,) * len(shape), shape, 0, tensor
     holders: tuple[int, ...] = ()
     if kind is torch.Tensor or kind is torch.nn.Parameter:  # as most are
@@ -169,8 +172,8 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
         (offset, extent), holders, first = place.box, place.holders, place.first
     elif kind is not torch.nn.Buffer:
         raise _unsuitable(leaf, what, f"tensors of class {kind.__name__}", "save its parts")
-    if local.layout != torch.strided or local.is_quantized or local.is_meta or local.is_nested:
-        flags = {"quantized": local.is_quantized, "meta": local.is_meta, "nested": local.is_nested}
+    if local.layout != torch.strided or local.is_quantized or local.is_meta:
+        flags = {"quantized": local.is_quantized, "meta": local.is_meta}
         sort = next((name for name, is_set in flags.items() if is_set), str(local.layout))
         raise _unsuitable(leaf, what, f"{sort} tensors", "save dense tensors")
     dtype = dtype_name(tensor.dtype)

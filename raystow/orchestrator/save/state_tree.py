@@ -11,12 +11,15 @@ import numpy as np
 from ...storage.coding.kernels import Words
 from ...storage.errors import StateError
 from ...storage.format import values
+from ...storage.format.manifest import path_text
+from ...storage.limits import MAX_NAME
 from .flat_fragment import FlatFragment
 
 if TYPE_CHECKING:
     import torch
 
 _DEEPEST = 100  # containers around a leaf, far below Python's recursion limit
+_LONG = MAX_NAME // 16  # characters of a name; the path of a shorter one, whose characters JSON may escape, fits the format
 
 State: TypeAlias = dict[str, Any]
 """A training state: a dict with string or integer keys of tensors, plain values, and dicts, lists and tuples of these."""
@@ -42,7 +45,7 @@ def flatten(state: object, *, what: str = "state") -> list[Leaf]:
     """Every leaf of a nested state, in its own order.
 
     ``StateError`` naming the path for anything that is not a dict with string or integer keys, list, tuple, tensor, numpy
-    array or plain value, for a container that contains itself, and for two leaves of one name.
+    array or plain value, for a container that contains itself, for two leaves of one name, and for a name that is too long.
     """
     if not isinstance(state, dict):
         by_name = "a dict of its state_dict(), and load_state_dict() that after a restore"
@@ -56,8 +59,12 @@ def flatten(state: object, *, what: str = "state") -> list[Leaf]:
         for leaf in leaves:
             if leaf.name in seen:
                 clash = f"has the same name {leaf.name!r} as {show(seen[leaf.name], what)}"
-                raise StateError(clash, subject=show(leaf.path, what))
+                raise StateError(clash, subject=show(leaf.path, what), remedy="rename one of them")
             seen[leaf.name] = leaf.path
+    for leaf in leaves:
+        if len(leaf.name) > _LONG and len(path_text(leaf.path)) > MAX_NAME:
+            long = f"the keys of a value take more than {MAX_NAME:,} characters"
+            raise StateError(long, subject=f"{show(leaf.path, what):.80}...", remedy="use shorter keys")
     return leaves
 
 
