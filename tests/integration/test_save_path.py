@@ -7,6 +7,7 @@ import gc
 import itertools
 import logging
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -253,6 +254,32 @@ def test_a_closed_checkpointer_refuses_calls(tmp_path: Path) -> None:
         return errors
 
     assert ray.get(rank.do.remote(save_after_close), timeout=60) == ["this Checkpointer is closed"] * 2
+
+
+def test_a_forked_child_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
+    (rank,) = start(str(tmp_path), 1)
+
+    def run(self: Rank) -> str:
+        self.checkpointer.save({"w": torch.ones(3)}, step=1).result(60)
+        answer, end = os.pipe()
+        if not (child := os.fork()):
+            signal.alarm(30)  # ends the child, whose calls would wait for threads that it does not have
+            for call in (lambda: self.checkpointer.save({}, step=2), lambda: self.checkpointer.restore(into={})):
+                with contextlib.suppress(BaseException):
+                    try:
+                        call()
+                    except raystow.StateError as error:
+                        os.write(end, f"{error.what}\n".encode())
+            os._exit(0)
+        os.close(end)
+        with open(answer) as lines:
+            told = lines.read()
+        os.waitpid(child, 0)
+        self.checkpointer.save({"w": torch.ones(3)}, step=2).result(60)
+        return told
+
+    told = ray.get(rank.do.remote(run), timeout=180)
+    assert re.fullmatch(r"(this Checkpointer belongs to process \d+, from which this one was forked\n){2}", told)
 
 
 def test_a_failure_is_raised_before_the_coordinator_answers(tmp_path: Path) -> None:

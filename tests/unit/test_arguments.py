@@ -141,7 +141,14 @@ def test_a_step_is_an_integer_that_fits_into_the_format(step: Any, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("metrics", "named"),
-    [([1], "metrics is"), ("loss", "metrics is"), ({"loss": [1]}, "loss"), ({1: 2}, r"metrics\[1\]"), ({"n" * 70_000: 1}, "65,536"), ({"\ud800": 1}, "UTF-8")],
+    [
+        ([1], "metrics is"),
+        ("loss", "metrics is"),
+        ({"loss": [1]}, "loss"),
+        ({1: 2}, r"metrics\[1\]"),
+        ({"n" * 70_000: 1}, "65,536"),
+        ({"\ud800": 1}, "UTF-8"),
+    ],
 )
 def test_metrics_are_plain_values_by_name(metrics: object, named: str) -> None:
     with pytest.raises(StateError, match=named):

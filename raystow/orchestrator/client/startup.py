@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeout
 
 from ...storage import background
-from ...storage.errors import ClusterError
+from ...storage.errors import ClusterError, StateError
 from ...workers.node.actor import node_actor
 from ...workers.protocol.messages import PROTOCOL, CoordinatorStarted, JoinRun, StartRun
 from .. import ray_cluster
@@ -32,7 +33,7 @@ class Startup:
 
     def __init__(self, uri: str, rank: int, world_size: int, run: StartRun) -> None:
         self.uri, self._rank, self._world_size = uri, rank, world_size
-        self._process = ray_cluster.run_here()
+        self._pid, self._process = os.getpid(), ray_cluster.run_here()
         self.port = RayCoordinatorClient(uri)
         node_actor(RayCoordinatorClient)  # is ready when the first save connects to it
         self._started: Future[CoordinatorStarted] = Future()
@@ -45,7 +46,11 @@ class Startup:
             ClusterError: It does not start.
             StoreError: It cannot read or write the store.
             UnsafeStore: The store has no atomic conditional writes.
+            StateError: This is a child of the process that made the Checkpointer. It has none of its threads.
         """
+        if os.getpid() != self._pid:
+            what = f"this Checkpointer belongs to process {self._pid}, from which this one was forked"
+            raise StateError(what, subject=self.uri, remedy="make another one, in a process that is started by spawn")
         try:
             return self._started.result(2 * ACTOR_START)
         except FuturesTimeout:
