@@ -17,6 +17,7 @@ from .leases import Lease
 from .object_store import ObjectStore
 from .root_register import RootRegister
 from .version import Version
+from .version_selector import check_version
 
 _Catalog = TypeVar("_Catalog", bound="Catalog")
 
@@ -90,7 +91,9 @@ class Catalog:
 
         Raises:
             NotFound: The version was dropped before.
+            StateError: It is of another repository.
         """
+        check_version(version, self.id)
         required, leased = {version.entry}, set[Entry]()
         with contextlib.ExitStack() as held:
             while fresh := required - leased:  # the root is read after a lease is written: what is live then stays readable

@@ -30,7 +30,7 @@ from .stores import open_store
 from .verify import Verified, verify_bytes, verify_sizes
 from .verify_progress import VerifyJournal
 from .version import Version
-from .version_selector import VersionSelector, is_reserved, select, selector_text
+from .version_selector import VersionSelector, check_version, is_reserved, select
 
 _SHOWN = 20  # versions in a notebook
 
@@ -120,7 +120,7 @@ class Repository(Catalog):
             Damaged: Names the first object that is wrong.
             StateError: The version is of another repository.
         """
-        selector_text(version, self.id)  # refuses a version of another repository
+        check_version(version, self.id)
         fresh = self.at(version.entry, siblings=version.siblings)  # what the caller's has cached may be damaged by now
         return verify_bytes(fresh, progress, journal=journal) if deep else verify_sizes(fresh)
 
@@ -156,7 +156,7 @@ class Repository(Catalog):
         """
         if not isinstance(name, str) or not name or is_reserved(name):
             raise refused("name", name, "a name that is no number, not 'latest', and does not begin with 'step:'")
-        selector_text(version, self.id)  # refuses a version of another repository
+        check_version(version, self.id)
 
         def change(root: Root) -> Root:
             if all(entry.id != version.id for entry in root.listed):

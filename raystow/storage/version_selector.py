@@ -38,6 +38,13 @@ def selector_text(which: VersionSelector, repository_id: str) -> str:
     raise refused("version", which, 'an id, the name of a pin, "step:60", "latest" or a Version')
 
 
+def check_version(version: Version, repository_id: str) -> None:
+    """``StateError`` for what is no ``Version`` of this repository."""
+    if not isinstance(version, Version):
+        raise refused("version", version, "a raystow.Version, such as repository.version(7)")
+    selector_text(version, repository_id)
+
+
 def is_reserved(name: str) -> bool:
     """Whether a selector of this text is not the name of a pin."""
     return name == LATEST or name.startswith(_STEP) or _NUMBER.fullmatch(name) is not None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,6 +144,12 @@ def test_a_damaged_source_fails_with_its_key_and_adds_nothing(source: Repository
         raystow.copy(source.uri, there)
     assert raised.value.subject == key
     assert live_ids(open_repository(there)) == [1]
+
+
+@pytest.mark.parametrize("versions", ["12", 1, None])
+def test_versions_to_copy_are_a_list(source: Repository, there: str, versions: Any) -> None:
+    with pytest.raises(StateError, match=f"versions is {versions!r} .give a list of versions"):
+        raystow.copy(source.uri, there, versions)
 
 
 def test_a_target_with_other_saves_is_refused(source: Repository, there: str) -> None:

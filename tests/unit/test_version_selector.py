@@ -45,9 +45,11 @@ def test_a_version_of_another_repository_is_refused(repository):
     other = memory_repository()
     committer = Committer(other, "me")
     assert committer.commit(empty_record(committer)).id == version.id
-    for refused in (other.verify, lambda version: other.pin(version, "best")):
+    for refused in (other.verify, lambda version: other.pin(version, "best"), lambda version: other.lease(version).__enter__()):
         with pytest.raises(StateError, match=f"belongs to repository {repository.id}, not to {other.id}"):
             refused(version)
+        with pytest.raises(StateError, match=r"version is 1 \(give a raystow.Version, such as repository.version"):
+            refused(1)
     assert other.root().pins == {}
 
 

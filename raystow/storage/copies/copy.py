@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..arguments import integer
+from ..arguments import integer, refused
 from ..catalog import Catalog
 from ..clock import SYSTEM, Clock
 from ..delta_chain import needed
@@ -131,6 +131,8 @@ def plan_copy(
         NotFound: There is no such version.
     """
     integer("memory", memory, least=1)
+    if isinstance(versions, str) or not isinstance(versions, Iterable):  # a string would be taken by its characters
+        raise refused("versions", versions, 'a list of versions, such as [7] or ["best"]')
     signer = _signer() if sign else None
     source = open_repository(source_uri, clock=clock).trusting(signer)
     source_root = source.root()
