@@ -50,7 +50,8 @@ class SegmentRun:
     def start(self) -> None:
         """Start all nodes and the coordinator with empty memory."""
         self.committer = Committer(self.repository, SYSTEM.token())
-        self.segments, self.rounds = Segments(self.committer, SYSTEM), JournalRounds(SYSTEM)
+        self.segments = Segments(self.committer, SYSTEM)
+        self.rounds = JournalRounds(SYSTEM, lambda: self.committer.rollbacks)
         self.memories = [EntryStore(1 << 30) for _ in range(self.world_size)]
         uri, id = self.repository.uri, self.repository.id
         self.writers = [

@@ -200,6 +200,26 @@ def test_durable_steps_survive_the_loss_of_all_nodes(tmp_path: Path) -> None:
     wait_for_segments(tmp_path, 10)
 
 
+def test_steps_before_a_rollback_are_not_replayed(tmp_path: Path) -> None:
+    """They are in memory and in the store, and follow the version that the rollback makes the newest again."""
+    (rank,) = start(str(tmp_path), 1)
+    assert every([rank], "do", resume, 2) == [(-1, 0)]
+    every([rank], "do", train, 3, 2)
+    every([rank], "result")
+    every([rank], "do", train, 5)
+    wait_for_segments(tmp_path, 4)
+    ray.kill(rank)
+    repository = raystow.open(tmp_path)
+    assert repository.rollback(repository.version("step:2")) == []
+    (rank,) = start(str(tmp_path), 1)
+    assert every([rank], "do", resume, 2) == [(2, 2)]
+    every([rank], "do", train, 4)
+    ray.kill(rank)
+    (rank,) = start(str(tmp_path), 1)
+    assert every([rank], "do", resume, 2) == [(2, 4)]
+    assert every([rank], "do", bits) == [undisturbed(4)]
+
+
 def wait_for_segments(path: Path, step: int) -> None:
     repository = raystow.open(path)
     wait_until(lambda: [one.step for one in repository.root().segments][-1:] == [step], lambda: str(repository.root().segments))

@@ -74,6 +74,22 @@ def test_a_rollback_removes_copied_segments(run: SegmentRun, there: str) -> None
     assert copy(run, there) == []
 
 
+def test_a_replica_has_had_fewer_rollbacks(run: SegmentRun, there: str) -> None:
+    """Its segments are replayed nevertheless: there are none from before a rollback."""
+    assert copy(run, there) == [2, 4]
+    for _ in range(2):
+        run.repository.rollback("latest")
+    run.start()
+    training, journal = begin(run, 0)
+    record(run, journal, training, range(1, 3))
+    journal.close()
+    assert copy(run, there) == [2]
+    assert open_repository(there).root().rollbacks < run.root.rollbacks
+    training, journal = begin(SegmentRun(there), 0)
+    journal.close()
+    assert training.bits() == states(2)[2]
+
+
 def test_a_damaged_entry_is_not_copied(run: SegmentRun, there: str) -> None:
     second = run.root.segments[1]
     key = keys.segment_entries(second.number, second.attempt, 0)

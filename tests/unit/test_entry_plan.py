@@ -66,3 +66,13 @@ def test_a_clock_set_back_does_not_make_a_generation_older(found: tuple[int, ...
     plan = plan_entries(0, 2, {"a": steps(1, 2, 3, lineage=first), "b": repeated})
     assert plan.lineage == second
     assert plan.step == 2
+
+
+@pytest.mark.parametrize(("earlier", "later"), [(0, 1), (1, 11)])
+def test_a_rollback_ends_all_generations(earlier: int, later: int) -> None:
+    lineage = continued(EntryPlan(0), 0, 0, FakeClock(), earlier)
+    held = {"a": steps(1, 2, lineage=lineage)}
+    assert reached(plan_entries(0, 2, held, rollbacks=earlier)) == (2, "")
+    after = plan_entries(0, 2, held, rollbacks=later)
+    assert reached(after) == (0, "the steps after 0 were recorded before a rollback")
+    assert continued(after, 0, 0, FakeClock(), later)[0].token > lineage[0].token

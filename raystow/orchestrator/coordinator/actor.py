@@ -80,7 +80,7 @@ class CoordinatorActor:
         self._changed = asyncio.Condition()
         self._reported = (0, 0, 0)
         self._restoring, self._recalling = asyncio.Lock(), asyncio.Lock()
-        self._replays = JournalRounds(SYSTEM)
+        self._replays = JournalRounds(SYSTEM, lambda: self._committer.rollbacks)
         self._in_store: dict[EntryInfo, StoredEntry] = {}  # the entries that the store has, when all ranks voted last
         self._choices: tuple[int, dict[str, RestoreChoice]] = (0, {})  # by attempt, since this change of the rounds
         self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)

@@ -52,7 +52,7 @@ def journal_reach(catalog: Catalog, root: Root, base: int, world_size: int) -> J
             held.update(asyncio.run(journal_entries(catalog.id)))
     except ClusterError as error:
         why_not = error.what
-    plan = plan_entries(base, world_size, held)
+    plan = plan_entries(base, world_size, held, rollbacks=root.rollbacks)
     places = [place for step in plan.steps for place in step]
     nodes = Counter(node for place in places for node in place.nodes)
     nbytes = sum(place.info.size for place in places)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...storage.clock import Clock
-from ...workers.protocol.messages import EntryInfo, EntryPlace, Generation, generation_of
+from ...workers.protocol.messages import STORE, EntryInfo, EntryPlace, Generation, generation_of
 
 _MOST_GENERATIONS = 64
 """Generations that entries name: a training that restarted more often without a version has other problems."""
@@ -41,25 +41,34 @@ class EntryPlan(NamedTuple):
                 yield from sorted(places, key=lambda one: abs((2 * one.info.rank + 1) * world_size - (2 * rank + 1) * recorded))
 
 
-def plan_entries(base: int, world_size: int, held: Mapping[str, Sequence[EntryInfo]], fixed: str = "") -> EntryPlan:
+def plan_entries(
+    base: int, world_size: int, held: Mapping[str, Sequence[EntryInfo]], fixed: str = "", *, rollbacks: int = 0
+) -> EntryPlan:
     """Choose among the entries that nodes have in memory.
 
     The newest generation that can be reached counts: what an earlier one has recorded after its beginning are steps that were
-    repeated.
+    repeated. Generations that began before a rollback do not count, unless the store has them: a rollback removes them there, and
+    a replica of the repository has had other rollbacks.
 
     Args:
         base: The step of the version that the entries must follow.
         world_size: The number of ranks that replay them.
         held: The entries that each node has.
         fixed: Why entries of another number of ranks cannot be used; empty if they can.
+        rollbacks: How many the repository has had.
     """
     nodes: dict[EntryInfo, list[str]] = {}
     for node, infos in held.items():
         for info in infos:
             if info.step > base:
                 nodes.setdefault(info, []).append(node)
+    stored = {info.generation for info in held.get(STORE, ())}
     end, newest = "", max((info.generation for info in nodes), default="")
     for lineage in sorted({info.lineage for info in nodes}, key=lambda lineage: lineage[-1].token, reverse=True):
+        token = lineage[-1].token
+        if token not in stored and not token.endswith(_suffix(rollbacks)):
+            end = end or f"the steps after {base} were recorded before a rollback"
+            continue
         plan = _follow(base, world_size, lineage, nodes, fixed)
         if plan.step > base:
             return plan._replace(newest=newest)
@@ -67,16 +76,22 @@ def plan_entries(base: int, world_size: int, held: Mapping[str, Sequence[EntryIn
     return EntryPlan(base, end=end, newest=newest)
 
 
-def continued(plan: EntryPlan, base: int, step: int, clock: Clock) -> tuple[Generation, ...]:
+def continued(plan: EntryPlan, base: int, step: int, clock: Clock, rollbacks: int = 0) -> tuple[Generation, ...]:
     """The lineage of entries recorded from ``step`` on, as a new generation; ``base``: the newest version. Tokens of later
-    generations sort after those of earlier ones, also if the clock was set back."""
+    generations sort after those of earlier ones, also if the clock was set back. ``rollbacks``: see ``plan_entries``."""
     token = f"{int(clock.now() * 1000):013x}-{clock.token()}"
     if token <= plan.newest:
         token = f"{plan.newest}-{clock.token()}"
+    token += _suffix(rollbacks)
     before = [generation for generation in plan.lineage if generation.first <= step]
     pairs = itertools.zip_longest(before, before[1:])
     needed = [generation for generation, following in pairs if following is None or following.first > base + 1]
     return *needed[-_MOST_GENERATIONS:], Generation(token, step + 1)
+
+
+def _suffix(rollbacks: int) -> str:
+    """The end of the tokens of generations that began after so many rollbacks of the repository."""
+    return f"-r{rollbacks}" if rollbacks else ""
 
 
 def _follow(

@@ -22,6 +22,7 @@ class JournalRound:
     Args:
         votes: What each rank has said last.
         plan: How far to go; None until all ranks have come.
+        rollbacks: Those of the repository when the plan was made.
         lineage: Of the entries that follow.
         agreed: All have reached the step of the plan.
     """
@@ -30,6 +31,7 @@ class JournalRound:
     deadline: float
     votes: dict[int, JournalVote] = field(default_factory=dict)
     plan: EntryPlan | None = None
+    rollbacks: int = 0
     lineage: tuple[Generation, ...] = ()
     agreed: bool = False
     failure: RaystowError | None = None
@@ -50,10 +52,10 @@ class JournalRound:
 
 
 class JournalRounds:
-    """The rounds of one repository. Not thread-safe."""
+    """The rounds of one repository. Not thread-safe. ``rollbacks``: how many it has had."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, rollbacks: Callable[[], int] = lambda: 0) -> None:
+        self._clock, self._rollbacks = clock, rollbacks
         self._open: JournalRound | None = None
         self._ended: dict[int, JournalRound] = {}  # by rank: the last round that ended
         self.changes = 0
@@ -137,7 +139,9 @@ class JournalRounds:
         (base,) = bases
         nothing = any(vote.nothing for vote in round.votes.values())
         fixed = next((vote.fixed for vote in round.votes.values() if vote.fixed), "")
-        round.plan = plan_entries(base, round.world_size, {} if nothing else survey(), fixed)
+        round.rollbacks = self._rollbacks()
+        held = {} if nothing else survey()
+        round.plan = plan_entries(base, round.world_size, held, fixed, rollbacks=round.rollbacks)
         self.changes += 1
 
     def _compare(self, round: JournalRound, plan: EntryPlan, base: int) -> None:
@@ -154,7 +158,7 @@ class JournalRounds:
         round.plan = plan._replace(step=step)
         self.changes += 1
         if round.agreed:
-            round.lineage = continued(plan, base, step, self._clock)
+            round.lineage = continued(plan, base, step, self._clock, round.rollbacks)
             round.plan = round.plan._replace(steps=())  # only for the first answers
             self._close(round)
 
