@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 from polling import wait_until
-from ranks import Rank, every, start
+from ranks import Rank, every, save_state, start
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient, coordinator_actor
@@ -176,3 +176,15 @@ def _reports_a_failure(rank: Any) -> bool:
         return bool(ray.get(rank.do.remote(lambda self: self.checkpointer._report_failure(9, 9, "it was frozen")), timeout=60))
     except raystow.ClusterError:
         return False
+
+
+def test_an_old_rank_does_not_end_the_restore_of_a_smaller_run(tmp_path: Path) -> None:
+    """No process of the smaller run has its rank."""
+    *_, last = old = start(str(tmp_path), 3)
+    save_state(old, 1, small)
+    first, second = new = start(str(tmp_path), 2)
+    every(new, "set", small)
+    restored = first.restore.remote()  # waits for the other rank
+    with pytest.raises(raystow.Fenced, match="has begun a run of world size 2 after"):
+        ray.get(last.restore.remote(), timeout=60)
+    assert {version.id for version in ray.get([restored, second.restore.remote()], timeout=60)} == {1}

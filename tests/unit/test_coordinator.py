@@ -88,7 +88,7 @@ def test_the_error_names_both_processes_of_one_rank(run: CoordinatedRun) -> None
     run.core.join(0, "t1@process 4 on other-host")
     told = "rank 0 of memory://.*: process 4 on other-host has taken up this rank after process 17 on first-host .*on_fenced"
     with pytest.raises(Fenced, match=told):
-        run.core.begin(Begin(0, 1, "t0@process 17 on first-host", 1, "node-0", 1, 60.0, 7, 7))
+        run.core.begin(Begin(0, 2, "t0@process 17 on first-host", 1, "node-0", 1, 60.0, 7, 7))
 
 
 def test_different_steps_of_one_save_abort_immediately(run: CoordinatedRun) -> None:
@@ -209,7 +209,7 @@ def test_a_node_whose_part_is_durable_may_fail(run: CoordinatedRun) -> None:
 
 def test_another_world_size_ends_the_old_attempts(run: CoordinatedRun) -> None:
     ticket = run.begin(0, world=2)
-    run.begin(0, 2, world=3, save=2)
+    run.begin(2, 2, process="b", world=3)
     assert "world size changed from 2 to 3" in run.reason(ticket)
 
 
@@ -295,6 +295,26 @@ def test_a_replaced_process_has_no_vote(run: CoordinatedRun, vote: RestoreVote |
     run.core.join(0, "b0", 2)
     with pytest.raises(Fenced, match=r"rank 0 of .*: another process has taken up this rank"):
         run.core.check_member(vote)
+
+
+@pytest.mark.parametrize("order", ["known", "new", "old"])
+def test_a_smaller_run_fences_ranks_that_it_lacks(run: CoordinatedRun, order: str) -> None:
+    """Such a process would end the restore and the save of the run that has replaced its own, also if it is the first to call a
+    restarted coordinator."""
+    vote = RestoreVote(1, 2, "a1", 1, 60.0)
+    if order == "known":
+        run.core.check_member(vote)
+    else:
+        run = restarted(run)
+    if order == "old":
+        run.core.check_member(vote)
+    run.core.join(0, "b0", 1)
+    ticket = run.begin(0, process="b", world=1)
+    with pytest.raises(Fenced, match="has begun a run of world size 1 after"):
+        run.core.check_member(vote)
+    with pytest.raises(Fenced):
+        run.begin(1, 2)
+    assert run.phase(ticket) is Phase.GATHERING
 
 
 def test_a_save_that_failed_on_one_rank_ends_its_attempt(run: CoordinatedRun) -> None:

@@ -95,10 +95,15 @@ class Coordinator:
                 self._abort(attempt, f"rank {rank} was restarted")
 
     def check_member(self, message: Begin | AskNextSave | RestoreVote | JournalVote) -> None:
-        """Raise ``Fenced`` if another process has taken the rank of the one that sends a message."""
+        """Raise ``Fenced`` if another process has taken the rank of the one that sends a message, or a run of another world size
+        has begun after it."""
         rank, incarnation = message.rank, message.incarnation
-        self._assume(rank, incarnation, message.world_size)
         takes_over = isinstance(message, Begin | AskNextSave) and message.on_fenced == "takeover"
+        other_size = self._world_size not in (None, message.world_size)
+        if other_size and not takes_over and incarnation < (newest := max(self._members.values())):
+            what = f"{_process(newest)} has begun a run of world size {self._world_size} after {_process(incarnation)}"
+            raise Fenced(what, subject=self._committer.catalog.uri, remedy=ANOTHER_RUN)
+        self._assume(rank, incarnation, message.world_size)
         if self._members[rank] != incarnation and takes_over:
             self.join(rank, incarnation, message.world_size)
         if self._members[rank] != incarnation:
