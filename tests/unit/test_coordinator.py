@@ -289,6 +289,33 @@ def test_a_takeover_lasts_after_a_restart(run: CoordinatedRun) -> None:
         fresh.begin(0, 3, process="b", save=2)
 
 
+def take_over(run: CoordinatedRun, rank: int) -> Ticket:
+    return run.core.begin(Begin(rank, 2, f"a{rank}", 1, f"node-{rank}", 1, 60.0, 7, 7 * (rank == 0), on_fenced="takeover"))
+
+
+def test_a_takeover_mixes_no_ranks_of_two_runs(run: CoordinatedRun) -> None:
+    """Both runs save the same step, and the second rank of the run that takes over is late."""
+    for rank in range(2):
+        run.core.join(rank, f"b{rank}", 2)
+    old = run.begin(1, process="b")
+    first = take_over(run, 0)
+    assert run.phase(old) is Phase.ABORTED
+    for message in (Begin(1, 2, "b1", 2, "node-1", 1, 60.0, 7, 0), RestoreVote(1, 2, "b1", 1, 60.0)):
+        with pytest.raises(Fenced, match="has taken over"):
+            run.core.check_member(message)
+    second = take_over(run, 1)
+    run.seal([first, second])
+    run.commit()
+    assert run.phase(first) is Phase.COMMITTED
+
+
+def test_a_takeover_from_one_rank_keeps_the_others(run: CoordinatedRun) -> None:
+    run.core.join(0, "b0", 2)
+    first, second = take_over(run, 0), take_over(run, 1)
+    assert first.attempt == second.attempt
+    run.core.check_member(RestoreVote(1, 2, "a1", 1, 60.0))
+
+
 @pytest.mark.parametrize("vote", [RestoreVote(0, 2, "a0", 1, 60.0), JournalVote(0, 2, "a0", 1, 60.0, 0)])
 def test_a_replaced_process_has_no_vote(run: CoordinatedRun, vote: RestoreVote | JournalVote) -> None:
     run.core.check_member(vote)

@@ -40,6 +40,7 @@ class Coordinator:
     def __init__(self, committer: Committer, clock: Clock, *, writer: dict[str, str]) -> None:
         self._committer, self._clock, self._writer = committer, clock, writer
         self._members: dict[int, str] = {}
+        self._ousted: set[str] = set()  # the processes that had ranks when another run took over from one of them
         self._assumed: set[int] = set()  # ranks whose process has joined an earlier coordinator only
         self._joined: dict[int, int] = {}  # rank -> generation in which its process joined
         self._missed: dict[int, dict[int, tuple[int, str]]] = {}  # step -> rank -> number of its failed save, and the reason
@@ -95,8 +96,8 @@ class Coordinator:
                 self._abort(attempt, f"rank {rank} was restarted")
 
     def check_member(self, message: Begin | AskNextSave | RestoreVote | JournalVote) -> None:
-        """Raise ``Fenced`` if another process has taken the rank of the one that sends a message, or a run of another world size
-        has begun after it."""
+        """Raise ``Fenced`` if another process has taken the rank of the one that sends a message, or another run the
+        repository."""
         rank, incarnation = message.rank, message.incarnation
         takes_over = isinstance(message, Begin | AskNextSave) and message.on_fenced == "takeover"
         other_size = self._world_size not in (None, message.world_size)
@@ -104,12 +105,20 @@ class Coordinator:
             what = f"{_process(newest)} has begun a run of world size {self._world_size} after {_process(incarnation)}"
             raise Fenced(what, subject=self._committer.catalog.uri, remedy=ANOTHER_RUN)
         self._assume(rank, incarnation, message.world_size)
-        if self._members[rank] != incarnation and takes_over:
+        if takes_over and self._members[rank] != incarnation:
+            if self._members[rank] not in self._ousted:  # by the first rank of a run: no attempt has ranks of both runs
+                self._ousted = {*self._members.values()}
+                self._generation += 1
             self.join(rank, incarnation, message.world_size)
         if self._members[rank] != incarnation:
             what = f"{_process(self._members[rank])} has taken up this rank after {_process(incarnation)}"
             remedy = f"run each rank once, and give each process its own rank; {ANOTHER_RUN}"
             raise Fenced(what, subject=f"rank {rank} of {self._committer.catalog.uri}", remedy=remedy)
+        if takes_over:
+            self._ousted.discard(incarnation)
+        if incarnation in self._ousted:
+            what = f"another run has taken over from that of {_process(incarnation)}"
+            raise Fenced(what, subject=self._committer.catalog.uri, remedy=ANOTHER_RUN)
 
     def next_save(self, ask: AskNextSave) -> NextSave:
         """A rank asks when to save. All ranks that ask for the same step get the same answer."""
