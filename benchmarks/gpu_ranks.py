@@ -1,12 +1,13 @@
 """Measure one training on all GPUs of a host, sharded by FSDP2: the cost of saves, and restores.
 
-A GPT (``gpu_workload``, 6.4 billion parameters by default: 77 GB of fp32 weights and moments) trains on bytes of real text, with
+A GPT (``gpu_workload``, 4.3 billion parameters by default: 52 GB of fp32 weights and moments) trains on bytes of real text, with
 bfloat16 compute and one process for each GPU. All contestants run in the same training, one after the other.
 
 Method. As in ``gpu_save``, windows of steps with a save in the first alternate with windows without, and the time lost is a
 window's excess over the mean of its neighbors. The ranks compute in lockstep, so rank 0's clock shows what any rank loses. A save
 is durable when it is for the last rank. CPU seconds are those of the whole machine, without what it uses in the same time of
-training. Restores fill the tensors on the GPUs, which are set to zero before; every rank compares all bits afterwards.
+training. Restores read the store and fill the tensors on the GPUs, which are set to zero before; every rank then compares all
+bits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-OURS, MEMORY = "raystow deflate", "raystow deflate, from the node's memory"
+OURS = "raystow deflate"
 CONTESTANTS = (OURS, DCP, TORCH_CHECKPOINTING)
 BYTES = 256  # the vocabulary
 now = time.perf_counter
@@ -177,7 +178,7 @@ class Rank:
             "stored": outcomes[-1].stored,
         }
 
-    def restore(self, rounds: int, source: str) -> list[float]:
+    def restore(self, rounds: int) -> list[float]:
         """Save once and load several times; return seconds. ``SystemExit`` if a bit differs."""
         training, contestant = self._training, self._contestant
         into = training.state()
@@ -192,10 +193,7 @@ class Rank:
             training.synchronize()
             dist.barrier(group=self._group)
             start = now()
-            if source == MEMORY and isinstance(contestant, Raystow):
-                contestant.checkpointer.restore_latest(into=into, allow_uncommitted=False)
-            else:
-                contestant.load(into)
+            contestant.load(into)
             training.synchronize()
             times.append(now() - start)
             if not all(
@@ -277,17 +275,17 @@ def main(
     store: Annotated[Path, typer.Option(help="parent folder of the checkpoints, deleted at the end")] = Path("/dev/shm"),
     contestant: Annotated[list[str] | None, typer.Option(help="contestant to measure (repeatable); default: all")] = None,
     ranks: Annotated[int | None, typer.Option(help="processes; default: one for each GPU")] = None,
-    saves: Annotated[int, typer.Option(min=1, help="measured windows with a save")] = 4,
-    every: Annotated[int, typer.Option(min=1, help="steps of a window")] = 5,
+    saves: Annotated[int, typer.Option(min=1, help="measured windows with a save")] = 3,
+    every: Annotated[int, typer.Option(min=1, help="steps of a window")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="measured restores")] = 2,
-    layers: Annotated[int, typer.Option(help="of the model")] = 24,
+    layers: Annotated[int, typer.Option(help="of the model")] = 16,
     width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = 4096,
     context: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
     batch: Annotated[int, typer.Option(help="sequences of a micro-batch of a rank")] = 4,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a trial")] = "cuda",
 ) -> None:
     """Measure saves and restores of one training on several GPUs."""
-    console = console_for_tables()
+    console, names = console_for_tables(), report.chosen(contestant, CONTESTANTS)
     world = ranks or torch.cuda.device_count()
     size = Size(layers=layers, width=width, context=context, batch=batch, vocabulary=BYTES)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -298,18 +296,17 @@ def main(
     group = [actor.remote(rank, world, "127.0.0.1:29541", device, size) for rank in range(world)]
     results: dict[str, Any] = {**ray.get([one.about.remote() for one in group])[0], "saves": {}, "restores": {}}
     results["settings"] = {"saves": saves, "every": every, "rounds": rounds, **vars(size)}
-    for name in contestant or CONTESTANTS:
+    for name in names:
         with tempfile.TemporaryDirectory(prefix="raystow-gpu-ranks-", dir=store) as root:
             try:
                 ray.get([one.use.remote(name, f"{root}/saves") for one in group])
                 rows = ray.get([one.save.remote(saves, every) for one in group])
                 results["saves"][name] = merged(rows, results["bytes"])
                 ray.get([one.use.remote(name, f"{root}/restores") for one in group])  # which refers to no deleted version
-                for source in (name, MEMORY) if name == OURS else (name,):
-                    times = [max(of) for of in zip(*ray.get([one.restore.remote(rounds, source) for one in group]), strict=True)]
-                    seconds = statistics.median(times[1:])
-                    rate = results["bytes"] / 1e9 / seconds
-                    results["restores"][source] = {"seconds": seconds, "first": times[0], "GB/s": rate, "all": times}
+                times = [max(of) for of in zip(*ray.get([one.restore.remote(rounds) for one in group]), strict=True)]
+                seconds = statistics.median(times[1:])
+                rate = results["bytes"] / 1e9 / seconds
+                results["restores"][name] = {"seconds": seconds, "first": times[0], "GB/s": rate, "all": times}
             except ray.exceptions.RayError as error:
                 console.print(f"{name} is skipped: {str(error)[-1500:]}", highlight=False, markup=False)
                 break  # the ranks may wait for each other
