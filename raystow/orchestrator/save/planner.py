@@ -12,6 +12,7 @@ from ...storage.coding.rounded import Rounded
 from ...storage.errors import StateError
 from ...storage.format import values
 from ...storage.format.manifest import path_text
+from ...storage.gc_pause import uncollected
 from ...storage.limits import MAX_ROWS
 from ...workers.staging.plan import CudaEvent
 from ..lossy import rounded_chunk
@@ -43,6 +44,7 @@ class Planner:
         self._last: ChunkAssignment | None = None
         self._key: list[object] = []
 
+    @uncollected()
     def divide(self, plan: SavePlan) -> ChunkAssignment:
         """Assign the chunks of a save. On the staging thread. ``StateError`` if a tensor's memory was freed."""
         for view in plan.views:  # the memory of a known tensor may have shrunk, at the same address
@@ -144,6 +146,7 @@ class SavePlan:
         self.planner.let_go()
 
 
+@uncollected()
 def plan_save(
     state: object, *, rank: int, world_size: int, on_gpu: bool = True, planner: Planner | None = None, save: int = 1
 ) -> SavePlan:
