@@ -36,7 +36,8 @@ import raystow
 from raystow.storage import repository as opening
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.format.root import Entry
+from raystow.storage.format import keys
+from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.repository import Repository, create_repository
 from raystow.storage.stores import open_store
@@ -62,9 +63,15 @@ def entries(number: int) -> tuple[Entry, ...]:
 def populate(uri: str, live: int) -> Repository:
     """Create a repository with this number of live versions."""
     repository = create_repository(uri)
-    made = entries(live)
-    repository.register.update(lambda root: replace(root, versions=made, next_id=live + 1))
+    put_root(repository, replace(repository.root(), versions=entries(live), next_id=live + 1))
     return repository
+
+
+def put_root(repository: Repository, root: Root) -> bytes:
+    """Replace the root by one that no commit could lead to, and return its bytes."""
+    data = root.dump()
+    repository.store.put(keys.ROOT, [data])
+    return data
 
 
 def record(committer: Committer) -> VersionRecord:
@@ -86,9 +93,9 @@ def commits(uri: str, live: int, rounds: int) -> dict[str, Any]:
         start = time.perf_counter()
         committer.commit(made)
         end = time.perf_counter()
-        root = repository.register.update(lambda root: replace(root, versions=root.versions[1:]))
-        assert len(root.versions) == live
-        data = root.dump()
+        root = repository.root()
+        assert len(root.versions) == live + 1
+        data = put_root(repository, replace(root, versions=root.versions[1:]))
         before = time.perf_counter()
         repository.store.put("probe/plain", [data])
         if turn >= 0:
