@@ -79,13 +79,13 @@ def _find(shards: Sequence[Shard], ready: Ready) -> dict[int, int]:
 def _samples(shards: Sequence[Shard]) -> list[Bytes]:
     """Evenly spread elements of shards of one shape and device, as bytes (uint8)."""
     flat = [shard.bits.reshape(-1) for shard in shards]
-    at = [np.linspace(0, len(words) - 1, _SAMPLE).astype(np.int64) for words in flat]
+    at = np.linspace(0, len(flat[0]) - 1, _SAMPLE).astype(np.int64)
     if shards[0].device is None:
-        return [words[some].view(np.uint8) for words, some in zip(flat, at, strict=True)]
+        return [words[at].view(np.uint8) for words in flat]
     import torch
 
     with torch.cuda.stream(torch.cuda.Stream(flat[0].device)):  # does not wait for work that the training has queued
-        index = torch.from_numpy(at[0]).to(flat[0].device)
+        index = torch.from_numpy(at).to(flat[0].device)
         picked = torch.cat([words[index].view(torch.uint8) for words in flat]).cpu().numpy()
     ends = np.cumsum([shard.itemsize * _SAMPLE for shard in shards])
     return np.split(picked, ends[:-1])
