@@ -19,6 +19,7 @@ from .records import shown, strict_json
 
 Value = None | bool | int | float | complex | str | bytes | dict[object, object] | list[object] | tuple[object, ...]
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_JSON = json.JSONEncoder(allow_nan=False)  # ``json.dumps`` would make one for each value
 _HEX = re.compile(f"-?0x[0-9a-f]{{1,{MAX_DIGITS}}}")
 _BRACKETS = 4
 """What the form of a complex number has at most; no other form has more, and strings and Base64 do not count."""
@@ -80,7 +81,7 @@ def decode(form: object) -> Value:
 
 def dumps(value: object) -> str:
     """JSON text of one value."""
-    return json.dumps(encode(value), allow_nan=False)
+    return _JSON.encode(encode(value))
 
 
 def loads(text: str) -> Value:
