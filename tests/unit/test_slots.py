@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from local_cluster import LocalCluster
 
+from raystow.storage.clock import SYSTEM
 from raystow.workers.node.actor import _environment
-from raystow.workers.shm.ring import Ring, SlotPart
+from raystow.workers.shm.ring import SLOT, Ring, SlotPart
 from raystow.workers.shm.slots import Slots, SlotUse
 
 
@@ -83,6 +87,15 @@ def test_a_slot_is_free_once_and_never_in_use(steps: list[tuple[str, int, int]])
     for parts in kept:
         slots.let_go(parts)
     assert not hasattr(ring, "memory")  # closed
+
+
+def test_small_saves_use_the_memory_of_one_slot() -> None:
+    """Slots that are used in turn would take the memory of the whole ring, whatever the size of the state."""
+    with LocalCluster(f"memory://slots-{SYSTEM.token()}") as cluster:
+        for step in range(1, 5):
+            cluster.save({"w": np.full(3 << 20, step, np.uint8)}, step=step)
+        ring = cluster._stagings[0][1]._slots.ring
+        assert 0 < 512 * os.fstat(ring.fd).st_blocks <= SLOT
 
 
 @pytest.mark.parametrize(("version", "told"), [("2.50.1", True), ("2.55.0", True), ("2.56.0", False), ("3.0.0.dev0", False)])

@@ -10,17 +10,18 @@ from ..protocol.messages import Message, SlotFilled
 from .ring import Ring
 
 _WAIT = 0.02  # seconds that ``take_soon`` waits
+_CLOSED = -1  # comes before all slots
 
 DIED = "the node worker of this rank died"
 
 
 class FreeSlots:
     """All slots of ``ring`` are free at first. ``post`` sends to the node worker; ``freed`` and ``close`` may be called from any
-    thread."""
+    thread. The first free slot is taken: memory is allocated for as many as are in use at a time, not for all in turn."""
 
     def __init__(self, ring: Ring, post: Callable[[Message], None]) -> None:
         self.ring, self._post, self._waited = ring, post, 0.0
-        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._free: queue.PriorityQueue[int] = queue.PriorityQueue()
         for slot in range(ring.slots):
             self._free.put(slot)
 
@@ -30,7 +31,7 @@ class FreeSlots:
 
     def close(self) -> None:
         """Let every later ``take`` raise ``ClusterError``: the node worker is gone."""
-        self._free.put(None)
+        self._free.put(_CLOSED)
 
     @property
     def free(self) -> int:
@@ -45,8 +46,8 @@ class FreeSlots:
             self._waited += _WAIT
             self.on_wait(self._waited)
             return None
-        if slot is None:
-            self._free.put(None)
+        if slot == _CLOSED:
+            self._free.put(_CLOSED)
             raise ClusterError(DIED)
         self._waited = 0.0
         return slot
