@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from collections.abc import ItemsView
 
 import numpy as np
 import pytest
 from local_cluster import LocalCluster
 
+from raystow.orchestrator.save.planner import plan_save
 from raystow.storage.clock import SYSTEM
 from raystow.storage.gc_pause import uncollected
 
@@ -56,6 +58,20 @@ assert len(gc.get_objects()) < there // 100
 assert not gc.garbage
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_collector_is_paused_while_a_save_is_planned() -> None:
+    seen = list[bool]()
+
+    class Noting(dict[str, object]):
+        def items(self) -> ItemsView[str, object]:
+            seen.append(gc.isenabled())
+            return super().items()
+
+    plan_save({"model": Noting(w=np.ones(3))}, rank=0, world_size=1)
+    assert not any(seen)
+    assert seen
+    assert gc.isenabled()
 
 
 def test_the_collector_is_paused_during_a_restore() -> None:
