@@ -45,6 +45,38 @@ def test_a_rank_that_joins_too_late_gets_the_error() -> None:
     assert [str(outcome) for outcome in heard] == ["given up"]
 
 
+def test_a_chunk_that_cannot_be_coded_holds_up_no_other() -> None:
+    """The others of its slot are coded, and nothing stays acquired for it."""
+    failed, freed, budget, staged = list[str](), threading.Event(), MemoryBudget(1 << 20), threading.Event()
+
+    class Waiting(GivenUp):
+        def wait_complete(self, ticket: Ticket) -> None:
+            assert staged.wait(10)
+            super().wait_complete(ticket)
+
+        def failed(self, ticket: Ticket, reason: str) -> None:
+            failed.append(reason)
+
+        def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
+            assert freed.is_set()
+            staged.set()
+
+    chunks = [draft(ChunkInfo(kind, "[]", "tensor", kind, (8,), "weights", (0,), (8,)), 0) for kind in ("uint8", "odd", "int8")]
+    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as others:
+        port: Any = Waiting()
+        shared = Executors(pool, others, others, budget)
+        attempt = NodeAttempt(MemoryStore("odd"), port, TICKET, shared, OptimizerWatch("memory://odd"))
+        attempt.add(0, [(chunk, np.zeros(8, np.uint8)) for chunk in chunks], freed.set)
+        attempt.finished(0)
+        assert staged.wait(10)
+        assert attempt.raw == 16
+        ended = threading.Event()
+        attempt.on_end(lambda outcome, _: ended.set())
+        assert ended.wait(10)
+    assert budget.used == 0
+    assert "'odd' of rank 0" in failed[0]
+
+
 def test_a_pack_that_cannot_be_sent_holds_up_no_other() -> None:
     """All are released, ``seal`` raises the first error, and ``discard`` does not wait."""
     released: list[str] = []

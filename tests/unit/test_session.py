@@ -100,7 +100,8 @@ class FakeAttempt:
     def join(self, rank: int, values: list[Any], on_end: Any) -> None:
         self.on_end = on_end
 
-    def add(self, rank: int, chunk: Any, raw: np.ndarray, done: Callable[[], None]) -> None:
+    def add(self, rank: int, chunks: list[tuple[Any, np.ndarray]], done: Callable[[], None]) -> None:
+        ((chunk, raw),) = chunks
         self.add_coded(rank, chunk, [raw], done)
 
     def add_coded(self, rank: int, chunk: Any, parts: list[np.ndarray], done: Callable[[], None]) -> None:

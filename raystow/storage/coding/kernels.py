@@ -173,8 +173,9 @@ def weighted_sum_pairs(found: ctypes.CDLL, words: Words, keys: Words, sums: Word
     The second sum is taken of ``mixed`` words.
     """
     _check_sums(words, keys[0], sums[0])
-    where = [address(row) for row in (*keys, *sums)]
-    found.weighted_sum_pairs(address(words), words.size, *where[:2], keys.shape[1], *where[2:])
+    key, total = address(keys), address(sums)
+    rows = key, key + keys.strides[0], keys.shape[1], total, total + sums.strides[0]
+    found.weighted_sum_pairs(address(words), words.size, *rows)
 
 
 @_or_loops

@@ -153,9 +153,9 @@ class Session:
         active = attempt if attempt is not None and not attempt.over else None  # what comes for a failed save is dropped
         match message:
             case StageRaw(chunks) if active is not None:
-                for raw in chunks:
-                    (part,), done = self._slots.take_over([(raw.slot, raw.start, raw.nbytes)])
-                    active.add(rank, draft(raw.info, self._number), part, done)
+                parts, done = self._slots.take_over([(raw.slot, raw.start, raw.nbytes) for raw in chunks])
+                drafts = [draft(raw.info, self._number) for raw in chunks]
+                active.add(rank, list(zip(drafts, parts, strict=True)), done)
             case StageDerived(chunks) if active is not None:
                 for one in chunks:
                     derivation = Derivation(one.source, one.source_dtype)

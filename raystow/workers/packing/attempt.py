@@ -22,6 +22,7 @@ from ...storage.committer import UNKNOWN
 from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StoreError
 from ...storage.format.manifest import Chunk, Value
 from ...storage.format.root import Entry
+from ...storage.gc_pause import uncollected
 from ...storage.log import about
 from ...storage.memory_budget import MemoryBudget
 from ...storage.object_store import ObjectStore
@@ -75,7 +76,7 @@ class NodeAttempt:
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str, str], list[int]] = {}
         self._covered: dict[int, int] = defaultdict(int)
-        self._coding: dict[int, int] = defaultdict(int)  # rank -> chunks being coded
+        self._coding: dict[int, int] = defaultdict(int)  # rank -> tasks of coders and sealers
         self._ranks: set[int] = set()
         self._stall: float | None = None
         self._rounded: dict[str, Rounded] = {}
@@ -108,19 +109,20 @@ class NodeAttempt:
         if ended is not None:  # it had ended before
             listener(*ended)
 
-    def add(self, rank: int, chunk: Chunk, raw: Bytes, done: Callable[[], None]) -> None:
-        """Code and pack a chunk with the bytes ``raw``; ``done`` is called when they may change. Waits for the budget."""
+    def add(self, rank: int, chunks: Sequence[tuple[Chunk, Bytes]], done: Callable[[], None]) -> None:
+        """Code and pack chunks, each with its raw bytes, one after another; ``done`` is called when the bytes may change. Waits
+        for the budget."""
         if self.over:
             done()
             return
         try:
-            self._executors.budget.acquire(raw.size, self._relieve)
+            self._executors.budget.acquire(sum(raw.size for _, raw in chunks), self._relieve)
         except SaveFailed:
             done()
             return
         with self._lock:
             self._coding[rank] += 1
-        background.submit(self._executors.coders, "raystow-code", self._code, rank, chunk, raw, done)
+        background.submit(self._executors.coders, "raystow-code", self._code, rank, chunks, done)
 
     def _relieve(self) -> None:
         """Upload open packs, so that their bytes are released. Raises ``SaveFailed`` if the attempt has ended meanwhile."""
@@ -216,18 +218,21 @@ class NodeAttempt:
         if late := self._packer.unstored():
             self.fail(self._not_stored(DeadlineExceeded(NOT_IN_TIME, subject=late[0])))
 
-    def _code(self, rank: int, chunk: Chunk, raw: Bytes, done: Callable[[], None]) -> None:
-        """Code and pack a chunk, unless the attempt has ended."""
-        with self._worker_of(rank, chunk):
-            if self.over:
-                self._executors.budget.release(raw.size)
-                done()
-            else:
-                self._cover(rank, self._writer.encode(chunk, raw, done))
+    @uncollected()
+    def _code(self, rank: int, chunks: Sequence[tuple[Chunk, Bytes]], done: Callable[[], None]) -> None:
+        """Code and pack chunks, unless the attempt has ended."""
+        with self._task_of(rank):
+            for chunk, raw in chunks:
+                if self.over:
+                    self._executors.budget.release(raw.size)
+                    continue
+                with self._failing(rank, chunk):
+                    self._cover(rank, self._writer.encode(chunk, raw))
+            done()
 
     def _seal(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
         """Pack a chunk that a GPU has coded."""
-        with self._worker_of(rank, chunk):
+        with self._task_of(rank), self._failing(rank, chunk):
             self._cover(rank, self._writer.append(chunk, [part.data for part in parts], done))
 
     def _cover(self, rank: int, chunk: Chunk) -> None:
@@ -238,13 +243,19 @@ class NodeAttempt:
             self._coded += chunk.stored
 
     @contextlib.contextmanager
-    def _worker_of(self, rank: int, chunk: Chunk) -> Iterator[None]:
-        """Count one chunk of a rank: an error fails the attempt, and the last chunk reports the rank as finished."""
+    def _failing(self, rank: int, chunk: Chunk) -> Iterator[None]:
+        """Let an error with one chunk fail the attempt."""
         try:
             yield
         except Exception as error:
             self._log.exception("coding a chunk of %s failed", chunk.name, extra={"rank": rank})
             self.fail(f"coding {chunk.name!r} of rank {rank} failed: {error}")
+
+    @contextlib.contextmanager
+    def _task_of(self, rank: int) -> Iterator[None]:
+        """End a task of a rank; the last one reports the rank as finished."""
+        try:
+            yield
         finally:
             with self._lock:
                 self._coding[rank] -= 1

@@ -18,6 +18,7 @@ from ...storage.coding.rounded import Rounded
 from ...storage.errors import SaveFailed
 from ...storage.format import keys
 from ...storage.format.manifest import Chunk, Fragment, Value
+from ...storage.gc_pause import uncollected
 from ...storage.memory_budget import MemoryBudget
 from ..cache.base_version import BaseVersion, Identity, KnownChunks
 from ..protocol.messages import AttemptKey, Ticket
@@ -53,15 +54,14 @@ class ChunkWriter:
         """The rows of all chunks that are not derived."""
         return self._stored
 
-    def encode(self, chunk: Chunk, raw: Bytes, done: Callable[[], None] = lambda: None) -> Chunk:
+    def encode(self, chunk: Chunk, raw: Bytes) -> Chunk:
         """Code a chunk and pack the result, unless the base has the same bytes; return its row.
 
         The budget keeps only what the coded bytes need, until they are uploaded.
 
         Args:
             chunk: The row as announced, without coding and place.
-            raw: The chunk's elements; they may change once ``done`` is called.
-            done: Called when ``raw`` is no longer needed, also after an error.
+            raw: The chunk's elements.
         """
         try:
             digest, second = digest_pair(raw)
@@ -73,8 +73,6 @@ class ChunkWriter:
         except BaseException:
             self._budget.release(raw.size)
             raise
-        finally:
-            done()
         size = len(coded)
         self._budget.release(raw.size - size)
         return self._append(replace(chunk, coding=coding), [coded], lambda: self._budget.release(size))
@@ -165,6 +163,7 @@ class ChunkWriter:
         with self._lock:
             self._derived.append(chunk)
 
+    @uncollected()
     def fragment(self, values: Sequence[Value], rounded: Mapping[str, Rounded] | None = None) -> tuple[str, bytes, Fragment]:
         """Build this node's manifest fragment from all rows; return its key, its bytes and itself."""
         node = self._ticket.node
