@@ -46,8 +46,11 @@ Packed = Annotated[bytes, msgspec.Meta(max_length=16 * MAX_ROWS)]
 """Numbers of a column as bytes, at most 16 for each row."""
 
 
-class MessagePart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A value inside messages. Copy it with ``msgspec.structs.replace``: ``dataclasses.replace`` fails, but mypy accepts it."""
+class MessagePart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A value inside messages. Copy it with ``msgspec.structs.replace``: ``dataclasses.replace`` fails, but mypy accepts it.
+
+    The garbage collector does not track it: no value is part of a cycle, and a save makes many.
+    """
 
 
 class Message(MessagePart, frozen=True, tag=True):

@@ -35,7 +35,7 @@ def stage_host(plan: StagingPlan, group: SourceGroup, slots: StagingSlots, post:
             piece.copy(place)
             raw.append(RawChunk(piece.describe(), slot, used, piece.nbytes))
             used += -(-piece.nbytes // ALIGN) * ALIGN
-            for follower in followers[id(piece)]:
+            for follower in followers.get(id(piece), ()):
                 if (digest := _followed(follower, place)) is not None:
                     derived.append(follower.derived(digest))
                 else:
