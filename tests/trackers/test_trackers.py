@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from raystow import trackers
+from raystow.orchestrator.client import version_callbacks
 from raystow.orchestrator.client.version_callbacks import VersionCallbacks
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
@@ -108,3 +110,28 @@ def test_a_callback_that_raises_is_logged(version: Version, caplog: pytest.LogCa
     callbacks.tell(version)
     assert [text.split(" is not told of version 1")[0] for text in caplog.messages] == ["Failing", "Noting"]
     assert len(noted) == 1
+
+
+def test_close_ends_although_a_callback_hangs(
+    version: Version, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread does not keep the process alive either."""
+
+    class Hanging:
+        def on_version(self, version: Version) -> None:
+            calling.put(threading.current_thread())
+            end.wait()
+
+    monkeypatch.setattr(version_callbacks, "_PATIENCE", 0.1)
+    calling, end = queue.SimpleQueue[threading.Thread](), threading.Event()
+    callbacks = VersionCallbacks([Hanging()], logging.getLogger("raystow"))
+    callbacks.tell(version)
+    thread = calling.get(timeout=10)
+    closing = threading.Thread(target=callbacks.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    ended = not closing.is_alive()
+    end.set()
+    assert ended
+    assert thread.daemon
+    assert caplog.messages == ["Hanging has not returned for version 1; close() does not wait for it any longer"]

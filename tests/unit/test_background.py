@@ -52,6 +52,7 @@ OF_ONE = {
     "raystow-alarm": "reports one attempt that is too late; the coordinator has a deadline, too",
     "raystow-late": "learns the outcome of one save that has not ended by its deadline; result() asks again",
     "raystow-states": "listens for one sender of a state, or ends a wait for one",
+    "raystow-callbacks": "calls the callbacks of one rank; the error of each is logged",
     "raystow-report": "reports one failed save",
     "raystow-due": "asks the coordinator once; an error is raised where the answer is awaited",
     "raystow-outcome": "learns the outcome of one save; result() asks again",
@@ -75,7 +76,6 @@ IN_POOLS = {"raystow-code", "raystow-seal", "raystow-encode"}
 
 AWAITED = {
     "orchestrator/cli/run_history.py": 1,
-    "orchestrator/client/version_callbacks.py": 1,  # each callback logs its error
     "orchestrator/coordinator/save_costs.py": 1,
     "orchestrator/integrations/torchft/transport.py": 1,
     "orchestrator/journal/replay.py": 1,

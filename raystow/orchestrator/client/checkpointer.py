@@ -428,8 +428,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until all saves in flight are durable or have failed, then disconnect from the node worker.
 
-        A failed save does not raise here. The wait for each save ends at its ``timeout``. Afterwards ``save`` and
-        ``restore_latest`` raise ``StateError``.
+        A failed save does not raise here. The wait for each save ends at its ``timeout``, that for callbacks after a minute.
+        Afterwards ``save`` and ``restore_latest`` raise ``StateError``.
         """
         self._closed = True
         if self._journal is not None:

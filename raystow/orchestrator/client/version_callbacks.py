@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import queue
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from ...storage import background
 from ...storage.errors import StateError
 from ...storage.log import Log
 from ...storage.version import Version
+
+_PATIENCE = 60.0  # seconds in which ``close`` waits for callbacks
 
 
 class VersionCallback(Protocol):
@@ -33,25 +36,38 @@ class VersionCallbacks:
         if not listed or not all(callable(getattr(callback, "on_version", None)) for callback in callbacks):
             raise StateError(f"callbacks is {callbacks!r:.80}", remedy="give a list of objects with a method on_version(version)")
         self._callbacks, self._log = tuple(callbacks), log
-        self._thread = ThreadPoolExecutor(1, "raystow-callbacks")
+        self._calls: queue.SimpleQueue[tuple[VersionCallback, Version] | None] = queue.SimpleQueue()
+        self._thread = background.start("raystow-callbacks", self._run) if callbacks else None
+        self._calling: tuple[VersionCallback, Version] | None = None
+        self._closed = False
 
     def tell(self, version: Version) -> None:
         """Call all callbacks in the background; after ``close`` only log that they are not called."""
         for callback in self._callbacks:
-            try:
-                self._thread.submit(self._call, callback, version)
-            except RuntimeError:
-                what, told = "%s is not told of version %d, which was found durable after close()", type(callback).__name__
-                self._log.warning(what, told, version.id, extra={"version": version.id, "step": version.step})
+            if self._closed:
+                self._warn("%s is not told of version %d, which was found durable after close()", callback, version)
+            else:
+                self._calls.put((callback, version))
 
     def close(self) -> None:
-        """Wait until every callback has returned."""
-        self._thread.shutdown()
+        """Wait until every callback has returned, but no longer than a minute."""
+        self._closed = True
+        self._calls.put(None)
+        if self._thread is not None:
+            self._thread.join(_PATIENCE)
+        if (calling := self._calling) is not None:
+            self._warn("%s has not returned for version %d; close() does not wait for it any longer", *calling)
 
-    def _call(self, callback: VersionCallback, version: Version) -> None:
-        try:
-            callback.on_version(version)
-        except Exception as error:
-            what = "%s failed for version %d: %s: %s"
-            told = type(callback).__name__, version.id, type(error).__name__, error
-            self._log.warning(what, *told, extra={"version": version.id, "step": version.step})
+    def _run(self) -> None:
+        while (calling := self._calls.get()) is not None:
+            self._calling = calling
+            callback, version = calling
+            try:
+                callback.on_version(version)
+            except Exception as error:
+                self._warn("%s failed for version %d: %s: %s", callback, version, type(error).__name__, error)
+            self._calling = None
+
+    def _warn(self, what: str, callback: VersionCallback, version: Version, *more: object) -> None:
+        told = type(callback).__name__, version.id, *more
+        self._log.warning(what, *told, extra={"version": version.id, "step": version.step})
