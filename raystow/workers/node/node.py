@@ -295,9 +295,12 @@ class Node:
 
     def _repository(self, uri: str) -> _Repository:
         with self._lock:
-            if uri not in self._repositories:
-                self._repositories[uri] = _Repository(self._connect(uri), Metered(open_store(uri), SYSTEM), OptimizerWatch(uri))
-            return self._repositories[uri]
+            known = self._repositories.get(uri)
+        if known is None:  # outside the lock: while Ray's head node is frozen, it takes a minute to connect
+            made = _Repository(self._connect(uri), Metered(open_store(uri), SYSTEM), OptimizerWatch(uri))
+            with self._lock:
+                known = self._repositories.setdefault(uri, made)
+        return known
 
     def open_attempt(self, uri: str, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
         """See ``session.SessionHost``. Refuses a folder that this node does not share with the coordinator."""
