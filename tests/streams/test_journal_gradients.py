@@ -18,6 +18,7 @@ from raystow.orchestrator.journal.gradient_coding import decode
 from raystow.orchestrator.journal.state_digests import _whole_spans
 from raystow.storage.coding.digest import raw_digest
 from raystow.workers.gpu import kernel_args
+from raystow.workers.gpu.kernels.library import Kernel
 from raystow.workers.gpu.span_digests import SpanDigester
 from raystow.workers.protocol.messages import EntryInfo, Generation
 
@@ -77,6 +78,30 @@ def test_gradients_are_decoded_bit_for_bit(gpu: Device) -> None:
         sink.content = bytearray()
     first.close()
     other.close()
+    ring.close()
+
+
+def test_nothing_writes_to_buffers_after_an_error(gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while a kernel replaces gradients in the buffers; then the next step overwrites these."""
+    launch = Kernel.launch
+
+    def failing(kernel: Kernel, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        launch(kernel, grid, *args, **constants)
+        if kernel.name == "bfloat16.narrow":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Kernel, "launch", failing)
+    sink = MemorySink(32, 64 * KIB)
+    ring = SharedRing(sink.ring)
+    encoder = GpuGradientEncoder(HERE, ring, memory=24 * MIB, small=4 * KIB)
+    buffers = copied(gradients(1))
+    with pytest.raises(torch.OutOfMemoryError):
+        encoder.encode(buffers, gpu.default.record_event(), sink, lambda: None)
+    overwrite(buffers)
+    gpu.synchronize()
+    for buffer in buffers:
+        assert bits(buffer) == bits(torch.full_like(buffer, 7))
+    encoder.close()
     ring.close()
 
 

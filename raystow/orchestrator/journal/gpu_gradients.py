@@ -141,10 +141,12 @@ class GpuGradientEncoder:
             small, large = list[int](), list[int]()
             for place, one in enumerate(tensors):
                 (large if one.numel() * one.itemsize > self._small else small).append(place)
-            raw = self._to_host([tensors[place] for place in small])
             examined = [Examined(tensors[place]) for place in large]
-            self._examine(examined)
-            self._stream.synchronize()
+            try:
+                raw = self._to_host([tensors[place] for place in small])
+                self._examine(examined)
+            finally:
+                self._stream.synchronize()  # also after an error: the tensors may be overwritten then
             found = dict[int, RecordedTensor]()
 
             def record_small() -> None:
