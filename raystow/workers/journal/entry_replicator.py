@@ -1,7 +1,7 @@
 """Keeps copies of this node's entries in the memory of its partner nodes.
 
 It sends the next entry that a partner lacks, those first that a training process
-waits for. A partner whose memory has another name than before was restarted, and gets all again.
+waits for. A partner whose memory has another name than before was restarted, or has dropped entries, and gets all again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class EntryReplicator(Reconciler):
             with self._lock:
                 done = self._waiting.pop(info, None)
             if done is not None:
-                refusals = [why for node in partners if (why := self._sent[node].get(_key(info)))]
+                needed = [_key(one) for one in self._store.needed(info)]  # a replay ends before the first one that is missing
+                refusals = [why for node in partners if (why := next(filter(None, map(self._sent[node].get, needed)), ""))]
                 copies = len(partners) - len(refusals)
                 done(EntryKept(info.step, copies, "" if copies or not refusals else shortened(refusals[0])))
         self._sent = {node: {key: sent[key] for key in sent.keys() & held} for node, sent in self._sent.items()}

@@ -2,7 +2,7 @@
 
 The budget is hard. A new entry that does not fit is refused, since entries are useful only without gaps after a version: dropping
 the oldest would make all later ones useless. Only entries that a save under way makes unnecessary, that the store has, or of a
-repository whose steps are not recorded here now are dropped for new ones.
+repository whose steps are not recorded here now are dropped for new ones: nodes that rely on such copies must be told.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from ...storage.object_store import Buffer
@@ -35,10 +35,14 @@ class KeptEntry:
 
 
 class EntryStore:
-    """Thread-safe. ``budget``: bytes."""
+    """Thread-safe. ``budget``: bytes.
+
+    Attributes:
+        evictions: How many entries were dropped for those of another repository.
+    """
 
     def __init__(self, budget: int) -> None:
-        self.budget, self.used = budget, 0
+        self.budget, self.used, self.evictions = budget, 0, 0
         self._lock = threading.RLock()
         self._recording: Counter[str] = Counter()  # by repository: connected training processes
         self._lines: dict[Line, dict[str, KeptEntry]] = {}
@@ -56,15 +60,16 @@ class EntryStore:
             with self._lock:
                 self._recording[repository] -= 1
 
-    def add(self, info: EntryInfo, content: Buffer, *, own: bool) -> str:
-        """Keep an entry, whose bytes nobody changes from then on; return why it is not kept, else an empty text."""
+    def add(self, info: EntryInfo, content: Buffer, *, own: bool, live: Collection[str] = ()) -> str:
+        """Keep an entry, whose bytes nobody changes from then on; return why it is not kept, else an empty text. ``live``: see
+        ``problem``."""
         with self._lock:
             line = self._lines.get(_line(info), {})
             if info.key in line:
                 line[info.key].own |= own
                 return ""
             self._drop([kept for kept in line.values() if info.replaces(kept.info)])
-            problem = self.problem(info)
+            problem = self.problem(info, live)
             if not problem:
                 kept = KeptEntry(info, memoryview(content).toreadonly(), own)
                 self._lines.setdefault(_line(info), {})[info.key] = kept
@@ -84,16 +89,23 @@ class EntryStore:
             found = [kept.info for kept in self._descent(newest) if kept.info.previous >= after]
         return found[::-1]
 
-    def problem(self, info: EntryInfo) -> str:
-        """Make place for an entry; return why it cannot be kept, else an empty text."""
+    def needed(self, newest: EntryInfo) -> list[EntryInfo]:
+        """As ``descent``, without the entries that a save under way makes unnecessary."""
+        with self._lock:
+            return self.descent(newest, self._saving_step(newest))
+
+    def problem(self, info: EntryInfo, live: Collection[str] = ()) -> str:
+        """Make place for an entry; return why it cannot be kept, else an empty text. ``live``: repositories whose entries are
+        not dropped for it."""
         with self._lock:
             needed = self.used + info.size
-            spare = self._spare(info) if needed > self.budget else []
+            spare = self._spare(info, live) if needed > self.budget else []
             if needed - sum(kept.info.size for kept in spare) > self.budget:
                 return f"the memory for entries of recorded steps is full ({self.used} of {self.budget} bytes): save a version"
             for kept in spare:
                 if self.used + info.size > self.budget:
                     self._drop([kept], needless=True)
+                    self.evictions += kept.info.repository != info.repository
             return ""
 
     def save_begun(self, repository: str, step: int, generation: str) -> None:
@@ -164,14 +176,18 @@ class EntryStore:
         with self._lock:
             self._drop(self._all())
 
-    def _spare(self, info: EntryInfo) -> list[KeptEntry]:
-        """What may be dropped for a new entry; what is of other repositories, whose trainings have ended here, comes last."""
+    def _saving_step(self, info: EntryInfo) -> int:
+        """The step of the newest save of an entry's training that has begun; ``START`` if it has ended with its process."""
         step, generation = self._saving.get(info.repository, (START, ""))
-        saving = step if generation == info.generation else START  # else the save has ended with its training process
+        return step if generation == info.generation else START
+
+    def _spare(self, info: EntryInfo, live: Collection[str]) -> list[KeptEntry]:
+        """What may be dropped for a new entry; what is of other repositories, whose trainings have ended here, comes last."""
+        saving = self._saving_step(info)
 
         def droppable(kept: KeptEntry) -> bool:
             if kept.info.repository != info.repository:
-                return not self._recording[kept.info.repository]
+                return not self._recording[kept.info.repository] and kept.info.repository not in live
             return kept.stored or kept.info.step <= saving
 
         return sorted(filter(droppable, self._all()), key=lambda kept: (kept.info.repository != info.repository, kept.info.step))

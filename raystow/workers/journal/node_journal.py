@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECTIONS = 8  # over which a large entry is read: one carries 2 to 4 GB/s
 _LEAST = 32 << 20  # bytes over each of them
+_QUIET = 600.0  # seconds without an entry of a training from which on its copies are dropped for those of others
 _REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotFilled, KeepEntry, SaveBegun, FetchEntry)
 
 
@@ -72,7 +73,8 @@ class NodeJournal:
         open_repository: Callable[[str], JournalRepository] = no_repository,
     ) -> None:
         self._node, self._budget, self._peers, self._open_repository = node, budget, peers, open_repository
-        self.store, self._memory = EntryStore(budget), clock.token()
+        self.store, self._token = EntryStore(budget), clock.token()
+        self._clock, self._heard = clock, dict[str, float]()  # repository -> when another node sent an entry of it last
         self._uris: dict[str, str] = {}  # of the repositories whose steps are recorded here, by their ids
         self._replicator = EntryReplicator(node, self.store, peers, clock)
         background.repeat("raystow-entries", self._replicator.run)
@@ -117,17 +119,24 @@ class NodeJournal:
 
     def accept(self, put: PutEntry) -> EntryKept:
         """Keep a copy of another node's entry, which is read from there. ``ClusterError`` if that does not answer."""
-        info = put.info
+        info, now = put.info, self._clock.monotonic()
+        self._heard[info.repository] = now
+        live = {repository for repository, at in list(self._heard.items()) if at > now - _QUIET}
         self.store.drop_before(info, put.oldest)
         if self.store.has(info):
             return EntryKept(info.step, 1, memory=self._memory)
-        if problem := self.store.problem(info):  # before its bytes are read
+        if problem := self.store.problem(info, live):  # before its bytes are read
             return EntryKept(info.step, 0, shortened(problem), self._memory)
         content = np.empty(info.size, np.uint8).data
         if not self._read(put.holder, info, content):
             return EntryKept(info.step, 0, f"node {put.holder} has dropped it", self._memory)
-        problem = self.store.add(info, content, own=False)
+        problem = self.store.add(info, content, own=False, live=live)
         return EntryKept(info.step, int(not problem), shortened(problem), self._memory)
+
+    @property
+    def _memory(self) -> str:
+        """Another name after copies were dropped that the nodes that sent them rely on: they send all again."""
+        return f"{self._token}-{self.store.evictions}"
 
     def named(self, repository: str, key: str) -> memoryview | None:
         """Return the bytes of the entry with a key; None if it is not here."""

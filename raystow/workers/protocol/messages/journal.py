@@ -251,7 +251,8 @@ class EntryKept(Message, frozen=True):
     Args:
         copies: Other nodes that have it.
         problem: Why it is not kept, or why all partners refuse a copy; empty if there is no problem.
-        memory: Names the memory of a node that keeps a copy: a node worker that was restarted has another one.
+        memory: Names the memory of a node that keeps a copy: a node worker that was restarted, or has dropped copies for entries
+            of other trainings, has another one.
     """
 
     step: int
