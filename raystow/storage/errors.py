@@ -18,7 +18,7 @@
     ├── OutcomeUnknown         a save may or may not have become a version: call ``result()`` again, or list the versions
     ├── DeadlineExceeded       the wait ended before the operation did; also a TimeoutError
     └── ClusterError           Ray, a node worker or the coordinator cannot be reached
-        ├── RankRestarted      another process has taken a rank: the other ranks begin the restore again by themselves
+        ├── RankRestarted      a rank or the coordinator was replaced: ranks begin the restore or replay again by themselves
         └── ProtocolError      two processes do not speak the same protocol: restart what runs another version of raystow
 
 An error says what happened, to which object, and what to do. All of them survive pickling (Ray sends them between processes).
@@ -115,7 +115,7 @@ class ClusterError(RaystowError):
 
 
 class RankRestarted(ClusterError):
-    """Another process has taken a rank while all ranks restored together."""
+    """Another process has taken a rank while all ranks restored together, or the coordinator was restarted during a replay."""
 
 
 class ProtocolError(ClusterError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import raystow
-from raystow.orchestrator.coordinator.ray_client import coordinator_name
+from raystow.orchestrator.coordinator.ray_client import coordinator_actor, coordinator_name
 from raystow.storage.clock import SYSTEM
 from raystow.storage.stores import open_store
 from raystow.workers.node.actor import NAMESPACE
@@ -73,9 +74,16 @@ def resume(self: Rank, durable_every: int = 0) -> tuple[int, int]:
     return -1 if version is None else version.step, self.reached
 
 
-def resume_slowly(self: Rank, seconds: float) -> tuple[int, int]:
-    """``resume``, with steps of an optimizer that take so long."""
-    hook = register_optimizer_step_post_hook(lambda *_: SYSTEM.sleep(seconds))
+def resume_slowly(self: Rank, seconds: float, begun: Path) -> tuple[int, int]:
+    """``resume``, with steps of an optimizer that take so long. The file ``begun`` is there after the first replayed one."""
+    calls = itertools.count()
+
+    def wait(*_: object) -> None:
+        if next(calls):  # the first one is of ``get_state_dict``
+            begun.touch()
+        SYSTEM.sleep(seconds)
+
+    hook = register_optimizer_step_post_hook(wait)
     try:
         return resume(self)
     finally:
@@ -170,9 +178,26 @@ def test_a_replay_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
         ray.kill(rank)
 
     ranks = start(str(tmp_path), 2, timeout=6.0)
-    reached = [ranks[0].do.remote(resume), ranks[1].do.remote(resume_slowly, 1.5)]
+    reached = [ranks[0].do.remote(resume), ranks[1].do.remote(resume_slowly, 1.5, tmp_path / "replaying")]
     assert ray.get(reached, timeout=120) == [(-1, 6)] * 2
     assert every(ranks, "do", bits) == [undisturbed(6)] * 2
+
+
+def test_a_replay_survives_a_restart_of_the_coordinator(tmp_path: Path) -> None:
+    """While one rank replays, and the other waits for it."""
+    ranks = start(str(tmp_path), 2)
+    every(ranks, "do", resume)
+    every(ranks, "do", train, 4)
+    for rank in ranks:
+        ray.kill(rank)
+
+    ranks = start(str(tmp_path), 2)
+    reached = [ranks[0].do.remote(resume), ranks[1].do.remote(resume_slowly, 1.5, tmp_path / "replaying")]
+    wait_until((tmp_path / "replaying").exists, "a step has been replayed")
+    coordinator = coordinator_actor(tmp_path.as_uri())
+    os.kill(ray.get(coordinator.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+    assert ray.get(reached, timeout=120) == [(-1, 4)] * 2
+    assert every(ranks, "do", bits) == [undisturbed(4)] * 2
 
 
 def test_training_continues_without_journal_memory(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.step_hooks import StepHooks
 from raystow.orchestrator.journal.step_reader import DecodedStep, StepReader
 from raystow.orchestrator.journal.tracked_state import TrackedState
-from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, StateError
+from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, RankRestarted, StateError
 from raystow.storage.log import about
 from raystow.workers.protocol.messages import START, EntryInfo, Generation, JournalVote, RankReading
 
@@ -131,6 +132,9 @@ def test_another_number_of_ranks_ends_an_open_replay() -> None:
     assert round.answers(old)
     with pytest.raises(ClusterError, match="3 ranks have begun another replay"):
         round.answer(old)
+    late = replace(old, rank=3, reached=5)  # of a rank that has replayed on while the coordinator was restarted
+    with pytest.raises(ClusterError, match="3 ranks have begun another replay"):
+        rounds.vote(late, dict).answer(late)
     assert not waiting.answers(new)
 
 
@@ -198,6 +202,50 @@ def test_a_repeated_vote_is_answered_after_the_replay() -> None:
     run.vote(0, 5)
     with pytest.raises(ClusterError, match="rank 1 was restarted"):
         run.round.answer(waiting)
+
+
+def test_a_restarted_coordinator_lets_the_ranks_begin_again() -> None:
+    """Rank 0 has waited for the plan when it was restarted, and rank 1 had it already: there may be another one now. Rank 0 waits
+    while rank 1 replays on by the old plan."""
+    run = Agreeing()
+    rounds = JournalRounds(run.clock)
+    round, old = rounds.vote(run.of(0), dict), run.of(1, 5)
+    for _ in range(9):
+        run.clock.time += 40
+        rounds.reading(RankReading(1, "p1", 1, 60.0))
+        rounds.tick()
+    assert not round.answers(run.of(0))
+    with pytest.raises(RankRestarted, match="the coordinator was restarted"):
+        rounds.vote(old, dict).answer(old)
+    assert not round.answers(run.of(0))
+    again = replace(run.of(1), number=2)
+    assert rounds.vote(again, dict) is round
+    assert round.answer(again).step == round.answer(run.of(0)).step == 0
+    for vote in (replace(again, reached=0), run.of(0, 0)):
+        assert rounds.vote(vote, dict) is round
+    assert round.answer(run.of(0, 0)).agreed
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_replay_survives_a_restart_of_the_coordinator(lost: bool) -> None:
+    """It may find fewer entries afterwards: then the state is the one after the last of them."""
+    box, training, again = EntryBox(), Training(), Training()
+    with opened(box, training) as journal:
+        journal.replay()
+        training.steps(journal, range(1, 3))
+        expected = training.snapshot()
+        training.steps(journal, range(3, 5))
+
+    def restart(*_: object) -> None:
+        hook.remove()
+        box.rounds = JournalRounds(SYSTEM)
+        for info in [box.info(step) for step in (3, 4)] if lost else []:
+            del box.entries[info]
+
+    with opened(box, again) as journal:
+        hook = again.optimizer.register_step_post_hook(restart)
+        assert journal.replay() == (2 if lost else 4)
+    assert again.snapshot() == (expected if lost else training.snapshot())
 
 
 def test_a_rank_tells_the_others_that_it_replays_on() -> None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ...storage import background
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
-from ...storage.errors import RaystowError, StateError
+from ...storage.errors import RankRestarted, RaystowError, StateError
 from ...storage.log import about
 from ...storage.metrics import JOURNALED, STALL, UNRECORDED, record
 from ...workers.protocol.codec import MAX_JSON
@@ -157,7 +157,7 @@ class Journal:
         self._entry = CapturedEntry()
         self._replays += 1
         identity = self._identity
-        vote = JournalVote(
+        self._vote = JournalVote(
             *(identity.rank, identity.world_size, identity.incarnation, self._replays, identity.timeout),
             base=self._base,
             nothing=not self._replayable,
@@ -166,7 +166,7 @@ class Journal:
         heartbeat = Heartbeat(self._port.reading)
 
         def go_on() -> None:
-            heartbeat.beat(vote)
+            heartbeat.beat(self._vote)
 
         def fetch(place: EntryPlace, number: int) -> memoryview:
             go_on()
@@ -178,12 +178,12 @@ class Journal:
         )
         with contextlib.closing(reader):
             try:
-                result, answer = self._agreed(vote, replayer)
+                result, answer = self._agreed(replayer)
             except BaseException as error:
                 replayer.undo()
                 if not isinstance(error, RaystowError):  # else the other ranks have it too, or cannot be reached
                     with contextlib.suppress(RaystowError):
-                        self._port.settle(replace(vote, error=shortened(str(error) or repr(error))))
+                        self._port.settle(replace(self._vote, error=shortened(str(error) or repr(error))))
                 raise
         if answer.end and identity.rank == 0:
             self._log.warning("nothing after step %d is replayed: %s", answer.step, answer.end, extra={"step": answer.step})
@@ -234,14 +234,28 @@ class Journal:
         self._encoder.close()
         self._port.close()
 
-    def _agreed(self, vote: JournalVote, replayer: Replayer) -> tuple[ReplayResult, JournalChoice]:
-        """Replay to the newest step that all ranks can reach; return how far that is, and what they have agreed on."""
-        choice = self._port.settle(vote)
+    def _agreed(self, replayer: Replayer) -> tuple[ReplayResult, JournalChoice]:
+        """Replay to the newest step that all ranks can reach; return how far that is, and what they have agreed on. If the
+        coordinator is restarted meanwhile, all ranks begin again, until the timeout is over."""
+        patience = SYSTEM.monotonic() + self._vote.timeout
+        while True:
+            try:
+                return self._replayed(replayer)
+            except RankRestarted as error:
+                if SYSTEM.monotonic() > patience:
+                    raise
+                self._log.warning("%s: all ranks begin it again", error.what)
+            replayer.undo()
+            self._replays += 1
+            self._vote = replace(self._vote, number=self._replays)
+
+    def _replayed(self, replayer: Replayer) -> tuple[ReplayResult, JournalChoice]:
+        choice = self._port.settle(self._vote)
         result = ReplayResult(self._base)
         if choice.entries:
             result = replayer.go_to(choice.step, choice.entries)
         while True:
-            reached = replace(vote, reached=result.step, residues=array("Q", result.residues).tobytes())
+            reached = replace(self._vote, reached=result.step, residues=array("Q", result.residues).tobytes())
             answer = self._port.settle(reached)
             if answer.agreed:
                 return result, answer

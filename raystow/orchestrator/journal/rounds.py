@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...storage.clock import Clock
-from ...storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
+from ...storage.errors import ClusterError, DeadlineExceeded, RankRestarted, RaystowError, StateError
 from ...workers.protocol.messages import EntryInfo, Generation, JournalChoice, JournalVote, RankReading
 from .entry_plan import EntryPlan, continued, plan_entries
 
@@ -94,10 +94,10 @@ class JournalRounds:
         return vote.reached is None and not vote.error and len(others.keys() | {vote.rank}) >= vote.world_size
 
     def reading(self, rank: RankReading) -> None:
-        """A rank replays on: the others wait for it."""
+        """A rank replays on, maybe as an earlier coordinator has told it: the others wait for it."""
         round = self._open
         vote = None if round is None else round.votes.get(rank.rank)
-        if round is not None and vote is not None and _is_of(rank, vote) and round.answers(vote):
+        if round is not None and (vote is None or (_is_of(rank, vote) and round.answers(vote))):
             round.deadline = max(round.deadline, self._clock.monotonic() + rank.timeout)
 
     def left(self, rank: int, incarnation: str) -> None:
@@ -120,11 +120,12 @@ class JournalRounds:
         if round is not None and vote.rank in round.votes and not _is_of(vote, round.votes[vote.rank]):
             self._fail(round, ClusterError(f"rank {vote.rank} was restarted during the replay", remedy="restore again"))
             round = None
+        if vote.reached is not None and (round is None or vote.rank not in round.votes):  # by another plan, maybe
+            error: ClusterError = RankRestarted("the coordinator was restarted during the replay", remedy="restore again")
+            if round is not None and round.world_size != vote.world_size:
+                error = ClusterError(f"{round.world_size} ranks have begun another replay", remedy="restore again")
+            return JournalRound(vote.world_size, 0.0, failure=error)
         if round is None or round.world_size != vote.world_size:
-            if vote.reached is not None:
-                failed = JournalRound(vote.world_size, 0.0)
-                failed.failure = ClusterError("the coordinator was restarted, or this rank was", remedy="restore again")
-                return failed
             if round is not None:
                 self._fail(round, ClusterError(f"{vote.world_size} ranks have begun another replay", remedy="restore again"))
             self._open = round = JournalRound(vote.world_size, 0.0)
