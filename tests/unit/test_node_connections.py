@@ -8,6 +8,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
+import ray
+
+from raystow.storage.errors import ClusterError
+from raystow.workers.node import actor
+from raystow.workers.node.actor import NODE, RayPeers
 from raystow.workers.node.node import Node
 
 
@@ -35,3 +41,30 @@ def test_a_connection_that_hangs_blocks_nothing_else() -> None:
             assert "memory://other" in node.status().uploaded
         finally:
             end.set()
+
+
+def test_a_frozen_head_node_does_not_stop_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would wait for it without end, and no copy would be sent meanwhile. It is asked once, and its late answer is used."""
+    asked, end = list[int](), threading.Event()
+
+    def nodes() -> list[dict[str, Any]]:
+        asked.append(1)
+        assert end.wait(30)
+        return [{"NodeID": name, "Alive": True, "Labels": {"zone": "z"}} for name in ("a", "b")]
+
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [{"name": f"{NODE}a"}])
+    monkeypatch.setattr(ray, "nodes", nodes)
+    monkeypatch.setattr(actor, "_ANSWER", 0.1)
+    peers = RayPeers()
+    with ThreadPoolExecutor() as pool:
+        try:
+            for _ in range(2):
+                with pytest.raises(ClusterError, match="the head node: does not say which nodes there are"):
+                    pool.submit(peers.nodes).result(10)
+        finally:
+            end.set()
+        monkeypatch.setattr(actor, "_ANSWER", 10.0)
+        assert pool.submit(peers.nodes).result(10) == {"a": "z"}
+    assert len(asked) == 1
+    assert peers.nodes() == {"a": "z"}
+    assert len(asked) == 2

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError
 from ...storage.gc_pause import freeze
@@ -103,15 +105,21 @@ class RayPeers(Peers):
 
     def __init__(self) -> None:
         super().__init__(lambda node: _ask(node, NodeActor.contact, _START), SYSTEM)
+        self._census: futures.Future[dict[str, str]] | None = None
 
     def nodes(self) -> Mapping[str, str]:
-        """See ``replication.ReplicationPeers``."""
+        """See ``replication.ReplicationPeers``. Asks on another thread, since Ray waits for a frozen head node without end."""
+        if (census := self._census) is None:
+            census = self._census = futures.Future()
+            background.start("raystow-census", _count, census)
         try:
-            workers = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-            alive = {node["NodeID"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
-        except RayError as error:
-            raise ClusterError(str(error), subject="the head node") from error
-        return {node: _zone(labels) for node, labels in alive.items() if _name(node) in workers}
+            return census.result(_ANSWER)
+        except (RayError, futures.TimeoutError) as error:
+            what = str(error) or f"does not say which nodes there are within {_ANSWER:.0f} s"
+            raise ClusterError(what, subject="the head node") from error
+        finally:
+            if census.done():
+                self._census = None
 
     def holdings(self, node: str, repository: str) -> Sequence[Holding]:
         """See ``replication.ReplicationPeers``."""
@@ -124,6 +132,16 @@ class RayPeers(Peers):
     def given_up(self, node: str, attempt: AttemptKey) -> None:
         """See ``replication.ReplicationPeers``."""
         _ask(node, NodeActor.given_up, _ANSWER, attempt)
+
+
+def _count(census: futures.Future[dict[str, str]]) -> None:
+    """Find the nodes alive with a worker, and their failure domains."""
+    try:
+        workers = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+        alive = {node["NodeID"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
+        census.set_result({node: _zone(labels) for node, labels in alive.items() if _name(node) in workers})
+    except Exception as error:
+        census.set_exception(error)
 
 
 def _ask(
