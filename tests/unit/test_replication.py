@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -263,6 +264,21 @@ def test_a_partner_restarted_empty_receives_its_copies_again():
     world.add("b")
     world.settle()
     assert world.holders(1, 0) == {"a", "b"}
+
+
+@pytest.mark.parametrize(("restarted", "replaced"), [*itertools.permutations("abc", 2)])
+def test_two_replicas_are_complete_after_two_failures(restarted: str, replaced: str) -> None:
+    """The worker of one node is restarted empty, and later another node is replaced."""
+    world = ReplicaNodes("a", "b", "c", replicas=2)
+    for number, name in enumerate("abc"):
+        world[name].make(1, number)
+    world.settle()
+    world.add(restarted, replicas=2)
+    world.settle()
+    del world.members[replaced]
+    world.add("d", replicas=2)
+    world.settle()
+    assert [len(world.holders(1, number)) for number in range(3)] == [3, 3, 3]
 
 
 def test_a_partner_that_does_not_answer_is_replaced(caplog):

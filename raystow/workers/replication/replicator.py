@@ -115,11 +115,16 @@ class Replicator(Reconciler):
     def _inherits(self, held: Holding, number: int) -> bool:
         """Whether this node maintains the copies of a replica: no node before it in its order has it, or a newer version."""
         order = held.parts[number].replica_order
-        for node in itertools.takewhile(lambda node: node != self._node, order):
+        for node in _before(self._node, order):
             for attempt, theirs in self._seen.get(node, {}).items():
                 newer = attempt.repository == held.attempt.repository and attempt.id > held.attempt.id and theirs.committed
-                if (newer and theirs.base != held.attempt) or (attempt == held.attempt and number in theirs.whole):
+                if newer and theirs.base != held.attempt:
                     return False
+                if attempt == held.attempt and number in theirs.whole:
+                    # Another node may have sent it later, in another order: then one of the two maintains them.
+                    after = self._node in _before(node, theirs.parts[number].replica_order)
+                    if not after or node < self._node:
+                        return False
         return bool(order)
 
     def _tell(self) -> None:
@@ -203,6 +208,11 @@ class Replicator(Reconciler):
             self._complete = complete
             said = "complete" if complete else "incomplete"
             logger.info("copies on other nodes are %s: %d of %d bytes", said, self.progress.present, self.progress.expected)
+
+
+def _before(node: str, order: tuple[str, ...]) -> tuple[str, ...]:
+    """The nodes before one in an order."""
+    return tuple(itertools.takewhile(lambda other: other != node, order))
 
 
 def _lacking(held: Holding, number: int, theirs: NodePart, order: tuple[str, ...]) -> Replica | None:
