@@ -141,6 +141,7 @@ bench-gpu: $(READY)  ## cost of saves for training on a GPU, and restore speed
 	$(BIN)/python benchmarks/gpu_cold.py
 	$(BIN)/python benchmarks/gpu_recovery.py
 	$(BIN)/python benchmarks/gpu_pair.py
+	$(BIN)/python benchmarks/gpu_ranks.py
 
 bench-training: $(READY)  ## bytes saved by each compression option, and its effect on resumed training (needs a GPU)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
