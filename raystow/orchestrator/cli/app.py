@@ -59,6 +59,12 @@ class _Command(TyperCommand):
 
 
 class _Group(TyperGroup):
+    def main(self, *args: Any, **options: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # help, names and paths may have characters that the terminal's encoding lacks
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        return super().main(*args, **options)
+
     def get_params(self, ctx: Any) -> Any:
         return _without_types(super().get_params(ctx))
 
@@ -85,9 +91,6 @@ def build() -> typer.Typer:
 def main() -> None:
     """Run the command line of this process. SIGTERM and SIGHUP interrupt it as Ctrl-C does, so that commands clean up."""
     interruptible()
-    for stream in (sys.stdout, sys.stderr):  # help, names and paths may have characters that the terminal's encoding lacks
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     try:
         build()(prog_name="raystow")
     except KeyboardInterrupt:  # before the command began
