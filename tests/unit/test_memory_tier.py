@@ -247,7 +247,7 @@ def test_a_version_leaves_a_ring_with_no_space_for_the_next(used: int, stays: bo
     use()
     if committed:
         tier.committed(old)
-    tier.make_room(ring, AttemptKey("r", 2, "b"))
+    tier.free_ring(ring, AttemptKey("r", 2, "b"))
     stays = stays or not committed
     assert free == ([] if stays else list(range(used)))
     (held,) = tier.holdings("r")

@@ -149,7 +149,7 @@ class FakeHost:
     def limit_cache(self, nbytes: int | None) -> None:
         pass
 
-    def make_room(self, slots: Slots, attempt: AttemptKey) -> None:
+    def free_ring(self, slots: Slots, attempt: AttemptKey) -> None:
         pass
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:

@@ -19,6 +19,7 @@ from ...storage.clock import SYSTEM
 _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _CLEANING = 30.0  # seconds
 _ONE_EVENT = 1.0  # seconds; ``timeout`` and a closed terminal send their signal twice
+_SAYING = 10.0  # seconds; stderr may block
 
 
 def interruptible() -> None:
@@ -45,8 +46,8 @@ def _end_late(received: int) -> None:
     SYSTEM.sleep(_ONE_EVENT)
     _arrives(received, 0)
     _arrives(received, _CLEANING)
-    try:  # on another thread: stderr may block
-        background.start("raystow-interrupted", partial(typer.echo, err=True), "interrupted").join(_ONE_EVENT)
+    try:
+        background.start("raystow-interrupted", partial(typer.echo, err=True), "interrupted").join(_SAYING)
     finally:
         os._exit(130)
 

@@ -100,7 +100,7 @@ class MemoryTier:
                 self._rings[slots] = 0
             return admitted
 
-    def make_room(self, slots: Slots, attempt: AttemptKey) -> None:
+    def free_ring(self, slots: Slots, attempt: AttemptKey) -> None:
         """Let versions leave a ring if ``attempt`` would find no space there: the training would wait until it is uploaded."""
         if not slots.crowded:
             return

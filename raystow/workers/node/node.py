@@ -260,9 +260,9 @@ class Node:
         """See ``session.SessionHost``."""
         return self._tier.admit(slots)
 
-    def make_room(self, slots: Slots, attempt: AttemptKey) -> None:
+    def free_ring(self, slots: Slots, attempt: AttemptKey) -> None:
         """See ``session.SessionHost``."""
-        self._tier.make_room(slots, attempt)
+        self._tier.free_ring(slots, attempt)
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
         """See ``session.SessionHost``."""

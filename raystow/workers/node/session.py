@@ -80,7 +80,7 @@ class SessionHost(Protocol):
     def admit(self, slots: Slots) -> bool:
         """Let a ring keep versions, within this node's memory for them; return False if too little of that is left."""
 
-    def make_room(self, slots: Slots, attempt: AttemptKey) -> None:
+    def free_ring(self, slots: Slots, attempt: AttemptKey) -> None:
         """Let older versions leave a ring in which an attempt would not find space."""
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
@@ -198,7 +198,7 @@ class Session:
             self._attempt = None
             self._tell(begin.save, error)
             return
-        self._host.make_room(self._slots, AttemptKey(self._opening.repository, attempt.id, attempt.name))
+        self._host.free_ring(self._slots, AttemptKey(self._opening.repository, attempt.id, attempt.name))
         # Sent before the rank can be complete: a process that has not received it knows that its save is no version.
         self._attempt = attempt
         self._connection.send(AttemptJoined(begin.save, attempt.id, attempt.name))
