@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from pack_memory import opened
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import RaystowError, StoreError, StoreUnavailable
@@ -129,6 +131,27 @@ def test_a_slow_node_worker_is_waited_for(
 def test_a_store_outage_is_not_waited_for_twice(rank: NodeCacheStore) -> None:
     with pytest.raises(StoreUnavailable, match="pack: the node worker could not read it from the store: pack: 503"):
         rank.get_range("pack", 0, 5)
+
+
+def test_a_failed_read_leaves_no_memory_to_the_collector(failing: Failing, tier: MemoryTier) -> None:
+    """A node worker makes few objects that the collector counts: it may not run for hours."""
+    before, fetcher = opened(), Fetcher(tier, NoPeers(), budget=1 << 20)
+    failing.error = StoreUnavailable("503", subject="pack")
+
+    def answer(connection: Connection) -> None:
+        received = connection.receive(ReadCached)
+        assert received is not None
+        with fetcher.visit():
+            serve_reads(connection, received[0], fetcher, lambda uri: failing)
+
+    gc.disable()
+    try:
+        with a_rank(answer) as rank, contextlib.suppress(StoreUnavailable):
+            rank.get_range("pack", 0, 5)
+        failing.error = None
+        assert not opened() - before
+    finally:
+        gc.enable()
 
 
 def test_a_rank_reads_objects_denied_to_its_node_worker(rank: NodeCacheStore, failing: Failing) -> None:

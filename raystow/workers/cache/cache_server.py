@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from ...storage.errors import ClusterError, RaystowError, StoreUnavailable
 from ...storage.object_store import ObjectStore
 from ..protocol.messages import CachedObject, ReadCached, ReadFailed, ReadPending, shortened
 from ..protocol.unix_channel import Connection
-from .fetcher import Fetcher
+from .fetcher import CachedMemory, Fetcher
 
 _WAIT = 5.0  # seconds after which the process is told that its bytes are still being read
 
@@ -22,6 +22,7 @@ def serve_reads(connection: Connection, first: ReadCached, fetcher: Fetcher, sto
     with ThreadPoolExecutor(1, "raystow-read") as reader:
         while request is not None:
             read = Counter[str]()
+            fetched: Future[CachedMemory] | None = None
             try:
                 fetched = reader.submit(fetcher.get, request, store_of(request.uri), read)
                 while not wait([fetched], _WAIT).done:
@@ -35,5 +36,7 @@ def serve_reads(connection: Connection, first: ReadCached, fetcher: Fetcher, sto
                     connection.send(CachedObject(read, cached.whole, cached.memory.extents), fd=cached.memory.descriptor)
                 finally:
                     cached.memory.close()
+            finally:
+                fetched = None  # an error in it keeps the memory that was to be filled
             received = connection.receive(ReadCached)
             request = received and received[0]
