@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
+
+_switching = threading.Lock()
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Pause collection in all threads of the process. Also a decorator."""
-    was = gc.isenabled()
-    gc.disable()
+    with _switching:  # if another thread enabled it between the two calls, nobody would enable it any more
+        was = gc.isenabled()
+        gc.disable()
     try:
         yield
     finally:
         if was:  # else another thread or an outer call enables it
-            gc.enable()
+            with _switching:
+                gc.enable()
 
 
 def freeze() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 from collections.abc import ItemsView
 
 import numpy as np
@@ -33,6 +34,24 @@ def test_overlapping_pauses_enable_the_collector_at_the_end() -> None:
     one.__exit__(None, None, None)
     other.__exit__(None, None, None)
     assert gc.isenabled()
+
+
+def test_a_pause_that_ends_while_another_begins_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, is_enabled = uncollected(), uncollected(), gc.isenabled
+    ending = threading.Thread(target=one.__exit__, args=(None, None, None))
+
+    def end_between() -> bool:
+        enabled = is_enabled()
+        ending.start()
+        ending.join(0.2)  # it must wait for the other one to have begun
+        return enabled
+
+    one.__enter__()
+    monkeypatch.setattr(gc, "isenabled", end_between)
+    other.__enter__()
+    ending.join()
+    other.__exit__(None, None, None)
+    assert is_enabled()
 
 
 def test_a_collector_that_was_disabled_stays_disabled() -> None:
