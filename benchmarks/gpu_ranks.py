@@ -205,33 +205,44 @@ class Rank:
     def _window(self, pool: ThreadPoolExecutor, steps: int, *, save: bool) -> tuple[Window, float]:
         """Run a window, and go on until its save is durable for all ranks. Return it, and the CPU seconds of the machine in that
         time, without those of the training, which are measured after it."""
-        training, first = self._training, now()
-        cpu = machine_seconds()
+        training, before, begun = self._training, machine_seconds(), now()
         found = window(training, OnRankZero(self._contestant), pool, steps=steps, micro_batches=1, save=save)  # type: ignore[arg-type]
         while True:
             over = torch.tensor(found.outcome is None or found.outcome.done())
             dist.all_reduce(over, dist.ReduceOp.MIN, group=self._group)
             if over:
                 break
-            training.forward_backward()
-            training.update()
-            training.synchronize()
-        cpu, first = machine_seconds() - cpu, now() - first
+            self._step()
+        cpu, seconds = machine_seconds() - before, now() - begun
         before, begun = machine_seconds(), now()
         for _ in range(steps):
-            training.forward_backward()
-            training.update()
-            training.synchronize()
-        return found, cpu - (machine_seconds() - before) * first / (now() - begun)
+            self._step()
+        return found, cpu - (machine_seconds() - before) * seconds / (now() - begun)
+
+    def _step(self) -> None:
+        self._training.forward_backward()
+        self._training.update()
+        self._training.synchronize()
 
 
 class OnRankZero(Contestant):
-    """A contestant of which only rank 0 deletes checkpoints."""
+    """A contestant of which only rank 0 counts and deletes what is stored."""
 
     def __init__(self, of: Contestant) -> None:
-        self.save, self.fence = of.save, of.fence  # type: ignore[method-assign]
-        if dist.get_rank() == 0:
-            self.stored, self.discard = of.stored, of.discard  # type: ignore[method-assign]
+        self._of, self._first = of, dist.get_rank() == 0
+
+    def save(self, state: State, step: int) -> Wait:
+        return self._of.save(state, step)
+
+    def fence(self) -> None:
+        self._of.fence()
+
+    def stored(self) -> int:
+        return self._of.stored() if self._first else 0
+
+    def discard(self) -> None:
+        if self._first:
+            self._of.discard()
 
 
 def machine_seconds() -> float:

@@ -137,6 +137,18 @@ def test_short_writes_are_continued(store: LocalStore, monkeypatch: pytest.Monke
     assert store.get(KEY, max_bytes=10**6) == b"".join(parts)
 
 
+def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads at most 2 GiB at a time."""
+    store.put(KEY, [b"0123456789"])
+    pread, preadv, target = os.pread, os.preadv, bytearray(8)
+    monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(3, length), start))
+    monkeypatch.setattr(os, "preadv", lambda file, parts, start: preadv(file, [parts[0][:3]], start))
+    assert store.get(KEY, max_bytes=10) == b"0123456789"
+    assert store.get_range(KEY, 1, 8) == b"12345678"
+    store.get_range_into(KEY, 1, memoryview(target))
+    assert target == b"12345678"
+
+
 def test_concurrent_writes_are_limited_but_never_block_put_if(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "WRITERS", 2)
     store, begun, gate, write = LocalStore(root), threading.Semaphore(0), threading.Event(), durable.write
