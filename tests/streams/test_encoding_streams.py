@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import types
 import zlib
 
@@ -10,12 +12,12 @@ import pytest
 import torch
 from chunk_sources import Follower, Source
 from device import SEEDS, Device
-from encoder_run import HERE, Receiver, all_sources, encode, small_encoder, streams, weights
+from encoder_run import HERE, Receiver, all_sources, encode, garbage, small_encoder, streams, weights
 from module_mutants import rewritten
 
 from raystow.storage.coding.chunk import DEFLATE, RAW
 from raystow.storage.coding.digest import raw_digest
-from raystow.storage.errors import RaystowError
+from raystow.storage.errors import RaystowError, SaveFailed
 from raystow.workers.gpu.encode import chunk_reader, encode_run, encoder, group_coder, host_copier, stored_hasher
 from raystow.workers.gpu.encode.derived_check import DerivedCheck, DerivedChecker
 
@@ -46,6 +48,26 @@ def test_encoded_chunks_contain_the_values_before_the_read(gpu: Device, codec: s
         assert any(batch.after_group for batch in plan.batches)
         assert receiver.chunks["m0.square"].coding.codecs == ("pack7", RAW, RAW, DEFLATE)
         assert receiver.chunks["any bits"].coding.codecs == (RAW,) * 4
+    encoder.close()
+
+
+@pytest.mark.parametrize("gpu", SEEDS[:1], indirect=True)
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_save_leaves_no_memory_to_the_garbage_collector(gpu: Device, failing: bool) -> None:
+    receiver = Receiver(slots=16)
+    encoder, sources = small_encoder(DEFLATE, receiver), list(all_sources())
+    early = pytest.raises(SaveFailed, match="changed while it was being saved") if failing else contextlib.nullcontext()
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        with early:
+            encode(gpu, encoder, receiver, sources, meanwhile=(lambda: garbage(sources)) if failing else (lambda: None))
+        gc.collect()
+        left = {type(one).__name__ for one in gc.garbage if type(one).__module__.startswith("raystow.workers.gpu.encode")}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not left
     encoder.close()
 
 

@@ -174,7 +174,7 @@ class Staging:
     def _give_up(self, order: SaveOrder, error: SaveFailed) -> None:
         """End a save, here and on the node."""
         self._connection.post(AbortSave(shortened(str(error))))
-        self._end(order.begin.save, error)
+        self._end(order.begin.save, error.with_traceback(None))  # which refers to the tensors, and to an encoder's memory
 
     def _listen(self) -> None:
         received: tuple[SlotFree | AttemptJoined | SaveDone | SaveLost | BaseDigests | DeviceAnswer, int | None] | None

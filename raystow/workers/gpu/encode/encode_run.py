@@ -36,7 +36,7 @@ class EncodeRun:
         self.reader = ChunkReader(plan, request, resources.streams)
         hasher = StoredHasher(plan, hashing, resources)
         self._coder = GroupCoder(plan, resources, hasher)
-        self._copier = HostCopier(plan, request, resources, hasher, self._relieve)
+        self._copier = HostCopier(plan, request, resources, hasher)
         self._reads: deque[ReadBatch] = deque()
         self._copies: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()  # to the host, each with what follows
         self._copied: list[torch.cuda.Event] = []  # for each batch whose copy has begun, the event at its end
@@ -46,6 +46,12 @@ class EncodeRun:
 
     def run(self) -> None:
         """Encode all chunks. Raises ``SaveFailed`` naming a tensor that was changed too early."""
+        try:
+            self._encode_all()
+        finally:
+            self._copies.clear()  # they refer to this run: its device memory must not wait for the garbage collector
+
+    def _encode_all(self) -> None:
         plan, request = self._plan, self._request
         for number, batch in enumerate(plan.batches):
             if number == plan.full:
@@ -112,7 +118,7 @@ class EncodeRun:
         read.copies.clear()
         self.reader.check(read)
         self._reserve_ring(read.batch)
-        event = self._copier.copy_batch(read)
+        event = self._copier.copy_batch(read, self._relieve)
         self._copied.append(event)
         if read.batch.group >= 0:
             self._coder.add(read)
@@ -128,7 +134,7 @@ class EncodeRun:
         coded, codec = self._coder.coded.popleft(), self._resources.codec
         assert codec is not None
         assert coded.digests is not None
-        run, event, digests = *self._copier.copy_group(coded), coded.digests
+        run, event, digests = *self._copier.copy_group(coded, self._relieve), coded.digests
 
         def copied() -> None:
             self._resources.memory.dense.give_back()
