@@ -25,7 +25,7 @@ SAVES, NODE_SAVES, OLD_PEERS = "gpu_save-2026-11-26", "gpu_save-2026-11-26-node"
 COLD, LOADS, PAIR = "gpu_cold-2026-11-26", "gpu_restore-2026-11-26", "gpu_pair-2026-11-25"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-26", "control_plane-2026-11-23", "cpu_cold-2026-11-25-s3"
 DEFAULT, NODE, PEER, PINNED = "raystow deflate", "raystow deflate, node", "torch_checkpointing", "DCP async pinned"
-FAULTS, RANKS = "faults-2026-11-25", "gpu_ranks-2026-11-26"
+FAULTS, RANKS = "faults-2026-11-25", "gpu_ranks-2026-11-27"
 STORE, MEMORY = "raystow, from the store", "raystow, from the node's memory"
 
 Row = tuple[str, ...]
@@ -162,7 +162,7 @@ def gpu() -> str:
             PAIR,
         ),
         (
-            "Four GPUs, FSDP2, 77 GB: a save adds to a 369 ms step",
+            "Four GPUs, FSDP2, 52 GB: a save adds to a 265 ms step",
             *(
                 "{:.0f} ms ({:.0f} to {:.0f})".format(*four(saver, "lost ms.median", "lost ms.min", "lost ms.max"))
                 for saver in (DEFAULT, PEER)
