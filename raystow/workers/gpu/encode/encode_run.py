@@ -27,7 +27,7 @@ Emit = Callable[[list[Arrived]], None]
 
 
 class EncodeRun:
-    """Encodes the chunks of one request as planned. ``run`` is called once."""
+    """Encodes the chunks of one request as planned. ``run`` is called once, then ``close``."""
 
     def __init__(
         self, plan: EncodePlan, hashing: HashPlan, request: EncodeRequest, resources: EncoderResources, emit: Emit
@@ -46,12 +46,6 @@ class EncodeRun:
 
     def run(self) -> None:
         """Encode all chunks. Raises ``SaveFailed`` naming a tensor that was changed too early."""
-        try:
-            self._encode_all()
-        finally:
-            self._copies.clear()  # they refer to this run: its device memory must not wait for the garbage collector
-
-    def _encode_all(self) -> None:
         plan, request = self._plan, self._request
         for number, batch in enumerate(plan.batches):
             if number == plan.full:
@@ -67,6 +61,10 @@ class EncodeRun:
         while self._reads or self._complete_groups < len(plan.groups) or self._copies:
             self._wait()
         self._flush()
+
+    def close(self) -> None:
+        """Free all memory, without waiting for the garbage collector. Nothing of the run may be in progress on the device."""
+        self._copies.clear()  # their callbacks refer to this run
 
     def _advance(self) -> bool:
         """Begin every stage whose input is complete, without waiting; return whether there was any."""

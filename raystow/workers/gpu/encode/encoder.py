@@ -90,6 +90,8 @@ class Encoder:
             finally:
                 self._resources.memory.dense.clear()
                 self._resources.memory.pack_buffers.reset()
+                if self._run is not None:
+                    self._run.close()
                 self._run = None
 
     def _plans_for(self, sources: Sequence[Source]) -> tuple[EncodePlan, HashPlan]:
