@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import threading
 import types
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -149,8 +150,16 @@ def test_an_error_of_a_thread_that_reads_is_raised(saved: tuple[Version, State],
         return bring(self, run, into)
 
     monkeypatch.setattr(PackReader, "bring", missing)
-    with decoding(0), pytest.raises(Damaged, match="missing"):
-        restored(*saved, decoder.Decoder(HERE))
+    made = decoder.Decoder(HERE)
+    with decoding(0) as gpu:
+        with pytest.raises(Damaged, match="missing") as error:
+            restored(*saved, made)
+        memory = [weakref.ref(part) for lane in made._lanes for part in (lane._stored, lane._planes, lane.words)]
+        made.close()
+        gpu.kept.clear()
+    assert error.tb  # refers to the lanes
+    assert memory
+    assert [part() for part in memory] == [None] * len(memory)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("raystow-read")]
 
 

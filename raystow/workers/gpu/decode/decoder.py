@@ -30,7 +30,6 @@ from ..kernel_args import Addressed, Table, part
 from ..kernels import blake3_kernels, copy_kernels, word_kernels
 from ..kernels.deflate_kernels import Deflate
 from ..nvcomp import STREAM, Codec
-from ..pinned_memory import BUFFERS
 from ..stream_layout import compute_tables
 from .lane import Lane
 from .lane_fetcher import Arrivals, LaneFetcher
@@ -110,7 +109,7 @@ class Decoder:
         """Free the memory."""
         torch.cuda.synchronize(self._device)
         for lane in self._lanes:
-            BUFFERS.give_back(lane.pinned)
+            lane.close()
         self._lanes.clear()
 
     def fill(self, reader: PackReader, runs: Sequence[Run], progress: Progress) -> None:

@@ -29,6 +29,11 @@ class Lane:
         self.bytes = self.pinned.memory
         self._address = self.bytes.ctypes.data
 
+    def close(self) -> None:
+        """Free the memory, also if the traceback of an error refers to the lane for longer."""
+        BUFFERS.give_back(self.pinned)
+        del self._stored, self._planes, self._aligned, self.words, self.scratch
+
     @property
     def memory(self) -> LaneMemory:
         """The address of each part."""
