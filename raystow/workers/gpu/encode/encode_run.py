@@ -36,7 +36,7 @@ class EncodeRun:
         self.reader = ChunkReader(plan, request, resources.streams)
         hasher = StoredHasher(plan, hashing, resources)
         self._coder = GroupCoder(plan, resources, hasher)
-        self._copier = HostCopier(plan, request, resources, hasher)
+        self._copier = HostCopier(plan, request, resources, hasher, self._relieve)
         self._reads: deque[ReadBatch] = deque()
         self._copies: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()  # to the host, each with what follows
         self._copied: list[torch.cuda.Event] = []  # for each batch whose copy has begun, the event at its end
@@ -64,7 +64,8 @@ class EncodeRun:
 
     def close(self) -> None:
         """Free all memory, without waiting for the garbage collector. Nothing of the run may be in progress on the device."""
-        self._copies.clear()  # their callbacks refer to this run
+        self._copies.clear()  # both refer to this run
+        del self._copier
 
     def _advance(self) -> bool:
         """Begin every stage whose input is complete, without waiting; return whether there was any."""
@@ -116,7 +117,7 @@ class EncodeRun:
         read.copies.clear()
         self.reader.check(read)
         self._reserve_ring(read.batch)
-        event = self._copier.copy_batch(read, self._relieve)
+        event = self._copier.copy_batch(read)
         self._copied.append(event)
         if read.batch.group >= 0:
             self._coder.add(read)
@@ -132,7 +133,7 @@ class EncodeRun:
         coded, codec = self._coder.coded.popleft(), self._resources.codec
         assert codec is not None
         assert coded.digests is not None
-        run, event, digests = *self._copier.copy_group(coded, self._relieve), coded.digests
+        run, event, digests = *self._copier.copy_group(coded), coded.digests
 
         def copied() -> None:
             self._resources.memory.dense.give_back()
