@@ -2,8 +2,8 @@
 
 Two processes, each with a GPU, train the model of ``gpu_workload`` and save it to separate repositories; raystow has one node
 worker per node. One process is measured alone, as by ``gpu_save``, then both concurrently. Then each restores its state from the
-node's memory, alone and concurrently; every tensor is compared bit for bit. Both start their windows together and are not
-synchronized later.
+node's memory, alone and concurrently; every tensor is compared bit for bit. Both begin each window at the same time, and so each
+save. CPU time is not measured: that of the node worker belongs to both.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,11 +21,30 @@ import report
 import torch
 import typer
 from gpu_restore import load
-from gpu_save import LONG, SHORT, console_for_tables, measure
+from gpu_save import LONG, SHORT, Others, console_for_tables, measure
 from gpu_workload import Size, State, Training, about, device_named, nbytes
 from report import table_of
 
 NO_GROUP, BOTH = "alone", "both at once"
+_PATIENCE = 120.0  # seconds that a training waits for the other
+
+Barrier = ray.remote(num_cpus=0, max_concurrency=2)(threading.Barrier)
+
+
+class Meeting(Others):
+    """Trainings that meet at a barrier, an actor."""
+
+    def __init__(self, barrier: Any) -> None:
+        self._barrier, self._all_ready = barrier, None
+
+    def ready(self) -> bool:
+        if self._all_ready is None:
+            self._all_ready = self._barrier.wait.remote(_PATIENCE)
+        return bool(ray.wait([self._all_ready], timeout=0)[0])
+
+    def meet(self) -> None:
+        self._all_ready = None
+        ray.get(self._barrier.wait.remote(_PATIENCE))
 
 
 class Trainer:
@@ -47,9 +67,12 @@ class Trainer:
         """Describe the machine and its software."""
         return {**about(device_named("cuda")), "bytes": nbytes(self.training.state())}
 
-    def save(self, saves: int, micro_batches: int, every: int) -> dict[str, Any]:
+    def save(self, saves: int, micro_batches: int, every: int, barrier: Any) -> dict[str, Any]:
         """See ``gpu_save.measure``."""
-        return measure(self.training, self.saver, saves=saves, every=every, micro_batches=micro_batches)
+        sizes = {"saves": saves, "every": every, "micro_batches": micro_batches}
+        row = measure(self.training, self.saver, others=Meeting(barrier), **sizes)
+        del row["cpu s/GB"]
+        return row
 
     def keep(self) -> None:
         """Save the state to be restored."""
@@ -112,10 +135,11 @@ def main(
         ray.get([trainer.about.remote() for trainer in both])
         groups = {NO_GROUP: both[:1], BOTH: both}
         for length, every in ((SHORT, 10), (LONG, 4)) if saving else ():
-            results["steps"][length] = {
-                title: ray.get([trainer.save.remote(saves, length, every) for trainer in group])
-                for title, group in groups.items()
-            }
+            results["steps"][length] = {}
+            for title, group in groups.items():
+                barrier = Barrier.remote(len(group))
+                rows = [trainer.save.remote(saves, length, every, barrier) for trainer in group]
+                results["steps"][length][title] = ray.get(rows)
         ray.get([trainer.keep.remote() for trainer in both])
         for title, group in groups.items():
             results["restore"][title] = ray.get([trainer.restore.remote(rounds) for trainer in group])

@@ -96,24 +96,39 @@ def watch(contestant: Contestant, wait: Wait, start: float) -> Outcome:
     return outcome
 
 
-def go_on(training: Training, last: Window, *, micro_batches: int) -> None:
-    """Train until the window's save is over and the clocks are steady."""
+class Others:
+    """Other trainings of the host, whose windows begin at the same time: here none."""
+
+    def ready(self) -> bool:
+        """Return whether all trainings are ready for the next window, as this one is."""
+        return True
+
+    def meet(self) -> None:
+        """Wait for the others at the begin of a window."""
+
+
+def go_on(training: Training, last: Window, others: Others, *, micro_batches: int) -> None:
+    """Train until the window's save is over, the clocks are steady, and the others are ready."""
     start = now()
-    while now() - start < SETTLE or not (last.outcome is None or last.outcome.done()):
+    while now() - start < SETTLE or not (last.outcome is None or last.outcome.done()) or not others.ready():
         for _ in range(micro_batches):
             training.forward_backward()
         training.update()
         training.synchronize()
 
 
-def measure(training: Training, contestant: Contestant, *, saves: int, every: int, micro_batches: int) -> dict[str, Any]:
+def measure(
+    training: Training, contestant: Contestant, *, saves: int, every: int, micro_batches: int, others: Others | None = None
+) -> dict[str, Any]:
     """Measure all windows of one contestant."""
+    others = others or Others()
     with ThreadPoolExecutor(1) as pool:
 
         def one(save: bool, steps: int = every) -> Window:
             cpu = cpu_seconds()
+            others.meet()
             found = window(training, contestant, pool, steps=steps, micro_batches=micro_batches, save=save)
-            go_on(training, found, micro_batches=micro_batches)
+            go_on(training, found, others, micro_batches=micro_batches)
             seconds.append((cpu_seconds() - cpu, len(found.steps)))
             return found
 

@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 SAVES, NODE_SAVES, OLD_PEERS = "gpu_save-2026-11-26", "gpu_save-2026-11-26-node", "peers-2026-11"
-COLD, LOADS, PAIR = "gpu_cold-2026-11-26", "gpu_restore-2026-11-26", "gpu_pair-2026-11-25"
+COLD, LOADS, PAIR = "gpu_cold-2026-11-26", "gpu_restore-2026-11-26", "gpu_pair-2026-11-27"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-26", "control_plane-2026-11-23", "cpu_cold-2026-11-25-s3"
 DEFAULT, NODE, PEER, PINNED = "raystow deflate", "raystow deflate, node", "torch_checkpointing", "DCP async pinned"
 FAULTS, RANKS = "faults-2026-11-25", "gpu_ranks-2026-11-27"
