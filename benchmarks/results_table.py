@@ -57,6 +57,11 @@ def lost(file: str, micro_batches: int, saver: str) -> str:
     return f"{median:.0f} ms ({least:.0f} to {most:.0f})"
 
 
+def long(file: str, micro_batches: int, saver: str = DEFAULT) -> str:
+    """Return how long the training's steps were."""
+    return f"{step(file, micro_batches, saver, 'step ms'):.0f} ms"
+
+
 def share(number: float) -> str:
     """Return a ratio without the zero in front."""
     return f"{number:.3f}".removeprefix("0")
@@ -84,7 +89,7 @@ def overview() -> str:
     warm = [at(LOADS, "contestants", saver, "GB/s") for saver in (PEER, PINNED, "torch.save")]
     rows = (
         (
-            "A save adds to an 81 ms step",
+            f"A save adds to steps of {long(SAVES, 1)}",
             f"**{step(SAVES, 1, DEFAULT, 'lost ms', 'median'):.0f} ms**",
             f"{step(SAVES, 1, PEER, 'lost ms', 'median'):.0f} ms",
             f"{step(SAVES, 1, PINNED, 'lost ms', 'median'):.0f} ms",
@@ -118,14 +123,18 @@ def gpu() -> str:
         return [at(RANKS, "saves", saver, *figure.split(".")) for figure in figures]
 
     rows = (
-        ("Save adds to an 81 ms step", lost(SAVES, 1, DEFAULT), lost(SAVES, 1, PEER), SAVES),
-        ("`fence` waits, 81 ms step", *(f"{step(SAVES, 1, saver, 'fence ms'):.0f} ms" for saver in (DEFAULT, PEER)), SAVES),
-        ("Save adds to a 609 ms step", lost(SAVES, 8, DEFAULT), lost(SAVES, 8, PEER), SAVES),
-        ("Durable, 81 ms step", *(f"{step(SAVES, 1, saver, 'durable s'):.2f} s" for saver in (DEFAULT, PEER)), SAVES),
+        (f"Save adds to steps of {long(SAVES, 1)}", lost(SAVES, 1, DEFAULT), lost(SAVES, 1, PEER), SAVES),
+        (
+            f"`fence` waits, {long(SAVES, 1)} step",
+            *(f"{step(SAVES, 1, saver, 'fence ms'):.0f} ms" for saver in (DEFAULT, PEER)),
+            SAVES,
+        ),
+        (f"Save adds to steps of {long(SAVES, 8)}", lost(SAVES, 8, DEFAULT), lost(SAVES, 8, PEER), SAVES),
+        (f"Durable, {long(SAVES, 1)} step", *(f"{step(SAVES, 1, saver, 'durable s'):.2f} s" for saver in (DEFAULT, PEER)), SAVES),
         ("Stored / raw", *(share(step(SAVES, 1, saver, "ratio")).replace("1.000", "1") for saver in (DEFAULT, PEER)), SAVES),
         ("CPU seconds per GB saved", *(f"{step(SAVES, 1, saver, 'cpu s/GB'):.2f}" for saver in (DEFAULT, PEER)), SAVES),
         (
-            'With `process="node"`: a save adds to an 81 ms step, a 604 ms step',
+            f'With `process="node"`: a save adds to steps of {long(NODE_SAVES, 1, NODE)}, {long(NODE_SAVES, 8, NODE)}',
             f"{lost(NODE_SAVES, 1, NODE)}, {lost(NODE_SAVES, 8, NODE)}",
             "",
             NODE_SAVES,
@@ -156,13 +165,15 @@ def gpu() -> str:
         ),
         ("... two GPUs at once, each", "{:.1f} and {:.1f} GB/s".format(*both), "", PAIR),
         (
-            "Two GPUs save at once: durable, 87 ms step; 642 ms",
+            "Two GPUs save, partly at once: durable, {:.0f} ms step; {:.0f} ms".format(
+                *(at(PAIR, "steps", n, "alone", 0, "step ms") for n in "18")
+            ),
             "{:.2f}, {:.2f} s; {:.2f}, {:.2f} s".format(*pair),
             "{:.2f} s; {:.2f} s (raystow, one GPU)".format(*(at(PAIR, "steps", n, "alone", 0, "durable s") for n in "18")),
             PAIR,
         ),
         (
-            "Four GPUs, FSDP2, 52 GB: a save adds to a 265 ms step",
+            f"Four GPUs, FSDP2, 52 GB: a save adds to steps of {at(RANKS, 'saves', DEFAULT, 'step ms'):.0f} ms",
             *(
                 "{:.0f} ms ({:.0f} to {:.0f})".format(*four(saver, "lost ms.median", "lost ms.min", "lost ms.max"))
                 for saver in (DEFAULT, PEER)
