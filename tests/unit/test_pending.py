@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 
@@ -58,3 +59,29 @@ def test_nothing_is_asked_about_a_save_that_has_ended(before: bool) -> None:
     pending._timer.join(60)
     assert not pending._timer.is_alive()
     assert asked == []
+
+
+def test_result_returns_once_the_outcome_is_noted() -> None:
+    """So a later ``save`` raises ``Fenced`` if ``result`` has, and ``close`` tells callbacks of the last version."""
+    pending, noting, noted = Pending(7), threading.Event(), threading.Event()
+
+    def note(before: object) -> None:
+        noting.set()
+        assert noted.wait(60)
+
+    ending = threading.Thread(target=pending._set_outcome, args=(SaveFailed("a disk is full"), note))
+    ending.start()
+    assert noting.wait(60)
+    assert not pending.done()
+    assert not pending.staged(0)
+    noted.set()
+    with pytest.raises(SaveFailed, match="a disk is full"):
+        pending.result(60)
+    ending.join(60)
+
+
+def test_a_save_ends_if_its_outcome_cannot_be_noted() -> None:
+    pending = Pending(7)
+    with pytest.raises(ZeroDivisionError):
+        pending._set_outcome(SaveFailed("a disk is full"), lambda before: 1 / 0)
+    assert pending.done()

@@ -450,19 +450,20 @@ class Checkpointer:
             raise StateError("this Checkpointer is closed", subject=self.uri, remedy="make another one")
 
     def _conclude(self, pending: Pending, outcome: Version | RaystowError) -> None:
-        before = pending._set_outcome(outcome)
-        if isinstance(before, OutcomeUnknown) and isinstance(outcome, Version):
-            self.failures.found_durable(before)
-            self._callbacks.tell(outcome)
-        if before is not None:
-            return
-        if isinstance(outcome, RaystowError):
-            text = self.failures.failed(pending.step, outcome)
-            self._reports.report(pending.number, pending.step, f"rank {self.rank}: {outcome.what}", text)
-        else:
-            self.failures.succeeded()
-            self._callbacks.tell(outcome)
-            record(DURABLE, SYSTEM.monotonic() - pending.begun, repository=self.uri)
+        pending._set_outcome(outcome, functools.partial(self._note, pending, outcome))
+
+    def _note(self, pending: Pending, outcome: Version | RaystowError, before: Version | RaystowError | None) -> None:
+        match before, outcome:
+            case None, RaystowError() as error:
+                text = self.failures.failed(pending.step, error)
+                self._reports.report(pending.number, pending.step, f"rank {self.rank}: {error.what}", text)
+            case None, Version() as version:
+                self.failures.succeeded()
+                self._callbacks.tell(version)
+                record(DURABLE, SYSTEM.monotonic() - pending.begun, repository=self.uri)
+            case OutcomeUnknown() as unknown, Version() as version:
+                self.failures.found_durable(unknown)
+                self._callbacks.tell(version)
 
     def _staged(self, pending: Pending) -> None:
         if not pending.staged(0):

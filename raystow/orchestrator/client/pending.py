@@ -128,14 +128,21 @@ class Pending:
         self._log.warning("save of step %d: %s", self.step, text, extra={"step": self.step})
         self.warnings += (text,)
 
-    def _set_outcome(self, outcome: Version | RaystowError) -> Version | RaystowError | None:
-        """End the save, or replace an unknown outcome. Returns the outcome before, which stays if it is known."""
+    def _set_outcome(
+        self, outcome: Version | RaystowError, note: Callable[[Version | RaystowError | None], object] = lambda before: None
+    ) -> None:
+        """End the save, or replace an unknown outcome; a known one stays. ``note`` gets the outcome before.
+
+        Who waits for the save goes on once ``note`` has returned, and so sees all that follows from the outcome.
+        """
         with self._lock:
             before = self._outcome
             if before is None or isinstance(before, OutcomeUnknown):
                 self._outcome = outcome
-        self._ended.set()
-        self._staged.set()
-        if self._timer is not None:
-            self._timer.cancel()
-        return before
+            try:
+                note(before)
+            finally:
+                self._ended.set()
+                self._staged.set()
+                if self._timer is not None:
+                    self._timer.cancel()
