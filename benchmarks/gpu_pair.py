@@ -138,8 +138,10 @@ def main(
             results["steps"][length] = {}
             for title, group in groups.items():
                 barrier = Barrier.remote(len(group))
-                rows = [trainer.save.remote(saves, length, every, barrier) for trainer in group]
-                results["steps"][length][title] = ray.get(rows)
+                rows = ray.get([trainer.save.remote(saves, length, every, barrier) for trainer in group])
+                results["steps"][length][title] = rows
+                console.print(f"{length} micro-batches, {title}: durable after", *(f"{row['durable s']:.3f} s" for row in rows))
+                report.keep(out, "gpu_pair", results)
         ray.get([trainer.keep.remote() for trainer in both])
         for title, group in groups.items():
             results["restore"][title] = ray.get([trainer.restore.remote(rounds) for trainer in group])
