@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -44,6 +45,9 @@ _SURVEY = 5.0  # seconds in which a node must say what it has in memory
 _START = 30.0  # seconds within which another node's worker must have started
 _ANSWER = 10.0  # seconds within which another node must answer a question about its copies
 _ZONES = ("zone", "ray.io/availability-zone", "topology.kubernetes.io/zone")  # labels that say which failure domain a node is in
+SWITCH_INTERVAL = 5e-4
+"""Seconds after which a thread of a node worker passes the interpreter lock on. With Python's five milliseconds, threads that
+write packs wait that long, again and again, while another one lists the chunks that have come from a GPU."""
 _AT_ONCE = 16  # calls that a node worker serves at a time
 _SEES_GPUS = (2, 56)  # from this version of Ray on, an actor that asks for no GPU sees all of its node's
 
@@ -52,6 +56,7 @@ class NodeActor:
     """Holds a ``Node``; neither shards nor copies pass through the actor's methods."""
 
     def __init__(self, connect: Callable[[str], CoordinatorClient]) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL)
         ray_metrics.export()
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         here(node=node)
