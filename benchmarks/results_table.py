@@ -165,7 +165,7 @@ def gpu() -> str:
         ),
         ("... two GPUs at once, each", "{:.1f} and {:.1f} GB/s".format(*both), "", PAIR),
         (
-            "Two GPUs save, partly at once: durable, {:.0f} ms step; {:.0f} ms".format(
+            "Two GPUs save at once: durable, {:.0f} ms step; {:.0f} ms".format(
                 *(at(PAIR, "steps", n, "alone", 0, "step ms") for n in "18")
             ),
             "{:.2f}, {:.2f} s; {:.2f}, {:.2f} s".format(*pair),

@@ -17,7 +17,7 @@ from raystow.storage.version import Version
 from raystow.workers.cache.lent_memory import LentMemory
 from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from raystow.workers.cache.ring_pack import RingPack
-from raystow.workers.shm.ring import SLOT
+from raystow.workers.shm.ring import SLOT, two_versions
 
 CHUNK, CHUNKS = 1 << 20, 16
 SIZE = CHUNKS * CHUNK
@@ -94,6 +94,17 @@ def test_a_version_stays_in_the_ring_without_a_copy(cluster: LocalCluster) -> No
     assert np.array_equal(restored["w0"], data)
     rank.close()
     assert read_of(cluster, version) == {"memory": 2 * SIZE - 1000}
+
+
+def test_no_version_of_a_float32_state_is_copied(cluster: LocalCluster) -> None:
+    keep = two_versions(round(SIZE / 0.84))
+    rank = CodedRank(cluster, 0, 1, chunks=CHUNKS, chunk=CHUNK, slots=CHUNKS, slot=CHUNK, keep=keep)
+    for step in range(1, 5):
+        rank.save(step, random_bytes(step))
+        packs = [file for (_, key), file in cluster.tier(0)._files.items() if key.endswith(".pack")]
+        assert packs
+        assert all(isinstance(pack, RingPack) for pack in packs)
+    rank.close()
 
 
 def test_a_reader_gets_a_copy_while_the_ring_is_in_use(cluster: LocalCluster) -> None:

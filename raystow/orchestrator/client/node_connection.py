@@ -10,7 +10,7 @@ from ...storage import background
 from ...storage.errors import RaystowError, StateError
 from ...workers.cache.host_memory import memory_limit
 from ...workers.protocol.messages import OpenSession
-from ...workers.shm.ring import slot_size
+from ...workers.shm.ring import slot_size, two_versions
 from ...workers.staging.client import Staging
 from .. import ray_cluster
 from ..save.planner import SavePlan
@@ -84,9 +84,8 @@ class NodeConnection:
         gpus = max(1, ray_cluster.gpus_here()) if plan.ready else 0
         staging = self._memory.staging or default_staging(plan.nbytes if plan.ready else 0, gpus=gpus, machine=machine)
         coded = staging // 8 if plan.ready else staging // 2  # what a GPU has coded stays in the ring until it is uploaded
-        # Two coded versions, the newest and the next, if the rank's share of the node's memory for versions allows. Of float32
-        # tensors .84 are stored.
-        keep = plan.nbytes * 7 // 4 if plan.ready and in_training else 0
+        # If the rank's share of the node's memory for versions allows.
+        keep = two_versions(plan.nbytes) if plan.ready and in_training else 0
         cache = machine // 4 if self._memory.cache is None else self._memory.cache
         return OpenSession(
             uri=self._startup.uri,
