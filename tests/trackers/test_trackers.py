@@ -7,6 +7,7 @@ import queue
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,3 +136,24 @@ def test_close_ends_although_a_callback_hangs(
     assert ended
     assert thread.daemon
     assert caplog.messages == ["Hanging has not returned for version 1; close() does not wait for it any longer"]
+
+
+def test_a_version_found_while_close_begins_is_told(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, closing = list[int](), threading.Thread(target=lambda: callbacks.close())
+
+    class Noting:
+        def on_version(self, version: Version) -> None:
+            told.append(version.id)
+
+    class Slow(queue.SimpleQueue):  # type: ignore[type-arg]
+        def put(self, item: object) -> None:  # type: ignore[override]
+            if item is not None:
+                closing.start()
+                closing.join(0.2)
+            super().put(item)
+
+    monkeypatch.setattr(version_callbacks, "queue", SimpleNamespace(SimpleQueue=Slow))
+    callbacks = VersionCallbacks([Noting()], logging.getLogger("raystow"))
+    callbacks.tell(version)
+    closing.join(10)
+    assert told == [1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -39,20 +40,22 @@ class VersionCallbacks:
         self._calls: queue.SimpleQueue[tuple[VersionCallback, Version] | None] = queue.SimpleQueue()
         self._thread = background.start("raystow-callbacks", self._run) if callbacks else None
         self._calling: tuple[VersionCallback, Version] | None = None
-        self._closed = False
+        self._closed, self._lock = False, threading.Lock()
 
     def tell(self, version: Version) -> None:
         """Call all callbacks in the background; after ``close`` only log that they are not called."""
-        for callback in self._callbacks:
-            if self._closed:
-                self._warn("%s is not told of version %d, which was found durable after close()", callback, version)
-            else:
-                self._calls.put((callback, version))
+        with self._lock:  # what is put after the None of ``close`` is lost
+            for callback in self._callbacks:
+                if self._closed:
+                    self._warn("%s is not told of version %d, which was found durable after close()", callback, version)
+                else:
+                    self._calls.put((callback, version))
 
     def close(self) -> None:
         """Wait until every callback has returned, but no longer than a minute."""
-        self._closed = True
-        self._calls.put(None)
+        with self._lock:
+            self._closed = True
+            self._calls.put(None)
         if self._thread is not None:
             self._thread.join(_PATIENCE)
         if (calling := self._calling) is not None:

@@ -44,8 +44,8 @@ Listener = Callable[[Outcome, Sequence[str]], None]
 
 @dataclass(frozen=True)
 class Executors:
-    """Shared by all attempts on a node: threads that code chunks, that read chunks coded by a GPU (``sealers``), to compute their
-    digest or to copy a pack, and that upload, and the memory budget of the first."""
+    """Shared by all attempts on a node: threads that code chunks, that pack chunks coded by a GPU (``sealers``), and that upload,
+    and the memory budget of the first."""
 
     coders: Executor
     sealers: Executor
@@ -71,8 +71,7 @@ class NodeAttempt:
         self.id, self.name = ticket.id, ticket.attempt
         self._watch, self._keep, self.base = watch, keep, base
         self._log = about(logger, repository=store.uri, version=ticket.id, attempt=ticket.attempt, step=ticket.step)
-        uploads, senders = executors.uploads, executors.sealers
-        self._packer = Packer(store, ticket, uploads=uploads, on_error=self._upload_failed, keep=keep, senders=senders)
+        self._packer = Packer(store, ticket, uploads=executors.uploads, on_error=self._upload_failed, keep=keep)
         self._writer = ChunkWriter(self._packer, executors.budget, ticket, base)
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str, str], list[int]] = {}
@@ -133,13 +132,9 @@ class NodeAttempt:
 
     def add_coded(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
         """Pack a coded chunk, given in ``parts``, which may have its ``stored_digest``; ``done`` is called when they may change,
-        after the upload. At once, unless its bytes have to be read: the interpreter lock is passed on a few hundred times less.
-        """
+        after the upload."""
         if self.over:
             done()
-            return
-        if self._writer.trusts(chunk):
-            self._pack(rank, chunk, parts, done, trusted=True)
             return
         with self._lock:
             self._coding[rank] += 1
@@ -236,13 +231,9 @@ class NodeAttempt:
             done()
 
     def _seal(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
-        """Compute the digest of a chunk that a GPU has coded, and pack it."""
-        with self._task_of(rank):
-            self._pack(rank, chunk, parts, done, trusted=False)
-
-    def _pack(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None], *, trusted: bool) -> None:
-        with self._failing(rank, chunk):
-            self._cover(rank, self._writer.append(chunk, [part.data for part in parts], done, trusted=trusted))
+        """Pack a chunk that a GPU has coded."""
+        with self._task_of(rank), self._failing(rank, chunk):
+            self._cover(rank, self._writer.append(chunk, [part.data for part in parts], done))
 
     def _cover(self, rank: int, chunk: Chunk) -> None:
         """Count a chunk."""

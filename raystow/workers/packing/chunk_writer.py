@@ -77,24 +77,21 @@ class ChunkWriter:
         self._budget.release(raw.size - size)
         return self._append(replace(chunk, coding=coding), [coded], lambda: self._budget.release(size))
 
-    def trusts(self, chunk: Chunk) -> bool:
-        """Tell whether the digest of a coded chunk is taken as announced: that of fifteen in sixteen if a GPU has computed it."""
-        return bool(chunk.stored_digest and next(self._given) % _CHECKED)
-
-    def append(self, chunk: Chunk, coded: list[memoryview], release: Callable[[], None], *, trusted: bool) -> Chunk:
+    def append(self, chunk: Chunk, coded: list[memoryview], release: Callable[[], None]) -> Chunk:
         """Pack a coded chunk, unless the base has the same bytes; return its row.
+
+        Of the digests that a GPU has computed, every sixteenth is checked; ``SaveFailed`` if it is wrong.
 
         Args:
             chunk: The row as announced, without place, and with ``stored_digest`` if a GPU has computed it.
             coded: The coded bytes.
             release: Called when ``coded`` is no longer needed, also after an error.
-            trusted: Whether the digest is taken as announced; else ``SaveFailed`` if it is wrong.
         """
         second = self._second.get((chunk.name, chunk.box), 0)
         if second and (row := self._referenced(chunk, second)) is not None:
             release()
             return row
-        return self._append(chunk, coded, release, trusted=trusted)
+        return self._append(chunk, coded, release)
 
     def note(self, chunk: Chunk, second: int) -> None:
         """Remember the second number of ``digest_pair`` of a chunk that comes later."""
@@ -141,9 +138,9 @@ class ChunkWriter:
         found = self._base.elements(chunk, scratch)
         return None if found is None else (self._base.id, found)
 
-    def _append(self, chunk: Chunk, coded: list[memoryview], release: Callable[[], None], *, trusted: bool = False) -> Chunk:
+    def _append(self, chunk: Chunk, coded: list[memoryview], release: Callable[[], None]) -> Chunk:
         try:
-            digest = chunk.stored_digest if trusted else self._digest(chunk, coded)
+            digest = self._digest(chunk, coded)
             pack, start = self._packer.add(chunk.group, coded, release)
         except BaseException:
             release()
@@ -154,6 +151,8 @@ class ChunkWriter:
         return row
 
     def _digest(self, chunk: Chunk, coded: list[memoryview]) -> bytes:
+        if chunk.stored_digest and next(self._given) % _CHECKED:
+            return chunk.stored_digest
         digest = stored_digest(*coded)
         if chunk.stored_digest not in (b"", digest):
             raise SaveFailed("its bytes in host memory are not those whose digest the GPU has computed", subject=chunk.name)

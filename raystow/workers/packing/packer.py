@@ -9,7 +9,6 @@ from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ...storage import background
 from ...storage.errors import DeadlineExceeded, RaystowError
 from ...storage.format import keys
 from ...storage.format.version_record import PackInfo
@@ -51,9 +50,8 @@ class _Open:
 class Packer:
     """Packs and uploads chunks: ``add`` from any thread, then ``seal`` and ``finish`` once, or ``discard``.
 
-    ``on_error`` is called with the error of an upload that failed or could not begin. ``keep`` may copy a pack, on a thread of
-    ``senders``; the copy is then uploaded, and the parts are released at once. A pack has the parts of one ring, so that it can
-    be kept there.
+    ``on_error`` is called with the error of an upload that failed or could not begin. ``keep`` may copy a pack; the copy is then
+    uploaded, and the parts are released at once. A pack has the parts of one ring, so that it can be kept there.
     """
 
     def __init__(
@@ -64,10 +62,8 @@ class Packer:
         uploads: Executor,
         on_error: Callable[[BaseException], None],
         keep: Keep = keep_nothing,
-        senders: Executor | None = None,
     ) -> None:
         self._store, self._ticket, self._uploads, self._on_error, self._keep = store, ticket, uploads, on_error, keep
-        self._senders = senders
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sending = 0
@@ -101,7 +97,7 @@ class Packer:
             pack.size += size
             number = pack.number
         if full is not None:
-            self._begin(*full)
+            self._send(*full)
         return number, start
 
     def flush(self) -> None:
@@ -109,7 +105,7 @@ class Packer:
         with self._lock:
             closed = [self._close(where) for where in list(self._open)]
         for full in closed:
-            self._begin(*full)
+            self._send(*full)
 
     def seal(self) -> list[PackInfo]:
         """Close and upload all packs, after the last ``add``; return them once ``keep`` has seen them all. Raises the error of a
@@ -171,16 +167,6 @@ class Packer:
         self._packs.append(info)
         self._sending += 1
         return info, pack
-
-    def _begin(self, info: PackInfo, pack: _Open) -> None:
-        """Send the pack, on another thread if there are ``senders``: the caller may serve a GPU that waits for free slots."""
-        if self._senders is not None:
-            try:
-                background.submit(self._senders, "raystow-seal", self._send, info, pack)
-                return
-            except RuntimeError:
-                pass  # the node worker ends, and ``_send`` reports it
-        self._send(info, pack)
 
     def _send(self, info: PackInfo, pack: _Open) -> None:
         """Offer the pack to ``keep``, and begin to upload it. Raises nothing, so that the caller sends its other packs."""
