@@ -33,6 +33,8 @@ class Committer:
         self._records: dict[Entry, bytes] = {}
         self._next_id, self._next_segment = 0, 1
         self._ids = threading.Lock()  # ids are reserved while another thread commits
+        self.root: Root
+        """The newest root that was read or written here."""
         # Numbers of rollbacks, each with the first id that was reserved after it was noticed.
         self._noticed: tuple[tuple[int, int], ...] = ((0, 0),)
         self.take_over(owner)
@@ -41,6 +43,7 @@ class Committer:
         """Take the next epoch, again if another committer has taken one. What was reserved before must not be committed."""
 
         def take(root: Root) -> Root:
+            self.root = root  # not compared with the one before: the numbers of a repaired root may be lower
             return root if root.owner == owner else replace(root, epoch=root.epoch + 1, owner=owner)
 
         root = self.catalog.register.update(take)
@@ -64,13 +67,17 @@ class Committer:
         """The rollbacks of the repository that were noticed."""
         return self._noticed[-1][0]
 
-    def notice(self, root: Root) -> None:
-        """Take notice of the root, and of a rollback: attempts whose ids were reserved before cannot be committed any more."""
-        self.root = root
-        """The root when it was last read or written here."""
+    def notice(self, root: Root) -> Root:
+        """Take notice of the root, and of a rollback: attempts whose ids were reserved before cannot be committed any more.
+
+        Returns the newest root: a read may have been overtaken by a swap, and its root is ignored then.
+        """
         with self._ids:
+            if not root.is_older(self.root):
+                self.root = root
             if root.rollbacks > self.rollbacks:
                 self._noticed = (*self._noticed, (root.rollbacks, self._next_id))
+            return self.root
 
     def rollbacks_at(self, id: int) -> int:
         """The rollbacks that were noticed when an id was reserved."""

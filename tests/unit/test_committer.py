@@ -14,6 +14,7 @@ from raystow.storage.errors import Fenced, InvariantError, OutcomeUnknown, SaveF
 from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectInfo
 from raystow.storage.repository import Repository
+from raystow.storage.retention.policy import Policy
 
 
 def objects(repository: Repository) -> list[ObjectInfo]:
@@ -90,6 +91,37 @@ def test_a_root_that_a_reader_refuses_is_not_written(repository, change, monkeyp
     with pytest.raises(InvariantError, match="readers would refuse"):
         repository.register.update(lambda root: replace(root, **change))
     assert repository.store.get(keys.ROOT, max_bytes=1 << 20) == before
+
+
+@pytest.mark.parametrize("number", ["epoch", "next_id", "next_segment", "rollbacks"])
+def test_a_root_that_was_read_before_a_swap_is_ignored(committer, number):
+    before = committer.root
+    after = replace(before, **{number: getattr(before, number) + 1})
+    assert committer.notice(after) == committer.root == after
+    assert committer.notice(before) == committer.root == after
+
+
+def test_swaps_by_others_are_noticed(committer):
+    repository = committer.catalog
+    version, _ = (committer.commit(empty_record(committer, step)) for step in range(2))
+    repository.pin(version, "best")
+    assert committer.notice(repository.root()).pins == {"best": version.id}
+    repository.unpin("best")
+    assert committer.notice(repository.root()).pins == {}
+    repository.plan_retention(Policy(keep_last=1)).execute()
+    assert [entry.id for entry in committer.notice(repository.root()).versions] == [2]
+    Committer(repository, "other")
+    assert committer.notice(repository.root()).owner == committer.root.owner == "other"
+
+
+def test_a_takeover_takes_a_repaired_root_with_lower_numbers(repository):
+    committer = Committer(repository, "me")
+    committer.notice(replace(repository.root(), rollbacks=1, epoch=7))
+    tagged = repository.store.get_tagged(keys.ROOT, max_bytes=1 << 20)
+    repaired = replace(repository.root(), owner="repair", write_id="x")
+    repository.store.put_if(keys.ROOT, repaired.dump(), tagged.tag)
+    committer.take_over("me again")
+    assert committer.root == repository.root()
 
 
 def test_a_repeated_commit_changes_nothing(repository):

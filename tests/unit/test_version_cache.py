@@ -10,7 +10,7 @@ from builders import empty_record
 
 from raystow.orchestrator.restore.version_cache import VersionCache
 from raystow.storage.errors import StoreUnavailable
-from raystow.storage.format.root import Entry
+from raystow.storage.format.root import Entry, Root
 from raystow.storage.stores.memory import MemoryStore
 
 
@@ -91,3 +91,25 @@ def test_a_version_committed_during_a_read_stays_known(committer, monkeypatch):
     monkeypatch.setattr(MemoryStore, "get_tagged", down)
     assert versions(known) == ((entry,), False)
     assert committer.root.versions == (entry,)
+
+
+def test_a_commit_after_the_last_comparison_stays_known(committer, monkeypatch):
+    """The root that was read is older than that of a commit which ends just before the read root is noticed."""
+    entries = list[Entry]()
+
+    def late(root: Root) -> Root:
+        entries.append(committer.commit(empty_record(committer, 1)).entry)
+        return committer.notice(root)
+
+    known = VersionCache(committer.catalog, on_read=late)
+    assert [entry.id for entry in versions(known)[0]] == [1]
+    assert committer.root.versions == known.entries == tuple(entries)
+
+
+def test_a_root_older_than_the_one_read_last_is_not_taken(committer):
+    known = VersionCache(committer.catalog, on_read=committer.notice)
+    old = committer.root
+    committer.commit(empty_record(committer, 1))
+    read, _ = known.root()
+    known.committed(old)
+    assert known.entries == read.versions != ()

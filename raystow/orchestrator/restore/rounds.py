@@ -99,8 +99,12 @@ def _listed(ranks: list[int]) -> str:
 
 
 class RestoreRounds:
-    """The rounds of one repository. Not thread-safe; waits for the store as long as ``known`` does. ``is_current``: whether there
-    was no rollback since the save with an id began."""
+    """The rounds of one repository. Waits for the store as long as ``known`` does. ``is_current``: whether there was no rollback
+    since the save with an id began.
+
+    Not thread-safe, but another thread may call ``answers`` and ``answer`` of a round at any time. So each method changes what
+    they return only after its calls of the store, and then ``changes``.
+    """
 
     def __init__(
         self,
@@ -139,9 +143,10 @@ class RestoreRounds:
         round.asked[vote.rank] = vote.version
         round.nodes[vote.rank] = vote.node
         if not round.joined and len(round.members) == round.world_size:
-            round.joined, round.group = True, RestoreGroup(self._clock.token(), tuple(sorted({*round.nodes.values()} - {""})))
-            self.changes += 1
+            round.group = RestoreGroup(self._clock.token(), tuple(sorted({*round.nodes.values()} - {""})))
             self._check_asked(round)
+            round.joined = True  # last: ranks can be answered now
+            self.changes += 1
         if vote.error:
             self._fail(round, ClusterError(f"rank {vote.rank} could not restore: {vote.error}"))
         if round.failure is not None or vote.tried is None or vote.tried not in round.candidates[:1]:
@@ -204,7 +209,7 @@ class RestoreRounds:
         elif held is not None and held.entry.id > newest and self._is_current(held.entry.id):
             round.held = held
             round.candidates.insert(0, held.entry)
-        self._lease(round)
+        round.candidates = self._lease(round, round.candidates)
         if round.candidates or (round.missing and root.versions):
             self._open = round
         else:
@@ -217,11 +222,11 @@ class RestoreRounds:
         for rank, version in sorted(round.asked.items()):
             ranks.setdefault(version, []).append(rank)
         if len(ranks) > 1:
-            round.candidates.clear()
             what = ", ".join(f"{version!r} by ranks {_listed(of)}" for version, of in ranks.items())
             remedy = "pass the same version on all ranks"
             error = StateError(f"different versions are asked for: {what}", subject=self._repository.uri, remedy=remedy)
             self._fail(round, error)
+            round.candidates = []
         elif round.missing is not None:
             self._fail(round, round.missing)
 
@@ -236,38 +241,37 @@ class RestoreRounds:
 
     def _fall_back(self, round: RestoreRound, entry: Entry, damage: dict[int, str]) -> None:
         texts = "; ".join(f"rank {rank}: {text}" for rank, text in damage.items())
-        round.candidates.pop(0)
-        self.changes += 1
-        round.votes.clear()
+        whole, older = not round.damaged, round.candidates[1:]
         round.lease.close()
-        whole, round.damaged = not round.damaged, False
         if not whole:
             self._on_fall_back()
-        if round.candidates:
+        if older:
             log = about(logger, repository=self._repository.uri, version=entry.id, attempt=entry.attempt, step=entry.step)
-            log.error("%s", falling_back(entry, round.candidates[0], texts, whole=whole))
-            try:
-                self._lease(round)
-            except RaystowError as error:
-                self._fail(round, error)
-                return
-        if not round.candidates:
-            self._fail(round, none_left(self._repository.uri, round.version, entry, texts, whole=whole))
-
-    def _lease(self, round: RestoreRound) -> None:
-        """Lease the first candidate, so that it is not collected; skip candidates that were dropped."""
-        if round.store_down:
+            log.error("%s", falling_back(entry, older[0], texts, whole=whole))
+        try:
+            older = self._lease(round, older)
+        except RaystowError as error:
+            self._fail(round, error)
             return
-        while round.candidates and not (
-            round.held and round.candidates[0] == round.held.entry
-        ):  # not a version, so not collected
-            version = self._repository.at(round.candidates[0])
+        if not older:
+            self._fail(round, none_left(self._repository.uri, round.version, entry, texts, whole=whole))
+        round.votes.clear()
+        round.damaged = False
+        round.candidates = older  # last: ranks that have tried `entry` can be answered now
+        self.changes += 1
+
+    def _lease(self, round: RestoreRound, candidates: list[Entry]) -> list[Entry]:
+        """Lease the first candidate that was not dropped, so that it is not collected. Returns it and those after it."""
+        for index, entry in enumerate(candidates):
+            if round.store_down or (round.held and entry == round.held.entry):  # the latter is not a version, so not collected
+                return candidates[index:]
             try:
-                round.lease.enter_context(self._repository.lease(version))
-                return
+                round.lease.enter_context(self._repository.lease(self._repository.at(entry)))
             except NotFound as error:
-                round.candidates.pop(0)
                 round.missing = None if round.version == LATEST else error
+            else:
+                return candidates[index:]
+        return []
 
     def _fail(self, round: RestoreRound, error: RaystowError) -> None:
         round.failure = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
@@ -16,15 +17,16 @@ logger = logging.getLogger(__name__)
 
 
 class VersionCache:
-    """Call ``root`` from one thread, ``committed`` from any. ``on_read``: called with each root that is read. ``timeout``:
-    seconds to wait for the root."""
+    """Call ``root`` from one thread, ``committed`` from any. ``on_read``: called with each root; returns the newest one.
+    ``timeout``: seconds to wait for the root."""
 
     def __init__(
-        self, repository: Repository, *, on_read: Callable[[Root], None] = lambda root: None, timeout: float = 20.0
+        self, repository: Repository, *, on_read: Callable[[Root], Root] = lambda root: root, timeout: float = 20.0
     ) -> None:
         self._repository, self._on_read, self._timeout = repository, on_read, timeout
         self._pool = ThreadPoolExecutor(1, "raystow-root")
         self._last: Root | None = None
+        self._taking = threading.Lock()  # so that the root taken last is the newest
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -37,7 +39,8 @@ class VersionCache:
 
     def committed(self, root: Root) -> None:
         """Take the root that a commit has left or, if it was refused, found."""
-        self._last = root
+        with self._taking:
+            self._last = self._on_read(root)
 
     def root(self) -> tuple[Root, bool]:
         """The root, and whether the store has answered; else it has the versions known last.
@@ -47,9 +50,8 @@ class VersionCache:
         reading = self._pool.submit(self._repository.root)  # after a read that still waits: its result may be old
         try:
             root = reading.result(self._timeout)
-            if self._last is None or root.next_id >= self._last.next_id:  # no commit was faster
-                self._last = root
-                self._on_read(root)
+            with self._taking:
+                self._last = root = self._on_read(root)  # another one if a commit was faster
         except (StoreUnavailable, FuturesTimeout) as error:
             reading.cancel()
             what = str(error) or f"the store has not returned the root within {self._timeout:.0f} s"
@@ -58,4 +60,4 @@ class VersionCache:
             log = about(logger, repository=self._repository.uri)
             log.warning("restoring from known versions, since the store does not answer: %s", what)
             return self._last, False
-        return self._last, True
+        return root, True

@@ -122,6 +122,14 @@ class Root:
         rolled_back = (one.entry for one in self.rolled_back)
         return tuple(sorted((*self.versions, *rolled_back), key=lambda entry: entry.id)) if self.rolled_back else self.versions
 
+    def is_older(self, than: Root) -> bool:
+        """Whether later swaps have made ``than`` from this root. False if no number differs that swaps only raise."""
+        return self._ascending < than._ascending
+
+    @property
+    def _ascending(self) -> tuple[int, int, int, int]:
+        return self.epoch, self.next_id, self.next_segment, self.rollbacks
+
     def with_version(self, entry: Entry) -> Root:
         """The root with one more version. Segments up to its step are not needed any more."""
         return replace(
