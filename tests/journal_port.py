@@ -101,6 +101,9 @@ class BoxPort:
     def save_begun(self, step: int, generation: str) -> None:
         pass
 
+    def save_failed(self, step: int) -> None:
+        pass
+
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         if place.info not in self._box.entries:
             raise ClusterError("no node has the entry")

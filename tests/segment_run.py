@@ -121,6 +121,9 @@ class SegmentPort(BoxPort):
     def save_begun(self, step: int, generation: str) -> None:
         self._run.memories[self._rank].save_begun(self._run.repository.id, step, generation)
 
+    def save_failed(self, step: int) -> None:
+        self._run.memories[self._rank].save_failed(self._run.repository.id, step)
+
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         memory = self._run.memories[self._rank]
         if (view := memory.view(place.info)) is not None:

@@ -3,13 +3,19 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from raystow.orchestrator.client.checkpointer import Checkpointer
 from raystow.orchestrator.client.failure_reports import FailureReports
 from raystow.orchestrator.client.failures import Failures
+from raystow.orchestrator.client.saves_in_flight import SavesInFlight
+from raystow.orchestrator.lossy.profiles import Lossy
+from raystow.orchestrator.save.planner import Planner
 from raystow.storage.errors import ClusterError, OutcomeUnknown, SaveFailed, StateError
+from raystow.storage.log import about
 
 
 def failures(on_failure: str | int = 3, counted: list[None] | None = None) -> Failures:
@@ -153,3 +159,32 @@ def test_a_save_that_raises_on_one_rank_is_counted() -> None:
     with pytest.raises(StateError, match="metrics"):
         rank.save({}, step=2, metrics={"loss": object()})
     assert next(rank._saves) == 3
+
+
+def test_the_journal_learns_of_a_save_before_its_failure() -> None:
+    """The node worker cannot be reached, so that it does not know of the failure."""
+    rank, told = Checkpointer.__new__(Checkpointer), list[str]()
+    rank.uri, rank.rank, rank.world_size, rank.failures = "memory://r", 0, 1, failures("warn")
+    rank._log, rank._closed, rank._codec, rank._lossy = about(logging.getLogger(__name__)), False, "cpu", Lossy.of(None)
+    rank._saves, rank._planner, rank._timeout = itertools.count(1), Planner(rank._lossy), 60.0
+    rank._retention, rank._delta, rank._on_fenced = None, 0, "raise"
+    rank._in_flight = SavesInFlight(1, 60.0, rank._conclude, rank._log)
+    started = SimpleNamespace(repository="r")
+    parts = {
+        "_startup": SimpleNamespace(wait=lambda: started, member=SimpleNamespace(incarnation="i"), store=None),
+        "_store": None,
+        "_reports": SimpleNamespace(report=lambda *_: None),
+        "_journal": SimpleNamespace(
+            saved=lambda step: told.append(f"saved {step}"), save_failed=lambda step: told.append(f"failed {step}")
+        ),
+        "_node": SimpleNamespace(staging=lambda _: fail(told)),
+    }
+    for name, part in parts.items():
+        setattr(rank, name, part)
+    assert rank.save({"w": np.ones(3)}, step=3).done()
+    assert told == ["saved 3", "refused", "failed 3"]
+
+
+def fail(told: list[str]) -> None:
+    told.append("refused")
+    raise ClusterError("the node worker is gone")

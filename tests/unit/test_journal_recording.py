@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from raystow.orchestrator.journal.journal import Journal
 from raystow.orchestrator.journal.state_digests import Digester
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.errors import ClusterError, StateError
+from raystow.workers.protocol.messages import EntryKept
 
 
 class Run:
@@ -62,6 +64,47 @@ def test_an_unexpected_error_loses_steps_until_the_next_save(
     again.replay()
     again.close()
     assert snapshot(saved.model, saved.optimizer) == snapshot(run.model, run.optimizer)
+
+
+def test_a_save_during_a_refused_entry_restarts_recording() -> None:
+    """The thread that learns of the refusal is about to end the recording until the next save, when that save begins."""
+    box, run, kept = EntryBox(), Run(), EntryKept(1, 0, "the memory for entries is full")
+    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
+        journal.replay()
+        run.step(1)
+        journal.record(1)
+        journal.flush()
+        save = threading.Thread(target=journal.saved, args=(1,))
+
+        def save_now(*_: object, **__: object) -> None:
+            save.start()
+            save.join(0.2)  # it waits for the other thread
+
+        journal._log = SimpleNamespace(error=save_now)  # type: ignore[assignment]
+        journal._kept(kept)
+        save.join()
+        assert not journal.save_advised
+        run.step(2)
+        journal.record(2)
+    assert box.steps() == [1, 2]
+
+
+def test_a_failed_save_is_withdrawn_after_its_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the node worker does not answer; entries are handed over afterwards."""
+    box, run, told = EntryBox(), Run(), list[str]()
+    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
+        monkeypatch.setattr(journal._port, "save_begun", lambda step, _: told.append(f"begun {step}"))
+        monkeypatch.setattr(
+            journal._port, "save_failed", lambda step: told.append(f"failed {step}") or fail(ClusterError("gone"))
+        )
+        journal.save_failed(0)  # nothing is recorded yet
+        journal.replay()
+        journal.saved(1)
+        journal.save_failed(1)
+        run.step(2)
+        journal.record(2)
+    assert told == ["begun 1", "failed 1"]
+    assert box.steps() == [2]
 
 
 def test_an_interrupted_record_loses_steps_until_a_save(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,8 +162,7 @@ class Checkpointer:
         return facts_table(f"Checkpointer of {self.uri}", self._facts())
 
     def _facts(self) -> dict[str, object]:
-        open_saves = self._in_flight.steps()
-        facts = {"rank": f"{self.rank} of {self.world_size}", "steps in flight": open_saves or "none"}
+        facts = {"rank": f"{self.rank} of {self.world_size}", "steps in flight": self._in_flight.steps() or "none"}
         return {**facts, "failed saves": self.failures.total, **({"state": "closed"} if self._closed else {})}
 
     def due(self, step: int) -> bool:
@@ -247,14 +246,14 @@ class Checkpointer:
             stall=lambda: pending.stall,
         )
         pending._find = lambda unknown: self._find(pending, order, unknown)
+        if self._journal is not None:
+            self._journal.saved(step)
         with pending._blocking(start):
             try:
                 self._node.staging(plan).submit(order)
                 self._in_flight.add(pending, functools.partial(self._learn, pending, order))
             except RaystowError as error:
                 self._ended(pending, order, error)
-        if self._journal is not None:
-            self._journal.saved(step)
         record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="save")
         return pending
 
@@ -320,8 +319,7 @@ class Checkpointer:
         repository = self._startup.wait().repository
         incarnation = self._startup.member.incarnation
         who = JournalIdentity(self.uri, repository, self.rank, self.world_size, incarnation, self._timeout)
-        memory, replicas = self._memory.journal, self._replication.replicas
-        opening = OpenJournal(self.uri, who.repository, self.rank, replicas, memory, durable_every)
+        opening = OpenJournal(self.uri, repository, self.rank, self._replication.replicas, self._memory.journal, durable_every)
         self._journal = Journal(TrackedState(model, optimizers), ClusterPort(opening, node_address, self._port), who)
         self._journal.restored(*self._restored)
         return self._journal
@@ -455,6 +453,8 @@ class Checkpointer:
     def _note(self, pending: Pending, outcome: Version | RaystowError, before: Version | RaystowError | None) -> None:
         match before, outcome:
             case None, RaystowError() as error:
+                if self._journal is not None:
+                    self._journal.save_failed(pending.step)
                 text = self.failures.failed(pending.step, error)
                 self._reports.report(pending.number, pending.step, f"rank {self.rank}: {error.what}", text)
             case None, Version() as version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from ...workers.protocol.messages import (
     OpenJournal,
     RankReading,
 )
+
+_SAVES = 16  # newest saves of which one may still be under way or durable; older ones do not matter
 
 
 class JournalCoordinator(Protocol):
@@ -37,7 +40,8 @@ class ClusterPort:
         self._lock = threading.Lock()
         self._client: JournalClient | None = None
         self._ring = entry_ring()
-        self._saved = self._single = START  # the newest step that was saved, and the newest one whose entry is only on this node
+        self._single = START  # the newest step whose entry is only on this node
+        self._saves = deque[int](maxlen=_SAVES)  # the steps of the newest saves that have not failed
 
     def begin(self, info: EntryInfo, most: int) -> EntryWriter:
         return self._connected().begin(info, most)
@@ -51,14 +55,26 @@ class ClusterPort:
         self._connected().keep(info, kept)
 
     def save_begun(self, step: int, generation: str) -> None:
-        self._saved = step
+        with self._lock:
+            self._saves.append(step)
         self._connected().save_begun(step, generation)
+
+    def save_failed(self, step: int) -> None:
+        with self._lock:
+            if step in self._saves:
+                self._saves.remove(step)
+            client = self._client
+        if client is not None and not client.lost:  # a node worker that was restarted does not know of the save
+            client.save_failed(step)
 
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         return self._connected().fetch(place, number)
 
     def settle(self, vote: JournalVote) -> JournalChoice:
-        self._saved, self._single = vote.base, START
+        with self._lock:
+            self._saves.clear()
+            self._saves.append(vote.base)
+            self._single = START
         return self._coordinator.settle_journal(vote)
 
     def reading(self, rank: RankReading) -> None:
@@ -77,7 +93,7 @@ class ClusterPort:
                 self._client.close()
                 self._client = None
                 single, self._single = self._single, START
-                if single > self._saved:
+                if single > max(self._saves, default=START):
                     raise ClusterError(f"the node worker has died, which alone had the entries up to step {single}")
             if self._client is None:
                 self._client = JournalClient(self._address(), self._opening, self._ring)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -82,8 +83,8 @@ class Journal:
         self._base, self._replayable, self._replays = START, True, 0
         self._last, self._first, self._saved, self._count = START, START, START, 0
         self._entry, self._chained, self._fresh = CapturedEntry(), True, True
-        self._work: queue.SimpleQueue[tuple[CapturedEntry, EntryInfo] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # its lock also guards the beginning and the end of the chain of entries
         self._encoding, self._in_flight = 0, dict[int, None]()
         self._closed = self.save_advised = False
         self._thread = background.start("raystow-journal", self._run)
@@ -211,7 +212,7 @@ class Journal:
         self._base, self._replayable = step, latest
 
     def saved(self, step: int) -> None:
-        """Note that a save of the current state begins."""
+        """Note that a save of the current state begins. Call it before anything can fail the save: see ``save_failed``."""
         self._saved = step
         if not self._lineage:
             return
@@ -221,6 +222,11 @@ class Journal:
             self._log.warning("the node worker was not told of a save: %s", error)
         if self._last == step:
             self._restart_chain(step)
+
+    def save_failed(self, step: int) -> None:
+        """Note that a save that had begun is no version, or may be none. Does not wait for the node worker."""
+        if self._lineage:
+            self._work.put(functools.partial(self._withdraw, step))
 
     def close(self) -> None:
         """Hand over the last entries, and remove the hooks."""
@@ -264,8 +270,9 @@ class Journal:
 
     def _restart_chain(self, step: int) -> None:
         """The next entry starts from the state after ``step``, which a version may hold."""
-        self._chained = self._fresh = True
-        self._first, self._count, self.save_advised = step, 0, False
+        with self._changed:
+            self._chained = self._fresh = True
+            self._first, self._count, self.save_advised = step, 0, False
 
     def _capture(self, number: int) -> None:
         """Copy what the coming step of an optimizer depends on."""
@@ -304,7 +311,7 @@ class Journal:
         with self._changed:
             self._encoding += 1
             self._in_flight[step] = None
-        self._work.put((entry, info))
+        self._work.put(functools.partial(self._hand_over, entry, info))
 
     def _await_copies(self, step: int) -> None:
         """Wait for the copies of the entries before a step."""
@@ -313,17 +320,26 @@ class Journal:
                 self._log.warning("the entry of the step before has no copies after %.0f s", _LAG, extra={"step": step})
 
     def _run(self) -> None:
-        """Encode entries and hand them over."""
+        """Tell the node worker of entries and failed saves."""
         while (work := self._work.get()) is not None:
-            entry, begun = work
-            with contextlib.ExitStack() as unread:
-                unread.callback(self._release)
-                try:
-                    info = self._encoder.encode(entry, begun, self._port.begin(begun, entry.most), unread.close)
-                    record(JOURNALED, info.size, repository=self._identity.uri)
-                    self._port.keep(info, self._kept)
-                except Exception as error:
-                    self._failed(begun.step, error)
+            work()
+
+    def _hand_over(self, entry: CapturedEntry, begun: EntryInfo) -> None:
+        """Encode an entry and hand it over."""
+        with contextlib.ExitStack() as unread:
+            unread.callback(self._release)
+            try:
+                info = self._encoder.encode(entry, begun, self._port.begin(begun, entry.most), unread.close)
+                record(JOURNALED, info.size, repository=self._identity.uri)
+                self._port.keep(info, self._kept)
+            except Exception as error:
+                self._failed(begun.step, error)
+
+    def _withdraw(self, step: int) -> None:
+        try:
+            self._port.save_failed(step)
+        except RaystowError as error:
+            self._log.warning("the node worker was not told of a failed save: %s", error, extra={"step": step})
 
     def _release(self) -> None:
         """The copies of an entry's gradients may be overwritten."""
@@ -341,16 +357,20 @@ class Journal:
         return shortened(str(error) or repr(error))
 
     def _kept(self, kept: EntryKept) -> None:
-        if kept.problem and kept.step > self._first:  # else a save has made it unnecessary
+        with self._changed:  # a save on another thread restarts the chain before or after this, not in between
+            lost = bool(kept.problem) and kept.step > self._first  # else a save has made it unnecessary
+            if lost:
+                self._lose("entry of step", kept.step, kept.problem)
+        if lost:
             record(UNRECORDED, repository=self._identity.uri)
-            self._lose("entry of step", kept.step, kept.problem)
         with self._changed:
             self._in_flight.pop(kept.step, None)
             self._changed.notify_all()
 
     def _lose(self, what: str, step: int, problem: str) -> None:
         """Record nothing more until the next save: entries after a gap cannot be replayed."""
-        if self._chained:
-            text = "the %s %d is not recorded, nor are later ones until the next save: %s"
-            self._log.error(text, what, step, problem, extra={"step": step})
-        self._chained, self.save_advised = False, True
+        with self._changed:
+            if self._chained:
+                text = "the %s %d is not recorded, nor are later ones until the next save: %s"
+                self._log.error(text, what, step, problem, extra={"step": step})
+            self._chained, self.save_advised = False, True

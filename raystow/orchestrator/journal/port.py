@@ -40,6 +40,9 @@ class JournalPort(Protocol):
     def save_begun(self, step: int, generation: str) -> None:
         """Tell that a save of the state after a step is under way. ``generation``: of the entries that are recorded now."""
 
+    def save_failed(self, step: int) -> None:
+        """Tell that a save that had begun has failed, so that entries up to its step are needed."""
+
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         """Return the bytes of an entry, which this rank's node keeps from then on. They are valid until the next call with
         ``number``, or of ``begin``."""

@@ -20,6 +20,7 @@ from ..protocol.messages import (
     KeepEntry,
     OpenJournal,
     SaveBegun,
+    SaveWithdrawn,
     ShareMemory,
     SlotFree,
 )
@@ -81,6 +82,10 @@ class JournalClient:
     def save_begun(self, step: int, generation: str) -> None:
         """Tell that a save of the state after a step is under way. ``generation``: of the entries that are recorded now."""
         self._connection.send(SaveBegun(step, generation))
+
+    def save_failed(self, step: int) -> None:
+        """Tell that a save that had begun has failed."""
+        self._connection.send(SaveWithdrawn(step))
 
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         """Return the bytes of an entry, which the node keeps from then on. They are valid until the next call with ``number``, or

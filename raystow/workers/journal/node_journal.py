@@ -31,6 +31,7 @@ from ..protocol.messages import (
     OpenJournal,
     PutEntry,
     SaveBegun,
+    SaveWithdrawn,
     ShareMemory,
     SlotFilled,
     SlotFree,
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 _CONNECTIONS = 8  # over which a large entry is read: one carries 2 to 4 GB/s
 _LEAST = 32 << 20  # bytes over each of them
 _QUIET = 600.0  # seconds without an entry of a training from which on its copies are dropped for those of others
-_REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotFilled, KeepEntry, SaveBegun, FetchEntry)
+_REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotFilled, KeepEntry, SaveBegun, SaveWithdrawn, FetchEntry)
 
 
 class JournalPeers(EntryPeers, PeerReader, Protocol):
@@ -114,6 +115,8 @@ class NodeJournal:
                         arriving = ArrivingEntry(0)
                     case SaveBegun(step, generation):
                         self.store.save_begun(opening.repository, step, generation)
+                    case SaveWithdrawn(step):
+                        self.store.save_failed(opening.repository, step)
                     case FetchEntry(place, number):
                         connection.send(FetchedEntry(self._fetch(opening.uri, place, shared, number)))
 

@@ -269,6 +269,12 @@ class SaveBegun(Message, frozen=True):
     generation: Text
 
 
+class SaveWithdrawn(Message, frozen=True):
+    """The save of the state after ``step``, which was announced by ``SaveBegun``, has failed: entries up to it are needed."""
+
+    step: int
+
+
 class FetchEntry(Message, frozen=True):
     """Asks for an entry, which the node keeps from then on. The answer is ``FetchedEntry``. ``memory``: number of the shared
     memory whose first bytes the entry becomes."""
