@@ -11,10 +11,11 @@ import pytest
 from raystow.orchestrator.client.checkpointer import Checkpointer
 from raystow.orchestrator.client.failure_reports import FailureReports
 from raystow.orchestrator.client.failures import Failures
+from raystow.orchestrator.client.pending import Pending
 from raystow.orchestrator.client.saves_in_flight import SavesInFlight
 from raystow.orchestrator.lossy.profiles import Lossy
 from raystow.orchestrator.save.planner import Planner
-from raystow.storage.errors import ClusterError, OutcomeUnknown, SaveFailed, StateError
+from raystow.storage.errors import ClusterError, Fenced, OutcomeUnknown, SaveFailed, StateError
 from raystow.storage.log import about
 
 
@@ -188,3 +189,17 @@ def test_the_journal_learns_of_a_save_before_its_failure() -> None:
 def fail(told: list[str]) -> None:
     told.append("refused")
     raise ClusterError("the node worker is gone")
+
+
+def test_fenced_after_an_unknown_outcome_is_raised_by_save() -> None:
+    rank, pending, fenced = Checkpointer.__new__(Checkpointer), Pending(1), Fenced("epoch 2 is in charge", subject="s3://b")
+    rank.uri, rank.rank, rank.failures, rank._journal = "s3://b", 0, failures("warn"), None
+    rank._reports = FailureReports(lambda *_: False, logging.getLogger("raystow"))
+    rank._conclude(pending, OutcomeUnknown("no answer", subject="save of step 1"))
+    rank.failures.check()
+    rank._conclude(pending, fenced)
+    for call in (pending.result, rank.failures.check):
+        with pytest.raises(Fenced) as caught:
+            call()
+        assert caught.value is fenced
+    assert rank.failures.total == 1

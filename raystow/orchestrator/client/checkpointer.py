@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...storage import background
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
-from ...storage.errors import OutcomeUnknown, RaystowError, StateError
+from ...storage.errors import Fenced, OutcomeUnknown, RaystowError, StateError
 from ...storage.format import key_files, values
 from ...storage.format.root import Entry
 from ...storage.log import about, here
@@ -147,10 +147,9 @@ class Checkpointer:
         self._journal: Journal | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
         self._closed = False
-        run = messages.StartRun(ray_cluster.job_here(), self._on_fenced)
         self._reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
-        self._startup = Startup(self.uri, self.rank, self.world_size, run)
+        self._startup = Startup(self.uri, self.rank, self.world_size, messages.StartRun(ray_cluster.job_here(), self._on_fenced))
         self._port = self._startup.port
         groups = self._memory, self._compression, self._replication
         self._node = NodeConnection(self._startup, groups, codec=self._codec)
@@ -317,8 +316,7 @@ class Checkpointer:
         from ..journal.tracked_state import TrackedState
 
         repository = self._startup.wait().repository
-        incarnation = self._startup.member.incarnation
-        who = JournalIdentity(self.uri, repository, self.rank, self.world_size, incarnation, self._timeout)
+        who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._startup.member.incarnation, self._timeout)
         opening = OpenJournal(self.uri, repository, self.rank, self._replication.replicas, self._memory.journal, durable_every)
         self._journal = Journal(TrackedState(model, optimizers), ClusterPort(opening, node_address, self._port), who)
         self._journal.restored(*self._restored)
@@ -461,6 +459,8 @@ class Checkpointer:
                 self.failures.succeeded()
                 self._callbacks.tell(version)
                 record(DURABLE, SYSTEM.monotonic() - pending.begun, repository=self.uri)
+            case OutcomeUnknown(), Fenced() as fenced:
+                self.failures.fenced(fenced)
             case OutcomeUnknown() as unknown, Version() as version:
                 self.failures.found_durable(unknown)
                 self._callbacks.tell(version)

@@ -47,6 +47,11 @@ class Failures:
             self.in_a_row = max(0, self.in_a_row - 1)
             self._unraised = [other for other in self._unraised if other is not error]
 
+    def fenced(self, error: Fenced) -> None:
+        """Note that a save that ``failed`` was told of, with an unknown outcome, has ended because of another run."""
+        with self._lock:
+            self._fenced = error
+
     def failed(self, step: int, error: RaystowError) -> str:
         """Note that a save has failed, or has ended with an unknown outcome. Returns what to log."""
         with self._lock:
