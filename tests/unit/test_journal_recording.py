@@ -89,6 +89,33 @@ def test_a_save_during_a_refused_entry_restarts_recording() -> None:
     assert box.steps() == [1, 2]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["lost before", "lost after"])
+@pytest.mark.parametrize("newer", [False, True], ids=["alone", "with a newer save"])
+def test_a_failed_save_after_a_lost_entry_ends_recording(late: bool, newer: bool) -> None:
+    """The entries that follow cannot be replayed from an older version."""
+    box, run, refused = EntryBox(), Run(), EntryKept(1, 0, "the memory for entries is full")
+    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
+        journal.replay()
+        run.step(1)
+        journal.record(1)
+        journal.flush()
+        calls = [lambda: journal.saved(1), lambda: journal._kept(refused)]
+        for call in calls if late else reversed(calls):
+            call()
+        assert not journal.save_advised
+        if newer:
+            run.step(2)
+            journal.record(2)
+            journal.saved(2)
+            journal.save_failed(1)
+            assert not journal.save_advised  # the newer one may become a version
+        journal.save_failed(2 if newer else 1)
+        assert journal.save_advised
+        run.step(3)
+        journal.record(3)
+    assert 3 not in box.steps()
+
+
 def test_a_failed_save_is_withdrawn_after_its_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the node worker does not answer; entries are handed over afterwards."""
     box, run, told = EntryBox(), Run(), list[str]()

@@ -83,6 +83,7 @@ class Journal:
         self._base, self._replayable, self._replays = START, True, 0
         self._last, self._first, self._saved, self._count = START, START, START, 0
         self._entry, self._chained, self._fresh = CapturedEntry(), True, True
+        self._bridge: int | None = None  # the step of the save that all entries after a lost one depend on
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()  # its lock also guards the beginning and the end of the chain of entries
         self._encoding, self._in_flight = 0, dict[int, None]()
@@ -225,8 +226,14 @@ class Journal:
 
     def save_failed(self, step: int) -> None:
         """Note that a save that had begun is no version, or may be none. Does not wait for the node worker."""
-        if self._lineage:
-            self._work.put(functools.partial(self._withdraw, step))
+        if not self._lineage:
+            return
+        with self._changed:
+            if step == self._bridge and self._first > step:
+                self._bridge = self._first  # a newer save has begun
+            elif step == self._bridge:
+                self._lose("step after", step, "its save failed, and an entry before it was lost")
+        self._work.put(functools.partial(self._withdraw, step))
 
     def close(self) -> None:
         """Hand over the last entries, and remove the hooks."""
@@ -271,6 +278,8 @@ class Journal:
     def _restart_chain(self, step: int) -> None:
         """The next entry starts from the state after ``step``, which a version may hold."""
         with self._changed:
+            if not self._chained:
+                self._bridge = step
             self._chained = self._fresh = True
             self._first, self._count, self.save_advised = step, 0, False
 
@@ -361,6 +370,8 @@ class Journal:
             lost = bool(kept.problem) and kept.step > self._first  # else a save has made it unnecessary
             if lost:
                 self._lose("entry of step", kept.step, kept.problem)
+            elif kept.problem:
+                self._bridge = self._first
         if lost:
             record(UNRECORDED, repository=self._identity.uri)
         with self._changed:
