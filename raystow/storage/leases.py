@@ -58,6 +58,8 @@ class Lease:
         if self._done.wait(_RENEW):
             return False
         self._try_to_renew()
+        if self._done.is_set():  # it was released meanwhile, perhaps before it was written again
+            self.release()
         return True
 
     def _try_to_renew(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from builders import empty_record, overwrite_root, whole, write
 from fake_clock import FakeClock
 
+from raystow.storage import leases
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, Fenced, NotFound, SaveFailed, StateError
@@ -174,6 +176,28 @@ def test_a_lease_keeps_a_dropped_version_until_it_ends(run):
     done = run.repository.plan_collection(grace=0).execute()
     assert (done.attempts, done.scraps) == (1, 1)
     assert run.left() == run.live()
+
+
+def test_a_lease_that_ends_during_its_renewal_stays_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    renewing, released, puts = threading.Event(), threading.Event(), list[str]()
+
+    class Slow(MemoryStore):
+        def put(self, key, parts):
+            puts.append(key)
+            if len(puts) == 2:
+                renewing.set()
+                assert released.wait(60)
+            super().put(key, parts)
+
+    monkeypatch.setattr(leases, "_RENEW", 0.01)
+    store = Slow("renewed-late")
+    with Lease(store, 1, "a" * 16, SYSTEM):
+        assert renewing.wait(60)
+        renewers = [thread for thread in threading.enumerate() if thread.name == "raystow-lease"]
+    released.set()
+    for renewer in renewers:
+        renewer.join(60)
+    assert list(store.list("")) == []
 
 
 def test_a_lease_created_after_the_plan_protects_its_version(run):
