@@ -100,6 +100,26 @@ def test_a_command_that_hangs_ends_some_time_after_a_signal(folder: Path) -> Non
     assert (process.returncode, errors) == (130, b"interrupted\n")
 
 
+def test_a_command_that_hangs_at_its_exit_says_once_that_it_ends(folder: Path) -> None:
+    script = """
+import threading
+from raystow.orchestrator.cli import app, interrupts
+
+interrupts._CLEANING = 0.1
+threading.Thread(target=threading.Event().wait).start()
+app.main()
+"""
+    words = [sys.executable, "-c", script, "prune", str(folder), "--keep-last", "1"]
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=heed) as process:
+        assert process.stderr is not None
+        process.stderr.read(len("drop 1 version? [y/N] "))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, b"interrupted\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [0.01 * number for number in range(20)])
 def test_a_copy_ends_at_a_signal_at_any_moment(folder: Path, moment: float) -> None:

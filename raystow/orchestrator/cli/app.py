@@ -13,7 +13,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ... import __version__
 from .exit_codes import EXIT_CODES, error_report, reporting
-from .interrupts import interruptible
+from .interrupts import interruptible, say_interrupted
 
 COMMANDS = {
     "Get started": {"demo": "..demo.command", "doctor": ".doctor", "keygen": ".keygen"},
@@ -94,7 +94,7 @@ def main() -> None:
     try:
         build()(prog_name="raystow")
     except KeyboardInterrupt:  # before the command began
-        typer.echo("interrupted", err=True)
+        say_interrupted()
         sys.exit(130)
     except OSError as error:  # help or JSON could not be written
         error_report(error).print()

@@ -12,6 +12,7 @@ import typer
 
 from ...storage import extras
 from ...storage.errors import Damaged, NotARepository, NotFound, RaystowError, StateError, UnsafeStore, Untrusted
+from .interrupts import say_interrupted
 from .output import emit, printable
 
 DIFFERENT = 7
@@ -98,7 +99,7 @@ def reporting(command: Callable[_P, None]) -> Callable[_P, None]:
         except (RaystowError, OSError) as error:
             conclude([error], {} if kwargs.get("json") else None)
         except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
+            say_interrupted()
             raise typer.Exit(130) from None
 
     return run

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-from functools import partial
+import threading
 
 import typer
 
@@ -20,6 +20,7 @@ _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _CLEANING = 30.0  # seconds
 _ONE_EVENT = 1.0  # seconds; ``timeout`` and a closed terminal send their signal twice
 _SAYING = 10.0  # seconds; stderr may block
+_said = threading.Event()
 
 
 def interruptible() -> None:
@@ -31,6 +32,12 @@ def interruptible() -> None:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup ignores SIGHUP
             signal.signal(number, _interrupt)
     background.start("raystow-signals", _end_late, received)
+
+
+def say_interrupted() -> None:
+    """Print that the command was interrupted."""
+    _said.set()
+    typer.echo("interrupted", err=True)
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -47,7 +54,8 @@ def _end_late(received: int) -> None:
     _arrives(received, 0)
     _arrives(received, _CLEANING)
     try:
-        background.start("raystow-interrupted", partial(typer.echo, err=True), "interrupted").join(_SAYING)
+        if not _said.is_set():  # else the process hangs at its exit, for example in a thread of a pool
+            background.start("raystow-interrupted", say_interrupted).join(_SAYING)
     finally:
         os._exit(130)
 
