@@ -203,3 +203,13 @@ def test_fenced_after_an_unknown_outcome_is_raised_by_save() -> None:
             call()
         assert caught.value is fenced
     assert rank.failures.total == 1
+
+
+def test_a_failure_is_counted_before_result_returns() -> None:
+    rank, pending, done = Checkpointer.__new__(Checkpointer), Pending(1), list[bool]()
+    rank.uri, rank.rank, rank._journal = "s3://b", 0, None
+    rank.failures = Failures("warn", count=lambda: done.append(pending.done()))
+    rank._reports = FailureReports(lambda *_: False, logging.getLogger("raystow"))
+    rank._conclude(pending, SaveFailed("no space"))
+    assert done == [False]
+    assert pending.done()

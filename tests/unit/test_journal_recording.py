@@ -6,6 +6,7 @@ import contextlib
 import copy
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -66,14 +67,24 @@ def test_an_unexpected_error_loses_steps_until_the_next_save(
     assert snapshot(saved.model, saved.optimizer) == snapshot(run.model, run.optimizer)
 
 
-def test_a_save_during_a_refused_entry_restarts_recording() -> None:
-    """The thread that learns of the refusal is about to end the recording until the next save, when that save begins."""
-    box, run, kept = EntryBox(), Run(), EntryKept(1, 0, "the memory for entries is full")
+REFUSED = EntryKept(1, 0, "the memory for entries is full")
+
+
+@contextlib.contextmanager
+def recording(box: EntryBox, run: Run) -> Iterator[Journal]:
+    """Yield a journal that has recorded step 1."""
     with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
         journal.replay()
         run.step(1)
         journal.record(1)
         journal.flush()
+        yield journal
+
+
+def test_a_save_during_a_refused_entry_restarts_recording() -> None:
+    """The thread that learns of the refusal is about to end the recording until the next save, when that save begins."""
+    box, run = EntryBox(), Run()
+    with recording(box, run) as journal:
         save = threading.Thread(target=journal.saved, args=(1,))
 
         def save_now(*_: object, **__: object) -> None:
@@ -81,7 +92,7 @@ def test_a_save_during_a_refused_entry_restarts_recording() -> None:
             save.join(0.2)  # it waits for the other thread
 
         journal._log = SimpleNamespace(error=save_now)  # type: ignore[assignment]
-        journal._kept(kept)
+        journal._kept(REFUSED)
         save.join()
         assert not journal.save_advised
         run.step(2)
@@ -93,13 +104,9 @@ def test_a_save_during_a_refused_entry_restarts_recording() -> None:
 @pytest.mark.parametrize("newer", [False, True], ids=["alone", "with a newer save"])
 def test_a_failed_save_after_a_lost_entry_ends_recording(late: bool, newer: bool) -> None:
     """The entries that follow cannot be replayed from an older version."""
-    box, run, refused = EntryBox(), Run(), EntryKept(1, 0, "the memory for entries is full")
-    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
-        journal.replay()
-        run.step(1)
-        journal.record(1)
-        journal.flush()
-        calls = [lambda: journal.saved(1), lambda: journal._kept(refused)]
+    box, run = EntryBox(), Run()
+    with recording(box, run) as journal:
+        calls = [lambda: journal.saved(1), lambda: journal._kept(REFUSED)]
         for call in calls if late else reversed(calls):
             call()
         assert not journal.save_advised
