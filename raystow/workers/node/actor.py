@@ -41,13 +41,14 @@ NAMESPACE = "raystow"
 NODE = "node-"
 """What the names of node workers begin with; the node's id follows."""
 
+SWITCH_INTERVAL = 5e-4
+"""Seconds after which a thread of a node worker passes the interpreter lock on. With Python's five milliseconds, threads that
+write packs wait that long, again and again, while another one lists the chunks that have come from a GPU."""
+
 _SURVEY = 5.0  # seconds in which a node must say what it has in memory
 _START = 30.0  # seconds within which another node's worker must have started
 _ANSWER = 10.0  # seconds within which another node must answer a question about its copies
 _ZONES = ("zone", "ray.io/availability-zone", "topology.kubernetes.io/zone")  # labels that say which failure domain a node is in
-SWITCH_INTERVAL = 5e-4
-"""Seconds after which a thread of a node worker passes the interpreter lock on. With Python's five milliseconds, threads that
-write packs wait that long, again and again, while another one lists the chunks that have come from a GPU."""
 _AT_ONCE = 16  # calls that a node worker serves at a time
 _SEES_GPUS = (2, 56)  # from this version of Ray on, an actor that asks for no GPU sees all of its node's
 

@@ -37,8 +37,8 @@ def slot_size(ring: int, *, gpu: bool) -> int:
 
 
 def two_versions(state: int) -> int:
-    """Return the bytes that the newest version of a state of ``state`` bytes and the next one take: of float32 tensors, .84 are
-    stored."""
+    """Return the bytes that the newest version of a state of ``state`` bytes and the next one take, if at most 7/8 of the state
+    are stored. Of float32 tensors .84 are; where more are stored, the rest is copied."""
     return state * 7 // 4
 
 
