@@ -127,7 +127,7 @@ def test_nothing_is_kept_for_an_attempt_that_has_ended(monkeypatch: pytest.Monke
         pool.submit(ended.wait, 10)
         for number in range(3):
             chunk = draft(ChunkInfo("w", "[]", "tensor", "uint8", (24,), "weights", (8 * number,), (8,)), 0)
-            attempt.add_coded(0, chunk, [np.zeros(8, np.uint8)], lambda: None)
+            attempt.add_coded(0, [(chunk, [np.zeros(8, np.uint8)], lambda: None)])
         pool.submit(packed.set)
         added.set()
         assert told.wait(10)

@@ -6,7 +6,7 @@ import itertools
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -102,10 +102,11 @@ class FakeAttempt:
 
     def add(self, rank: int, chunks: list[tuple[Any, np.ndarray]], done: Callable[[], None]) -> None:
         ((chunk, raw),) = chunks
-        self.add_coded(rank, chunk, [raw], done)
+        self.add_coded(rank, [(chunk, [raw], done)])
 
-    def add_coded(self, rank: int, chunk: Any, parts: list[np.ndarray], done: Callable[[], None]) -> None:
-        self.bytes[chunk.name], self.done[chunk.name] = b"".join(map(bytes, parts)), done
+    def add_coded(self, rank: int, chunks: Iterable[tuple[Any, list[np.ndarray], Callable[[], None]]]) -> None:
+        for chunk, parts, done in chunks:
+            self.bytes[chunk.name], self.done[chunk.name] = b"".join(map(bytes, parts)), done
 
     def note(self, chunk: Any, second: int) -> None:
         self.noted.append((chunk.name, second))

@@ -161,9 +161,8 @@ class Session:
                     derivation = Derivation(one.source, one.source_dtype)
                     active.add_derived(rank, draft(one.info, self._number, raw_digest=one.digest, derivation=derivation))
             case StageCoded(device, arrived) if active is not None:
-                for chunk in (chunk for batches in arrived for chunk in self._layouts[device].chunks(batches)):
-                    parts, done = self._slots.take_over(chunk.parts)
-                    active.add_coded(rank, coded_draft(chunk, self._number), parts, done)
+                coded = (chunk for batches in arrived for chunk in self._layouts[device].chunks(batches))
+                active.add_coded(rank, ((coded_draft(one, self._number), *self._slots.take_over(one.parts)) for one in coded))
             case ComparedChunks(device):
                 self._compared[device] = message
                 self._send_base_digests()

@@ -13,6 +13,7 @@ from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass
 
 from ...storage import background
+from ...storage.batches import batches
 from ...storage.clock import SYSTEM
 from ...storage.coding.chunk import Coding
 from ...storage.coding.derived import Derivation
@@ -31,7 +32,7 @@ from ..protocol.coordinator_client import MODULUS, CoordinatorClient, coverage
 from ..protocol.messages import AttemptKey, AttemptStatus, ChunkInfo, Stage, Ticket
 from ..shm.coded_layout import CodedChunk
 from .chunk_writer import ChunkWriter
-from .packer import NOT_IN_TIME, Keep, Packer, keep_nothing
+from .packer import NOT_IN_TIME, PACK, Keep, Packer, keep_nothing
 from .stale_state import OptimizerWatch
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ _SOONER = 5.0  # seconds before the coordinator's timeout, since only the node k
 Outcome = Entry | RaystowError
 Listener = Callable[[Outcome, Sequence[str]], None]
 """Receives the outcome of a save, and warnings for its training process."""
+Coded = tuple[Chunk, list[Bytes], Callable[[], None]]
+"""A coded chunk, the parts of its bytes, and what to call when they may change, after the upload."""
 
 
 @dataclass(frozen=True)
@@ -130,15 +133,13 @@ class NodeAttempt:
             raise SaveFailed("it was given up")
         self._packer.flush()
 
-    def add_coded(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
-        """Pack a coded chunk, given in ``parts``, which may have its ``stored_digest``; ``done`` is called when they may change,
-        after the upload."""
-        if self.over:
-            done()
-            return
-        with self._lock:
-            self._coding[rank] += 1
-        background.submit(self._executors.sealers, "raystow-seal", self._seal, rank, chunk, parts, done)
+    def add_coded(self, rank: int, chunks: Iterable[Coded]) -> None:
+        """Pack coded chunks, which may have their ``stored_digest``. A task packs as many as fill a pack: the threads share the
+        interpreter lock, and to pass it on for each chunk takes longer than to pack it."""
+        for together in batches(chunks, lambda one: one[0].stored, PACK):
+            with self._lock:
+                self._coding[rank] += 1
+            background.submit(self._executors.sealers, "raystow-seal", self._seal, rank, together)
 
     def add_derived(self, rank: int, chunk: Chunk) -> None:
         """Add a chunk that is derived from another chunk of this rank, which is also added, before or after."""
@@ -230,10 +231,12 @@ class NodeAttempt:
                     self._cover(rank, self._writer.encode(chunk, raw))
             done()
 
-    def _seal(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
-        """Pack a chunk that a GPU has coded."""
-        with self._task_of(rank), self._failing(rank, chunk):
-            self._cover(rank, self._writer.append(chunk, [part.data for part in parts], done))
+    def _seal(self, rank: int, chunks: Sequence[Coded]) -> None:
+        """Pack chunks that a GPU has coded."""
+        with self._task_of(rank):
+            for chunk, parts, done in chunks:
+                with self._failing(rank, chunk):
+                    self._cover(rank, self._writer.append(chunk, [part.data for part in parts], done))
 
     def _cover(self, rank: int, chunk: Chunk) -> None:
         """Count a chunk."""

@@ -195,7 +195,9 @@ def encode(dtype: str, raw: Bytes, base: tuple[int, Bytes] | None = None) -> tup
 
 
 def warm_up() -> None:
-    """Load and compile what a coding thread needs, so that the first save does not wait for it."""
+    """Load and compile what a coding thread needs, so that the first save does not wait for it; pyarrow loads pandas, if there is
+    one, when it builds its first table."""
+    Fragment(0, (), (Value("", "", "", ()),)).dump()
     for dtype in ("bfloat16", "float32", "float64"):
         digest_pair(raw := np.zeros(64 << 10, np.uint8))
         encode(dtype, raw)

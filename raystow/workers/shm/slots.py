@@ -68,8 +68,7 @@ class Slots:
         """End the use that ``keep`` began."""
         slots = [slot for slot, _, _ in parts]
         with self._changed:
-            self._kept.subtract(slots)
-            self._kept += Counter()  # removes those at zero
+            _subtract(self._kept, slots)
         self.release(slots)
 
     def lend(self, parts: Sequence[SlotPart]) -> int:
@@ -90,8 +89,7 @@ class Slots:
     def release(self, slots: Sequence[int]) -> None:
         """End one use of each slot, as often as it is named."""
         with self._changed:
-            self._uses.subtract(slots)
-            unused = [slot for slot in {*slots} if not self._uses[slot]]
+            unused = _subtract(self._uses, slots)
             free = [slot for slot in unused if slot in self._filled]
             self._filled.difference_update(free)
             if self.retired:
@@ -113,5 +111,15 @@ class Slots:
     def _discard(self, slots: Sequence[int]) -> None:
         if self.ring.kept:
             self.ring.discard({*slots} - self._lent)
-        if not +self._uses:
+        if not self._uses:
             self.ring.close()
+
+
+def _subtract(counts: Counter[int], slots: Sequence[int]) -> list[int]:
+    """Count each slot down, as often as it is named; remove those at zero, and return them."""
+    for slot in slots:
+        counts[slot] -= 1
+    done = [slot for slot in {*slots} if not counts[slot]]
+    for slot in done:
+        del counts[slot]
+    return done

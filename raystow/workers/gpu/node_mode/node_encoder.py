@@ -258,9 +258,8 @@ class NodeEncoder:
         for chunk in coded:
             if chunk.digest != self._digests[chunk.info]:
                 raise changed_too_early(chunk.info.name)
-        for chunk in coded:
-            parts, done = self._slots.take_over(chunk.parts)
-            attempt.add_coded(self._rank, coded_draft(chunk, number), parts, done)
+        slots = self._slots
+        attempt.add_coded(self._rank, ((coded_draft(chunk, number), *slots.take_over(chunk.parts)) for chunk in coded))
 
     def _take(self) -> int | None:
         """Return a free slot; None after a short wait, in which the attempt began to upload."""
