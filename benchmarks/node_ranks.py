@@ -30,7 +30,6 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from coded_rank import CodedRank
 from local_cluster import LocalCluster
 
-from raystow.workers.node.actor import SWITCH_INTERVAL
 from raystow.workers.shm.ring import DEVICE_SLOT
 
 CHUNK = 8 << 20
@@ -69,7 +68,6 @@ def main(
     note: Annotated[str, typer.Option(help="recorded: what else ran on the machine")] = "",
 ) -> None:
     """Measure the cost of a node worker for the saves of all GPUs of a host."""
-    sys.setswitchinterval(SWITCH_INTERVAL)
     about: dict[str, Any] = {**report.about("raystow", "numpy", "blake3"), "note": note}
     chunks = max(1, round(gigabytes * 1e9 / DEVICE_SLOT)) * _PER_SLOT
     rows: dict[str, Any] = {}

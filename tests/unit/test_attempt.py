@@ -90,7 +90,7 @@ def test_a_pack_that_cannot_be_sent_holds_up_no_other() -> None:
     with ThreadPoolExecutor(1) as pool:
         packer = Packer(store, TICKET, uploads=pool, on_error=heard.append, keep=keep)
         for group in ("model", "optimizer", "other"):
-            packer.add(group, [b"bytes"], functools.partial(released.append, group))
+            packer.add([(group, [b"bytes"], functools.partial(released.append, group))])
         packer.flush()
         with pytest.raises(OSError, match="injected"):
             packer.seal()
@@ -151,7 +151,7 @@ def test_a_pack_that_is_stored_just_too_late_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(packing, "wait", expire)
     with ThreadPoolExecutor(1) as pool:
         packer = Packer(Slow("slow"), TICKET, uploads=pool, on_error=lambda error: None)
-        packer.add("weights", [b"bytes"], lambda: None)
+        packer.add([("weights", [b"bytes"], lambda: None)])
         packer.seal()
         with pytest.raises(DeadlineExceeded, match=r"weights-0.*pack: the store has not taken it in time"):
             packer.finish(0.0)

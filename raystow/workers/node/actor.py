@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -41,10 +40,6 @@ NAMESPACE = "raystow"
 NODE = "node-"
 """What the names of node workers begin with; the node's id follows."""
 
-SWITCH_INTERVAL = 5e-4
-"""Seconds after which a thread of a node worker passes the interpreter lock on. With Python's five milliseconds, threads that
-write packs wait that long, again and again, while another one lists the chunks that have come from a GPU."""
-
 _SURVEY = 5.0  # seconds in which a node must say what it has in memory
 _START = 30.0  # seconds within which another node's worker must have started
 _ANSWER = 10.0  # seconds within which another node must answer a question about its copies
@@ -57,7 +52,6 @@ class NodeActor:
     """Holds a ``Node``; neither shards nor copies pass through the actor's methods."""
 
     def __init__(self, connect: Callable[[str], CoordinatorClient]) -> None:
-        sys.setswitchinterval(SWITCH_INTERVAL)
         ray_metrics.export()
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         here(node=node)

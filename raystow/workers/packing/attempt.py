@@ -39,10 +39,10 @@ logger = logging.getLogger(__name__)
 
 _SOONER = 5.0  # seconds before the coordinator's timeout, since only the node knows which object was not stored
 Outcome = Entry | RaystowError
+Arrived = tuple[Chunk, list[Bytes], Callable[[], None]]
+"""A chunk that a GPU has coded, its bytes in parts, and what to call when they may change, after the upload."""
 Listener = Callable[[Outcome, Sequence[str]], None]
 """Receives the outcome of a save, and warnings for its training process."""
-Coded = tuple[Chunk, list[Bytes], Callable[[], None]]
-"""A coded chunk, the parts of its bytes, and what to call when they may change, after the upload."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ class NodeAttempt:
             raise SaveFailed("it was given up")
         self._packer.flush()
 
-    def add_coded(self, rank: int, chunks: Iterable[Coded]) -> None:
-        """Pack coded chunks, which may have their ``stored_digest``. A task packs as many as fill a pack: the threads share the
-        interpreter lock, and to pass it on for each chunk takes longer than to pack it."""
+    def add_coded(self, rank: int, chunks: Iterable[Arrived]) -> None:
+        """Pack coded chunks, which may have their ``stored_digest``. A task packs as many as fill a pack: threads share locks,
+        above all the interpreter's, and passing these on for each chunk takes longer than packing it."""
         for together in batches(chunks, lambda one: one[0].stored, PACK):
             with self._lock:
                 self._coding[rank] += 1
@@ -227,32 +227,33 @@ class NodeAttempt:
                 if self.over:
                     self._executors.budget.release(raw.size)
                     continue
-                with self._failing(rank, chunk):
+                with self._failing(rank, repr(chunk.name)):
                     self._cover(rank, self._writer.encode(chunk, raw))
             done()
 
-    def _seal(self, rank: int, chunks: Sequence[Coded]) -> None:
+    def _seal(self, rank: int, chunks: Sequence[Arrived]) -> None:
         """Pack chunks that a GPU has coded."""
         with self._task_of(rank):
-            for chunk, parts, done in chunks:
-                with self._failing(rank, chunk):
-                    self._cover(rank, self._writer.append(chunk, [part.data for part in parts], done))
+            coded = [(chunk, [part.data for part in parts], done) for chunk, parts, done in chunks]
+            with self._failing(rank, f"{len(coded)} chunks"):
+                self._cover(rank, *self._writer.append(coded))
 
-    def _cover(self, rank: int, chunk: Chunk) -> None:
-        """Count a chunk."""
+    def _cover(self, rank: int, *chunks: Chunk) -> None:
+        """Count chunks."""
+        covered = sum(coverage(chunk.name, chunk.dtype, chunk.shape, math.prod(chunk.extent)) for chunk in chunks)
         with self._lock:
-            self._covered[rank] += coverage(chunk.name, chunk.dtype, chunk.shape, math.prod(chunk.extent))
-            self.raw += chunk.nbytes
-            self._coded += chunk.stored
+            self._covered[rank] += covered
+            self.raw += sum(chunk.nbytes for chunk in chunks)
+            self._coded += sum(chunk.stored for chunk in chunks)
 
     @contextlib.contextmanager
-    def _failing(self, rank: int, chunk: Chunk) -> Iterator[None]:
-        """Let an error with one chunk fail the attempt."""
+    def _failing(self, rank: int, what: str) -> Iterator[None]:
+        """Let an error with chunks fail the attempt."""
         try:
             yield
         except Exception as error:
-            self._log.exception("coding a chunk of %s failed", chunk.name, extra={"rank": rank})
-            self.fail(f"coding {chunk.name!r} of rank {rank} failed: {error}")
+            self._log.exception("coding %s failed", what, extra={"rank": rank})
+            self.fail(f"coding {what} of rank {rank} failed: {error}")
 
     @contextlib.contextmanager
     def _task_of(self, rank: int) -> Iterator[None]:

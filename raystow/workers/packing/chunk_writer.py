@@ -25,6 +25,10 @@ from ..protocol.messages import AttemptKey, Ticket
 from ..shm.ring import SLOT
 from .packer import Packer
 
+Coded = tuple[Chunk, list[memoryview], Callable[[], None]]
+"""A chunk's row as announced, without place, and with ``stored_digest`` if a GPU has computed it; its coded bytes; and what to
+call when they are no longer needed, also after an error."""
+
 _CHECKED = 16  # of so many digests that GPUs have computed, one is checked
 _scratch = threading.local()
 
@@ -75,23 +79,30 @@ class ChunkWriter:
             raise
         size = len(coded)
         self._budget.release(raw.size - size)
-        return self._append(replace(chunk, coding=coding), [coded], lambda: self._budget.release(size))
+        chunk = replace(chunk, coding=coding, stored_digest=stored_digest(coded))
+        (row,) = self._pack([(chunk, [coded], lambda: self._budget.release(size))])
+        return row
 
-    def append(self, chunk: Chunk, coded: list[memoryview], release: Callable[[], None]) -> Chunk:
-        """Pack a coded chunk, unless the base has the same bytes; return its row.
+    def append(self, chunks: Sequence[Coded]) -> list[Chunk]:
+        """Pack coded chunks, but for those of which the base has the same bytes; return the rows of all.
 
-        Of the digests that a GPU has computed, every sixteenth is checked; ``SaveFailed`` if it is wrong.
-
-        Args:
-            chunk: The row as announced, without place, and with ``stored_digest`` if a GPU has computed it.
-            coded: The coded bytes.
-            release: Called when ``coded`` is no longer needed, also after an error.
+        Of the digests that a GPU has computed, every sixteenth is checked; ``SaveFailed`` if it is wrong, and none is packed.
         """
-        second = self._second.get((chunk.name, chunk.box), 0)
-        if second and (row := self._referenced(chunk, second)) is not None:
+        same, new = list[tuple[Chunk, Callable[[], None]]](), list[Coded]()
+        try:
+            for chunk, coded, release in chunks:
+                second = self._second.get((chunk.name, chunk.box), 0)
+                if second and (row := self._referenced(chunk, second)) is not None:
+                    same.append((row, release))
+                else:
+                    new.append((replace(chunk, stored_digest=self._digest(chunk, coded)), coded, release))
+        except BaseException:
+            for _, _, release in chunks:
+                release()
+            raise
+        for _, release in same:
             release()
-            return row
-        return self._append(chunk, coded, release)
+        return [*self._pack(new), *(row for row, _ in same)]
 
     def note(self, chunk: Chunk, second: int) -> None:
         """Remember the second number of ``digest_pair`` of a chunk that comes later."""
@@ -138,17 +149,13 @@ class ChunkWriter:
         found = self._base.elements(chunk, scratch)
         return None if found is None else (self._base.id, found)
 
-    def _append(self, chunk: Chunk, coded: list[memoryview], release: Callable[[], None]) -> Chunk:
-        try:
-            digest = self._digest(chunk, coded)
-            pack, start = self._packer.add(chunk.group, coded, release)
-        except BaseException:
-            release()
-            raise
-        row = replace(chunk, pack=pack, start=start, stored_digest=digest)
+    def _pack(self, chunks: Sequence[Coded]) -> list[Chunk]:
+        """Pack chunks with their digests; return the rows with their places."""
+        places = self._packer.add([(chunk.group, coded, release) for chunk, coded, release in chunks])
+        rows = [replace(chunk, pack=pack, start=start) for (chunk, _, _), (pack, start) in zip(chunks, places, strict=True)]
         with self._lock:
-            self._stored.append(row)
-        return row
+            self._stored += rows
+        return rows
 
     def _digest(self, chunk: Chunk, coded: list[memoryview]) -> bytes:
         if chunk.stored_digest and next(self._given) % _CHECKED:

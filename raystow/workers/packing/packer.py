@@ -25,6 +25,10 @@ PACK = 64 << 20
 NOT_IN_TIME = "the store has not taken it in time"
 
 
+CodedBytes = tuple[str, Sequence[Buffer], Callable[[], None]]
+"""The group of a chunk, its coded bytes in parts, and what to call when they are no longer needed."""
+
+
 class Keep(Protocol):
     """Keeps copies of objects in memory, before they are stored."""
 
@@ -74,31 +78,32 @@ class Packer:
         self._closed = False
         self._unsent: BaseException | None = None  # why the upload of a pack could not begin
 
-    def add(self, group: str, parts: Sequence[Buffer], release: Callable[[], None]) -> tuple[int, int]:
-        """Append a coded chunk, given in parts; return its pack's number and its start there. ``release`` is called when the
-        parts are no longer needed."""
-        size = sum(map(len, parts))
-        full = None
-        where = group, release.slots if isinstance(release, SlotUse) else None
+    def add(self, chunks: Sequence[CodedBytes]) -> list[tuple[int, int]]:
+        """Append coded chunks; return the number of each one's pack, and its start there."""
+        places, full = list[tuple[int, int]](), list[tuple[PackInfo, _Open]]()
         with self._lock:
-            if self._closed:  # the attempt was given up
-                release()
-                return 0, 0
-            pack = self._open.get(where)
-            if pack is not None and pack.size and pack.size + size > PACK:
-                full, pack = self._close(where), None
-            if pack is None:
-                number = self._counts.get(group, 0)
-                self._counts[group] = number + 1
-                pack = self._open[where] = _Open(number)
-            start = pack.size
-            pack.parts.extend(parts)
-            pack.releases.append(release)
-            pack.size += size
-            number = pack.number
-        if full is not None:
-            self._send(*full)
-        return number, start
+            for group, parts, release in chunks:
+                if self._closed:  # the attempt was given up
+                    release()
+                    places.append((0, 0))
+                    continue
+                size = sum(map(len, parts))
+                where = group, release.slots if isinstance(release, SlotUse) else None
+                pack = self._open.get(where)
+                if pack is not None and pack.size and pack.size + size > PACK:
+                    full.append(self._close(where))
+                    pack = None
+                if pack is None:
+                    number = self._counts.get(group, 0)
+                    self._counts[group] = number + 1
+                    pack = self._open[where] = _Open(number)
+                places.append((pack.number, pack.size))
+                pack.parts.extend(parts)
+                pack.releases.append(release)
+                pack.size += size
+        for one in full:
+            self._send(*one)
+        return places
 
     def flush(self) -> None:
         """Begin to upload all open packs."""
