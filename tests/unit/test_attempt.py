@@ -4,17 +4,22 @@ import errno
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from raystow.storage.coding.chunk import Coding
 from raystow.storage.errors import DeadlineExceeded, SaveFailed
 from raystow.storage.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.tier import MemoryTier
+from raystow.workers.packing import attempt as attempts
 from raystow.workers.packing import packer as packing
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome, draft
+from raystow.workers.packing.chunk_writer import ChunkWriter, Coded
 from raystow.workers.packing.packer import Packer
 from raystow.workers.packing.stale_state import OptimizerWatch
 from raystow.workers.protocol.messages import AttemptKey, ChunkInfo, Ticket
@@ -99,6 +104,68 @@ def test_a_pack_that_cannot_be_sent_holds_up_no_other() -> None:
         discarding.join(10)
         assert not discarding.is_alive()
     assert (sorted(released), heard) == (["model", "optimizer", "other"], errors)
+
+
+def coded(name: str, released: list[str], *, digest: bytes = b"") -> Coded:
+    chunk = draft(ChunkInfo(name, "[]", "tensor", "uint8", (5,), "weights", (0,), (5,)), 0, stored_digest=digest)
+    return chunk, [memoryview(b"bytes")], functools.partial(released.append, name)
+
+
+def test_of_chunks_that_come_together_one_may_be_unchanged() -> None:
+    """It is a reference, and released at once; the others follow each other in a pack."""
+    released, row = list[str](), draft(ChunkInfo("b", "[]", "tensor", "uint8", (5,), "weights", (0,), (5,)), 7)
+    known = SimpleNamespace(reference=lambda chunk, second: row if (chunk.name, second) == ("b", 11) else None)
+    base: Any = SimpleNamespace(chunks=known)
+    with ThreadPoolExecutor(1) as pool:
+        packer = Packer(MemoryStore("together"), TICKET, uploads=pool, on_error=lambda error: None)
+        writer = ChunkWriter(packer, MemoryBudget(), TICKET, base)
+        for name, second in (("a", 10), ("b", 11)):
+            writer.note(coded(name, [])[0], second)
+        found = writer.append([coded(name, released) for name in "abc"])
+        assert [(one.name, one.node, one.pack, one.start) for one in found] == [("a", 0, 0, 0), ("c", 0, 0, 5), ("b", 7, 0, 0)]
+        assert released == ["b"]
+        assert [pack.size for pack in packer.seal()] == [10]
+        packer.finish(10)
+    assert sorted(released) == ["a", "b", "c"]
+    assert sorted(one.name for one in writer.stored) == ["a", "b", "c"]
+
+
+def test_a_wrong_digest_releases_all_chunks_that_come_with_it() -> None:
+    released = list[str]()
+    with ThreadPoolExecutor(1) as pool:
+        packer = Packer(MemoryStore("wrong"), TICKET, uploads=pool, on_error=lambda error: None)
+        writer = ChunkWriter(packer, MemoryBudget(), TICKET)
+        with pytest.raises(SaveFailed, match="b: its bytes in host memory are not those whose digest"):
+            writer.append([coded("a", released), coded("b", released, digest=bytes(32)), coded("c", released)])
+        assert packer.seal() == []
+    assert (released, writer.stored) == (["a", "b", "c"], [])
+
+
+def test_chunks_for_which_no_thread_can_be_started_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task that was submitted last is in the pool's queue; those after it are not."""
+    monkeypatch.setattr(attempts, "PACK", 10)
+    released, sent, ready = list[str](), list[Any](), threading.Event()
+
+    class Full:
+        def submit(self, *task: Any) -> None:
+            sent.append(task)
+            if len(sent) == 2:
+                raise RuntimeError("can't start new thread")
+
+    class Waiting(GivenUp):
+        def wait_complete(self, ticket: Ticket) -> None:
+            assert ready.wait(10)
+            super().wait_complete(ticket)
+
+    with ThreadPoolExecutor(1) as pool:
+        port, full = cast(Any, Waiting()), cast(Any, Full())
+        shared = Executors(pool, full, pool, MemoryBudget())
+        attempt = NodeAttempt(MemoryStore("full"), port, TICKET, shared, OptimizerWatch("memory://full"))
+        chunks = [replace(coded(name, [])[0], coding=Coding(False, False, ("raw",), (5,))) for name in "abcdefg"]
+        with pytest.raises(RuntimeError, match="new thread"):
+            attempt.add_coded(0, [(chunk, [], functools.partial(released.append, chunk.name)) for chunk in chunks])
+        assert released == ["e", "f", "g"]
+        ready.set()
 
 
 def test_nothing_is_kept_for_an_attempt_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

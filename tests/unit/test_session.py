@@ -6,7 +6,7 @@ import itertools
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from raystow.workers.cache.base_version import BaseVersion, KnownChunks
 from raystow.workers.cache.tier import AttemptKey, MemoryTier
 from raystow.workers.node.session import Session
 from raystow.workers.packing.attempt import draft
+from raystow.workers.packing.chunk_writer import Coded
 from raystow.workers.protocol.messages import (
     AttemptJoined,
     BaseDigests,
@@ -102,9 +103,9 @@ class FakeAttempt:
 
     def add(self, rank: int, chunks: list[tuple[Any, np.ndarray]], done: Callable[[], None]) -> None:
         ((chunk, raw),) = chunks
-        self.add_coded(rank, [(chunk, [raw], done)])
+        self.add_coded(rank, [(chunk, [raw.data], done)])
 
-    def add_coded(self, rank: int, chunks: Iterable[tuple[Any, list[np.ndarray], Callable[[], None]]]) -> None:
+    def add_coded(self, rank: int, chunks: Sequence[Coded]) -> None:
         for chunk, parts, done in chunks:
             self.bytes[chunk.name], self.done[chunk.name] = b"".join(map(bytes, parts)), done
 

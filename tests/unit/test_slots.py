@@ -49,6 +49,19 @@ def test_a_slot_is_free_when_its_last_chunk_is_done() -> None:
     slots.wait()
 
 
+def test_of_chunks_with_one_outside_the_ring_none_is_taken_over() -> None:
+    free: list[int] = []
+    slots = Slots(Ring.create(2 * mmap.PAGESIZE, mmap.PAGESIZE), free.extend)
+    with pytest.raises(IndexError):
+        slots.take_over_each([[(0, 0, 2)], [(9, 0, 2)]])
+    (parts, use), _ = slots.take_over_each([[(0, 0, 2), (1, 8, 1)], [(1, 0, 1)]])
+    assert [part.nbytes for part in parts] == [2, 1]
+    slots.filled(0)
+    use()
+    slots.filled(1)
+    assert free == [0]
+
+
 _STEP = st.tuples(st.sampled_from(["take", "fill", "done", "keep", "let go"]), st.integers(0, 9), st.integers(0, 9))
 
 

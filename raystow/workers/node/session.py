@@ -14,7 +14,7 @@ from ...storage.coding.derived import Derivation
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.log import about
 from ..cache.base_version import KnownChunks
-from ..packing.attempt import NodeAttempt, Outcome, coded_draft, draft
+from ..packing.attempt import NodeAttempt, Outcome, draft, taken_over
 from ..protocol.messages import (
     STAGING,
     AbortSave,
@@ -161,8 +161,8 @@ class Session:
                     derivation = Derivation(one.source, one.source_dtype)
                     active.add_derived(rank, draft(one.info, self._number, raw_digest=one.digest, derivation=derivation))
             case StageCoded(device, arrived) if active is not None:
-                coded = (chunk for batches in arrived for chunk in self._layouts[device].chunks(batches))
-                active.add_coded(rank, ((coded_draft(one, self._number), *self._slots.take_over(one.parts)) for one in coded))
+                for batches in arrived:
+                    active.add_coded(rank, taken_over(self._slots, [*self._layouts[device].chunks(batches)], self._number))
             case ComparedChunks(device):
                 self._compared[device] = message
                 self._send_base_digests()

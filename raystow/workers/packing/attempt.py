@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from concurrent.futures import TimeoutError as FuturesTimeout
@@ -31,7 +32,8 @@ from ..cache.base_version import BaseVersion, KnownChunks
 from ..protocol.coordinator_client import MODULUS, CoordinatorClient, coverage
 from ..protocol.messages import AttemptKey, AttemptStatus, ChunkInfo, Stage, Ticket
 from ..shm.coded_layout import CodedChunk
-from .chunk_writer import ChunkWriter
+from ..shm.slots import Slots
+from .chunk_writer import ChunkWriter, Coded
 from .packer import NOT_IN_TIME, PACK, Keep, Packer, keep_nothing
 from .stale_state import OptimizerWatch
 
@@ -39,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 _SOONER = 5.0  # seconds before the coordinator's timeout, since only the node knows which object was not stored
 Outcome = Entry | RaystowError
-Arrived = tuple[Chunk, list[Bytes], Callable[[], None]]
-"""A chunk that a GPU has coded, its bytes in parts, and what to call when they may change, after the upload."""
 Listener = Callable[[Outcome, Sequence[str]], None]
 """Receives the outcome of a save, and warnings for its training process."""
 
@@ -133,13 +133,19 @@ class NodeAttempt:
             raise SaveFailed("it was given up")
         self._packer.flush()
 
-    def add_coded(self, rank: int, chunks: Iterable[Arrived]) -> None:
+    def add_coded(self, rank: int, chunks: Sequence[Coded]) -> None:
         """Pack coded chunks, which may have their ``stored_digest``. A task packs as many as fill a pack: threads share locks,
         above all the interpreter's, and passing these on for each chunk takes longer than packing it."""
-        for together in batches(chunks, lambda one: one[0].stored, PACK):
-            with self._lock:
-                self._coding[rank] += 1
-            background.submit(self._executors.sealers, "raystow-seal", self._seal, rank, together)
+        waiting = deque(batches(chunks, lambda one: one[0].stored, PACK))
+        try:
+            while waiting:
+                with self._lock:
+                    self._coding[rank] += 1
+                background.submit(self._executors.sealers, "raystow-seal", self._seal, rank, waiting.popleft())
+        except BaseException:  # no thread can be started; the task itself is in the queue of the others
+            for _, _, release in itertools.chain.from_iterable(waiting):
+                release()
+            raise
 
     def add_derived(self, rank: int, chunk: Chunk) -> None:
         """Add a chunk that is derived from another chunk of this rank, which is also added, before or after."""
@@ -231,12 +237,10 @@ class NodeAttempt:
                     self._cover(rank, self._writer.encode(chunk, raw))
             done()
 
-    def _seal(self, rank: int, chunks: Sequence[Arrived]) -> None:
+    def _seal(self, rank: int, chunks: Sequence[Coded]) -> None:
         """Pack chunks that a GPU has coded."""
-        with self._task_of(rank):
-            coded = [(chunk, [part.data for part in parts], done) for chunk, parts, done in chunks]
-            with self._failing(rank, f"{len(coded)} chunks"):
-                self._cover(rank, *self._writer.append(coded))
+        with self._task_of(rank), self._failing(rank, f"{len(chunks)} chunks from {chunks[0][0].name!r} on"):
+            self._cover(rank, *self._writer.append(chunks))
 
     def _cover(self, rank: int, *chunks: Chunk) -> None:
         """Count chunks."""
@@ -335,6 +339,12 @@ class NodeAttempt:
 
 
 _UNCODED = Coding(False, False, (), ())
+
+
+def taken_over(slots: Slots, chunks: Sequence[CodedChunk], node: int) -> list[Coded]:
+    """Take over chunks that a GPU has coded; see ``coded_draft``. If it raises, none is taken."""
+    taken = slots.take_over_each([chunk.parts for chunk in chunks])
+    return [(coded_draft(one, node), views, use) for one, (views, use) in zip(chunks, taken, strict=True)]
 
 
 def coded_draft(chunk: CodedChunk, node: int) -> Chunk:

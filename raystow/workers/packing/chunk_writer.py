@@ -74,12 +74,12 @@ class ChunkWriter:
                 self._budget.release(raw.size)
                 return row
             coding, coded = encode(chunk.dtype, raw, self._delta_base(chunk))
+            chunk = replace(chunk, coding=coding, stored_digest=stored_digest(coded))
         except BaseException:
             self._budget.release(raw.size)
             raise
         size = len(coded)
         self._budget.release(raw.size - size)
-        chunk = replace(chunk, coding=coding, stored_digest=stored_digest(coded))
         (row,) = self._pack([(chunk, [coded], lambda: self._budget.release(size))])
         return row
 
@@ -151,7 +151,12 @@ class ChunkWriter:
 
     def _pack(self, chunks: Sequence[Coded]) -> list[Chunk]:
         """Pack chunks with their digests; return the rows with their places."""
-        places = self._packer.add([(chunk.group, coded, release) for chunk, coded, release in chunks])
+        try:
+            places = self._packer.add([(chunk.group, coded, release) for chunk, coded, release in chunks])
+        except BaseException:
+            for _, _, release in chunks:
+                release()
+            raise
         rows = [replace(chunk, pack=pack, start=start) for (chunk, _, _), (pack, start) in zip(chunks, places, strict=True)]
         with self._lock:
             self._stored += rows

@@ -53,6 +53,13 @@ class Slots:
             self._uses.update(slot for slot, _, _ in parts)
         return found, SlotUse(self, parts)
 
+    def take_over_each(self, chunks: Sequence[Sequence[SlotPart]]) -> list[tuple[list[memoryview], SlotUse]]:
+        """Return for each chunk what ``take_over`` does, with a view of each part."""
+        found = [[self.ring.slot(slot)[at : at + size].data for slot, at, size in parts] for parts in chunks]
+        with self._changed:
+            self._uses.update(slot for parts in chunks for slot, _, _ in parts)
+        return [(views, SlotUse(self, parts)) for views, parts in zip(found, chunks, strict=True)]
+
     def keep(self, parts: Sequence[SlotPart]) -> bool:
         """Use parts that are in use once more, for a version in memory, until ``let_go``; return False if too many slots are kept
         already."""

@@ -23,7 +23,7 @@ from ....storage.coding.chunk import RAW
 from ....storage.coding.digest import finish
 from ....storage.errors import ClusterError, RaystowError, SaveFailed
 from ....storage.log import about
-from ...packing.attempt import NodeAttempt, coded_draft
+from ...packing.attempt import NodeAttempt, taken_over
 from ...protocol.messages import (
     CheckDevice,
     ChunkInfo,
@@ -258,8 +258,7 @@ class NodeEncoder:
         for chunk in coded:
             if chunk.digest != self._digests[chunk.info]:
                 raise changed_too_early(chunk.info.name)
-        slots = self._slots
-        attempt.add_coded(self._rank, ((coded_draft(chunk, number), *slots.take_over(chunk.parts)) for chunk in coded))
+        attempt.add_coded(self._rank, taken_over(self._slots, coded, number))
 
     def _take(self) -> int | None:
         """Return a free slot; None after a short wait, in which the attempt began to upload."""
