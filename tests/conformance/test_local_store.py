@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import mmap
 import multiprocessing
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -18,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,11 +156,11 @@ def test_concurrent_writes_are_limited_but_never_block_put_if(root: Path, monkey
     monkeypatch.setattr(local, "WRITERS", 2)
     store, begun, gate, write = LocalStore(root), threading.Semaphore(0), threading.Event(), durable.write
 
-    def gated(folder: Path, key: str, parts: list[bytes], clock: object) -> None:
+    def gated(folder: Path, key: str, *how: Any, **more: Any) -> None:
         if key != "root.json":
             begun.release()
             assert gate.wait(30)
-        write(folder, key, parts, clock)  # type: ignore[arg-type]
+        write(folder, key, *how, **more)
 
     monkeypatch.setattr(durable, "write", gated)
     names = [f"{KEY}.{i}" for i in range(5)]
@@ -393,6 +396,50 @@ def test_page_aligned_data_bypasses_the_page_cache(size: int, root: Path, store:
     store.put(KEY, [pages[1:]])  # not page-aligned
     assert page_cached(root / KEY)
     assert (root / KEY).read_bytes() == pages[1:]
+
+
+SPANS = [
+    [1 << 20, 4095],  # whole pages, and a rest
+    [3, (4 << 20) - 3, 5 << 20],  # ends with the second buffer and before the third
+    [1 << 20] * 12,
+    [0, (1 << 20) + 1, 0],
+    [100] * 30_000,  # more than one call takes
+]
+
+
+@pytest.mark.parametrize("sizes", SPANS, ids=lambda sizes: f"{len(sizes)} parts")
+@pytest.mark.parametrize("kept", [True, False])
+def test_parts_of_what_stays_in_memory_bypass_the_page_cache(kept: bool, sizes: list[int], root: Path) -> None:
+    memory, ends = os.urandom(sum(sizes) + 7), [*itertools.accumulate(sizes, initial=7)]
+    LocalStore(root, kept=kept).put(KEY, [memory[start:end] for start, end in itertools.pairwise(ends)])
+    if direct_io.refused(root.stat().st_dev) is None:
+        assert page_cached(root / KEY) is not kept
+    assert (root / KEY).read_bytes() == memory[7:]
+
+
+def test_parts_are_gathered_in_one_buffer_for_each_thread(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "WRITERS", 2)
+    monkeypatch.setattr(direct_io, "_idle", queue.SimpleQueue())
+    store, half = LocalStore(root, kept=True), bytes(3 << 20)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: store.put(f"{number}.pack", [half, half]), range(16)))
+    used = direct_io.refused(root.stat().st_dev) is None
+    assert int(used) <= direct_io._idle.qsize() <= 2 * used
+
+
+def test_parts_refused_in_between_are_complete(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest goes through the page cache, also after a write of less than a buffer."""
+    memory, write, limits = os.urandom(11 << 20), os.write, iter([4096, 1 << 30, 0])
+
+    def write_some(descriptor: int, data: memoryview) -> int:
+        if not (most := next(limits)):
+            raise OSError(errno.EINVAL, "injected")
+        return write(descriptor, data[:most])
+
+    monkeypatch.setattr(direct_io, "refused", lambda device: None)
+    monkeypatch.setattr(direct_io.os, "write", write_some)
+    LocalStore(root, kept=True).put(KEY, [memory[: 5 << 20], memory[5 << 20 :]])
+    assert (root / KEY).read_bytes() == memory
 
 
 def test_refused_direct_writes_use_the_page_cache(

@@ -42,16 +42,16 @@ def test_a_save_fails_if_the_disk_is_full_and_the_next_works(kind: str, tmp_path
     """Half of the bytes are written; then the disk is full."""
     write, write_all, armed = durable.write, durable._write_all, [False]
 
-    def half(descriptor: int, parts: Sequence[Buffer]) -> None:
+    def half(descriptor: int, parts: Sequence[Buffer], kept: bool) -> None:
         data = b"".join(bytes(part) for part in parts)
         os.write(descriptor, data[: len(data) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def full(root: Path, key: str, parts: Sequence[Buffer], clock: Clock) -> None:
+    def full(root: Path, key: str, parts: Sequence[Buffer], clock: Clock, *, kept: bool = False) -> None:
         with monkeypatch.context() as disk:
             if armed[0] and re.search(KINDS[kind], key):
                 disk.setattr(durable, "_write_all", half)
-            write(root, key, parts, clock)
+            write(root, key, parts, clock, kept=kept)
 
     monkeypatch.setattr(durable, "write", full)
     with LocalCluster(str(tmp_path / "run")) as cluster:

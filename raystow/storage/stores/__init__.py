@@ -21,23 +21,23 @@ _REMEDY = "use s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, fi
 _CONFIGURATION = {"s3": "AWS", "az": "Azure", "gs": "Google"}
 
 
-def open_store(uri: str) -> ObjectStore:
+def open_store(uri: str, *, kept: bool = False) -> ObjectStore:
     """Open the store at ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///path``, a plain
     path, or ``memory://name`` (this process only).
 
-    Nothing is contacted, created or checked yet. Raises ``StateError`` for an invalid address.
+    Nothing is contacted, created or checked yet. Raises ``StateError`` for an invalid address. ``kept``: see ``LocalStore``.
     """
     if not uri or any(ord(character) < 32 for character in uri):
         raise _bad("an address must not be empty or hold control characters", "the address")
     scheme = _SCHEME.match(uri)
     if scheme is None:
         try:
-            return _local(str(Path(uri).expanduser()))
+            return _local(str(Path(uri).expanduser()), kept)
         except RuntimeError as error:  # there is no such user
             raise _bad(str(error), uri) from None
     kind = scheme[1].lower()
     if kind == "file":
-        return _local(_file_path(uri[len("file:") :]))
+        return _local(_file_path(uri[len("file:") :]), kept)
     if not uri[len(scheme[0]) :].startswith("/"):
         raise _bad(f"two slashes must follow {kind}:", f"{kind}:")
     rest = uri[len(scheme[0]) + 1 :]
@@ -48,11 +48,11 @@ def open_store(uri: str) -> ObjectStore:
     raise _bad(f"raystow has no store for {kind}:// addresses", f"{kind}://")
 
 
-def _local(path: str) -> ObjectStore:
+def _local(path: str, kept: bool) -> ObjectStore:
     from .local import LocalStore
 
     try:
-        return LocalStore(path)
+        return LocalStore(path, kept=kept)
     except ValueError as error:
         raise _bad(f"no path can have these characters: {error}", "the address") from None
 

@@ -17,15 +17,15 @@ _IOV_MAX = 1024
 _ATTEMPTS = 100
 
 
-def write(root: Path, key: str, parts: Sequence[Buffer], clock: Clock) -> None:
+def write(root: Path, key: str, parts: Sequence[Buffer], clock: Clock, *, kept: bool = False) -> None:
     """Replace the file ``key`` under ``root`` by the concatenation of ``parts``. After an ``OSError`` the old file is untouched
-    or, if only the last fsync failed, either of the two is there, complete."""
+    or, if only the last fsync failed, either of the two is there, complete. ``kept``: see ``LocalStore``."""
     path = root / key
     folder = path.parent
     temporary, descriptor = _open_temporary(folder, clock)
     try:
         try:
-            _write_all(descriptor, parts)
+            _write_all(descriptor, parts, kept)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -69,11 +69,9 @@ def _open_temporary(folder: Path, clock: Clock) -> tuple[Path, int]:
     raise AssertionError("unreachable")
 
 
-def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
-    if len(parts) == 1:
-        whole = memoryview(parts[0]).cast("B")
-        parts = [whole[direct_io.write(descriptor, whole) :]]
-    waiting = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
+def _write_all(descriptor: int, parts: Sequence[Buffer], kept: bool) -> None:
+    views = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
+    waiting = direct_io.write(descriptor, views, copy=kept)
     waiting.reverse()
     while waiting:
         written = os.writev(descriptor, waiting[: -_IOV_MAX - 1 : -1])

@@ -55,15 +55,16 @@ _LATER = {
 
 
 class LocalStore:
-    """Objects are files under ``root``; keys are paths below it. The first write creates the folder."""
+    """Objects are files under ``root``; keys are paths below it. The first write creates the folder. ``kept``: what is written
+    stays in memory elsewhere, so the page cache need not hold it."""
 
-    def __init__(self, root: str | Path, *, clock: Clock = SYSTEM, lock_timeout: float = 30.0) -> None:
+    def __init__(self, root: str | Path, *, clock: Clock = SYSTEM, lock_timeout: float = 30.0, kept: bool = False) -> None:
         # Resolved once: lock and mount are those of the real folder.
         try:
             self._root = Path(root).resolve()
         except (RuntimeError, OSError) as error:  # of pathlib: a circle of symbolic links
             raise StateError(f"the path cannot be resolved: {error}", subject=str(root), remedy=_REFUSED[errno.ELOOP]) from None
-        self._clock, self._lock_timeout = clock, lock_timeout
+        self._clock, self._lock_timeout, self._kept = clock, lock_timeout, kept
         self._locks_hold = False
         self._writers = threading.BoundedSemaphore(WRITERS)
 
@@ -104,7 +105,7 @@ class LocalStore:
         """As the protocol says: a temporary file, synced, renamed, and its folder synced."""
         self._path(key)
         with self._writers, self._errors(key):
-            durable.write(self._root, key, parts, self._clock)
+            durable.write(self._root, key, parts, self._clock, kept=self._kept)
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         # No lock is needed: a rename swaps whole files, so an open file has one content, the newest at that time.

@@ -115,9 +115,9 @@ class _Repository:
 class Node:
     """Accepts training processes of this machine and stores what they stage.
 
-    Memory: for each training process the ring and the coded bytes that it asks for, and about 9 MiB for each coding thread; for
-    the newest version a quarter of the machine's memory (see ``limit_cache``), and a quarter of that for bytes that restoring
-    processes read from elsewhere; for states that other replicas read, a quarter.
+    Memory: for each training process the ring and the coded bytes that it asks for; about 9 MiB for each coding thread, and 4 MiB
+    for each thread that writes to a local disk; for the newest version a quarter of the machine's memory (see ``limit_cache``),
+    and a quarter of that for bytes that restoring processes read from elsewhere; for states that other replicas read, a quarter.
 
     Args:
         node: The name of this node.
@@ -297,7 +297,7 @@ class Node:
         with self._lock:
             known = self._repositories.get(uri)
         if known is None:  # outside the lock: while Ray's head node is frozen, it takes a minute to connect
-            made = _Repository(self._connect(uri), Metered(open_store(uri), SYSTEM), OptimizerWatch(uri))
+            made = _Repository(self._connect(uri), Metered(open_store(uri, kept=True), SYSTEM), OptimizerWatch(uri))
             with self._lock:
                 known = self._repositories.setdefault(uri, made)
         return known

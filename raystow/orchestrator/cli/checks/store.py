@@ -119,7 +119,7 @@ def _throughput(place: ObjectStore, key: str, clock: Clock) -> Finding:
 
 def _direct(place: ObjectStore) -> Finding:
     why = direct_io.refused(os.stat(unquote(urlsplit(place.uri).path)).st_dev)
-    return ok("used: packs go from memory to the disk without a copy" if why is None else why)
+    return ok("used: packs go from memory to the disk around the page cache" if why is None else why)
 
 
 @contextlib.contextmanager
