@@ -33,7 +33,7 @@ from ..protocol.coordinator_client import MODULUS, CoordinatorClient, coverage
 from ..protocol.messages import AttemptKey, AttemptStatus, ChunkInfo, Stage, Ticket
 from ..shm.coded_layout import CodedChunk
 from ..shm.slots import Slots
-from .chunk_writer import ChunkWriter, Coded
+from .chunk_writer import ChunkWriter, Coded, release_all
 from .packer import NOT_IN_TIME, PACK, Keep, Packer, keep_nothing
 from .stale_state import OptimizerWatch
 
@@ -143,8 +143,7 @@ class NodeAttempt:
                     self._coding[rank] += 1
                 background.submit(self._executors.sealers, "raystow-seal", self._seal, rank, waiting.popleft())
         except BaseException:  # no thread can be started; the task itself is in the queue of the others
-            for _, _, release in itertools.chain.from_iterable(waiting):
-                release()
+            release_all(itertools.chain.from_iterable(waiting))
             raise
 
     def add_derived(self, rank: int, chunk: Chunk) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -97,8 +97,7 @@ class ChunkWriter:
                 else:
                     new.append((replace(chunk, stored_digest=self._digest(chunk, coded)), coded, release))
         except BaseException:
-            for _, _, release in chunks:
-                release()
+            release_all(chunks)
             raise
         for _, release in same:
             release()
@@ -154,8 +153,7 @@ class ChunkWriter:
         try:
             places = self._packer.add([(chunk.group, coded, release) for chunk, coded, release in chunks])
         except BaseException:
-            for _, _, release in chunks:
-                release()
+            release_all(chunks)
             raise
         rows = [replace(chunk, pack=pack, start=start) for (chunk, _, _), (pack, start) in zip(chunks, places, strict=True)]
         with self._lock:
@@ -190,6 +188,12 @@ class ChunkWriter:
             of = found[chunk.derivation.source, chunk.box]
             row = replace(of, name=chunk.name, path=chunk.path, kind=chunk.kind, dtype=chunk.dtype, raw_digest=chunk.raw_digest)
             yield replace(row, derivation=Derivation(of.source, of.words.name))
+
+
+def release_all(chunks: Iterable[Coded]) -> None:
+    """Release the bytes of chunks, which are not packed."""
+    for _, _, release in chunks:
+        release()
 
 
 def encode(dtype: str, raw: Bytes, base: tuple[int, Bytes] | None = None) -> tuple[Coding, memoryview]:
