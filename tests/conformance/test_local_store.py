@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_cache import page_cached
 
 from raystow.storage.errors import Damaged, PreconditionFailed, StateError, StoreError, StoreUnavailable, UnsafeStore
 from raystow.storage.object_store import ObjectStore
@@ -373,15 +374,6 @@ def test_put_if_does_not_read_a_huge_file(store: LocalStore, root: Path) -> None
     os.truncate(root / KEY, 1 << 42)
     with pytest.raises(PreconditionFailed):
         store.put_if(KEY, b"y", "0" * 64)
-
-
-def page_cached(path: Path) -> bool:
-    """Return whether the first page of the file is in the page cache."""
-    with path.open("rb") as file:
-        try:
-            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
-        except BlockingIOError:
-            return False
 
 
 @pytest.mark.parametrize("size", [4 << 20, (5 << 20) + 1, (1 << 20) + 4095])

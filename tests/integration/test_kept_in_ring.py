@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from coded_rank import CodedRank
 from local_cluster import LocalCluster
+from page_cache import page_cached
 from polling import wait_until
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
+from raystow.storage.stores import direct_io
 from raystow.storage.version import Version
 from raystow.workers.cache.lent_memory import LentMemory
 from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
@@ -70,6 +73,17 @@ def content(lent: LentMemory, place: list[int]) -> bytes:
     found = [os.pread(lent.descriptor, size, at) for start in place for at, size in lent.spans(start, CHUNK)]
     lent.close()
     return b"".join(found)
+
+
+def test_packs_of_the_ring_reach_a_disk_around_the_page_cache(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path)) as cluster:
+        rank = connected(cluster)
+        rank.save(1, random_bytes(0))
+        rank.close()
+    packs = list(tmp_path.rglob("*.pack"))
+    assert sum(pack.stat().st_size for pack in packs) == SIZE
+    if direct_io.refused(tmp_path.stat().st_dev) is None:
+        assert not any(page_cached(pack) for pack in packs)
 
 
 def test_a_wrong_digest_of_a_gpu_fails_the_save(cluster: LocalCluster) -> None:
