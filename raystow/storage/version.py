@@ -6,11 +6,12 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from .arguments import integer, refused
 from .clock import SYSTEM
@@ -427,7 +428,7 @@ class Bases:
         if base.id not in self._readers:
             self._readers[base.id] = base.reader()
         derivation = found.derivation if chunk.derivation is None else Derivation(found.source, found.words.name)
-        row = replace(found, name=chunk.name, dtype=chunk.dtype, raw_digest=chunk.raw_digest, derivation=derivation)
+        row = structs.replace(found, name=chunk.name, dtype=chunk.dtype, raw_digest=chunk.raw_digest, derivation=derivation)
         return self._readers[base.id], row
 
     def _collect(self, found: dict[int, Version]) -> None:

@@ -8,11 +8,11 @@ amounts. ``weights`` is derived from ``master``. ``few`` is too small for a delt
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
+from msgspec import structs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from builders import rows_and_pack, whole, write_rows
@@ -42,9 +42,9 @@ def main(folder: str) -> None:
     for i in range(3):
         before, state = state, moved(state) if i else state
         rows, pack = rows_and_pack({name: whole(array) for name, array in state.items()}, (i, before) if i else None)
-        (own,) = [replace(row, kind="tensor") for row in rows if row.name == "master"]
+        (own,) = [structs.replace(row, kind="tensor") for row in rows if row.name == "master"]
         bits = derive(state["master"].reshape(-1).view(np.uint8), "float32", "float16")
-        weights = replace(
+        weights = structs.replace(
             own, name="weights", dtype="float16", derivation=Derivation("master", "float32"), raw_digest=raw_digest(bits)
         )
         write_rows(committer, [*(own if row.name == "master" else row for row in rows), weights], pack)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from raystow.storage.coding.chunk import ChunkEncoder, Coding, packed
 from raystow.storage.coding.digest import raw_digest, stored_digest
@@ -97,7 +98,7 @@ def packs() -> list[bytes]:
         raw = np.ascontiguousarray(array, None if kind == "float32" else np.uint8).view(np.uint8)
         stored, coding = ChunkEncoder(1 << 20).encode(raw, dtype(kind))
         found.append(described(coding, kind, raw.size, stored.tobytes()))
-        found.append(described(replace(coding, rotated=False, base=3), kind, raw.size, stored.tobytes()))
+        found.append(described(structs.replace(coding, rotated=False, base=3), kind, raw.size, stored.tobytes()))
     deflated = [zlib.compress(bytes(5000), 9, -15), zlib.compress(b"raystow" * 100, 1, -15)]
     sizes = tuple(map(len, deflated))
     found.append(

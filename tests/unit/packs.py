@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 from builders import empty_record, rows_and_pack, whole
+from msgspec import structs
 
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.committer import Committer
@@ -27,7 +28,7 @@ def write_packs(repository: Repository, packs: Mapping[int, np.ndarray], *, raw:
     for number, array in packs.items():
         new, data = rows_and_pack({f"t{number}": whole(array)})
         repository.store.put(keys.pack(record.id, record.attempt, 0, "weights", number), [data])
-        rows += [replace(row, pack=number) for row in new]
+        rows += [structs.replace(row, pack=number) for row in new]
         sizes[number] = len(data)
     fragment = Fragment(0, tuple(rows), ()).dump()
     repository.store.put(keys.fragment(record.id, record.attempt, 0), [fragment])

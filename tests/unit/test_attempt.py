@@ -4,12 +4,12 @@ import errno
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.errors import DeadlineExceeded, SaveFailed

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from raystow.storage.coding.chunk import ANS, DEFLATE, PACK7, RAW, STREAMED, ZSTD, ChunkEncoder, Coding, decode, layout, packed
 from raystow.storage.coding.dtypes import DTYPES, dtype

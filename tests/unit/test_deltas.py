@@ -11,6 +11,7 @@ import pytest
 from builders import Cut, memory_repository, overwrite_root, rows_and_pack, whole, write, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from packs import flip, pack_key
 
 from raystow.orchestrator.restore.planner import plan_restore
@@ -128,9 +129,11 @@ def test_a_tensor_derived_from_a_delta_is_read() -> None:
     for i, state in enumerate(states):
         former = (i, {"master": states[i - 1]["w"]}) if i else None
         rows, pack = rows_and_pack({"master": whole(state["w"])}, former)
-        own = replace(rows[0], kind="tensor")
+        own = structs.replace(rows[0], kind="tensor")
         bits = derive(state["w"].reshape(-1).view(np.uint8), "float32", "float16")
-        half = replace(own, name="half", dtype="float16", derivation=Derivation("master", "float32"), raw_digest=raw_digest(bits))
+        half = structs.replace(
+            own, name="half", dtype="float16", derivation=Derivation("master", "float32"), raw_digest=raw_digest(bits)
+        )
         write_rows(committer, [own, half], pack)
     newest = repo.version(2)
     assert {chunk.coding.base for rows in newest.chunks.values() for chunk in rows} == {1}

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from msgspec import structs
 
 from raystow.orchestrator.save.planner import Planner, SavePlan, plan_save
 from raystow.storage.coding.derived import derivable, derive, followed
@@ -153,7 +154,7 @@ def test_derived_rows_name_their_source_and_share_its_bytes() -> None:
 
     words = np.random.default_rng(0).standard_normal(5000, np.float32)
     (own,), _ = rows_and_pack({"master": whole(words)})
-    fields = {name: getattr(own, name) for name in Chunk.__dataclass_fields__} | {"kind": "tensor"}
+    fields = structs.asdict(own) | {"kind": "tensor"}
     rows = [
         Chunk(**fields),
         Chunk(**fields | {"name": "copy", "derivation": Derivation("master", "float32")}),

@@ -4,13 +4,12 @@ deltas.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import host_lane
 import numpy as np
 import pytest
 import torch
 from builders import memory_repository, rows_and_pack, whole, write, write_rows
+from msgspec.structs import replace
 from packs import flip, pack_key
 
 from raystow.storage.coding.derived import Derivation, derive

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders import rows_and_pack, whole
+from msgspec import structs
 
 from raystow.storage.coding.chunk import packed
 from raystow.storage.coding.rounded import Rounded
@@ -53,8 +54,8 @@ def test_an_empty_fragment_survives_dump_and_load() -> None:
 def test_each_of_very_many_rows_has_its_own_streams() -> None:
     """Streams are read as one list of numbers for thousands of rows at a time."""
     first = ROWS[0]
-    codings = [replace(first.coding, streams=packed(range(1, 1 + i % 5))) for i in range(9000)]
-    chunks = tuple(replace(first, name=f"t{i:04}", coding=coding) for i, coding in enumerate(codings))
+    codings = [structs.replace(first.coding, streams=packed(range(1, 1 + i % 5))) for i in range(9000)]
+    chunks = tuple(structs.replace(first, name=f"t{i:04}", coding=coding) for i, coding in enumerate(codings))
     data = Fragment(0, chunks, VALUES).dump()
     assert Fragment.load(data, 0, KEY).chunks == chunks
     found = select(data, 0, KEY, {chunk.name: Sought(tensor=True) for chunk in chunks[::3]})

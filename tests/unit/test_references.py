@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 from builders import memory_repository, rows_and_pack, whole, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from packs import flip, pack_key
 
 from raystow.orchestrator.restore.planner import plan_restore

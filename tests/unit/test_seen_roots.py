@@ -109,14 +109,14 @@ def test_a_commit_succeeds_although_it_cannot_be_noted(
     repository: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     committer = Committer(repository, SYSTEM.token())
-    replace = Path.replace
+    replace = os.replace
 
-    def full(path: Path, target: Path) -> Path:
-        if path.parent == folder:
+    def full(path: str, target: str) -> None:
+        if Path(path).parent == folder:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return replace(path, target)
+        replace(path, target)
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     write(committer, {"w": whole(np.arange(5.0))})
     assert "cannot be written: No space left" in caplog.text
     with pytest.raises(StateError, match="cannot be written"):

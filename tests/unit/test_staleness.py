@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from builders import rows_and_pack, whole
 from local_cluster import LocalCluster
+from msgspec.structs import replace
 
 from raystow.storage.clock import SYSTEM
 from raystow.workers.packing import stale_state

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from ...storage.format import manifest, values
 from ...storage.version import Version

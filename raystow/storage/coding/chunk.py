@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -45,8 +45,7 @@ _KEPT = 16 << 20  # bytes of scratch that a decoding thread keeps; for larger ch
 _SAMPLE = 64  # pieces of 64 words, evenly spread
 
 
-@dataclass(frozen=True)
-class Coding:
+class Coding(msgspec.Struct, frozen=True):
     """How a chunk's bytes are stored in its pack.
 
     ``planes``: False for bytes as they are (then there is one plane). ``rotated``: words were rotated left by one bit. ``base``:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from . import kernels
 from .chunk import ChunkEncoder, Coding, expected, sample
@@ -36,4 +37,4 @@ def encode(encoder: ChunkEncoder, raw: Bytes, dtype: DType, base: Bytes, version
         return None
     kernels.subtract(words, others, others)
     stored, coding = encoder.encode(base, replace(dtype, rotate=False))
-    return stored, replace(coding, base=version)
+    return stored, structs.replace(coding, base=version)

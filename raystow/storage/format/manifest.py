@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -120,8 +121,7 @@ _DELTA, _SAME = "delta", "same"
 _COPY, _ROUNDED = "copy", "rounded:"
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """One chunk row. ``node``: the node that wrote fragment and pack. ``derivation``: the bytes in the pack are those of another
     tensor's chunk with the same box."""
 

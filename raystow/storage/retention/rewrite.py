@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 
 from ..batches import batches
 from ..coding import delta, dtypes
@@ -149,8 +150,8 @@ class Rewriting:
         for bundle, owner, stored, found in self._coded(pack.bundles):
             parts.append(stored)
             for row in bundle.rows:
-                row = replace(row, pack=pack.number, start=end, coding=owner.coding, stored_digest=owner.stored_digest)
-                rows.append(row if found is None else replace(row, raw_digest=owner.raw_digest))
+                row = structs.replace(row, pack=pack.number, start=end, coding=owner.coding, stored_digest=owner.stored_digest)
+                rows.append(row if found is None else structs.replace(row, raw_digest=owner.raw_digest))
                 rounded += [] if found is None else [(row.name, found)]
             end += owner.coding.size
             progress(bundle.read)
@@ -178,11 +179,11 @@ class Rewriting:
         coded = found = None
         if bits is not None:
             found = round_to_nearest(raw, source.dtype, bits)
-            row = replace(row, raw_digest=raw_digest(raw))
+            row = structs.replace(row, raw_digest=raw_digest(raw))
         if self.base is not None and former is not None:
             coded = delta.encode(encoder, raw, dtype, former.copy(), self.base.id)
         stored, coding = coded or encoder.encode(raw, dtype)
-        row = replace(row, coding=coding, stored_digest=stored_digest(stored))
+        row = structs.replace(row, coding=coding, stored_digest=stored_digest(stored))
         decode(row, stored, base=former)  # checked now: its source will be deleted
         return stored, row, found
 
@@ -273,7 +274,7 @@ def _bundles(
 def _bundle(owner: Chunk, derived: Iterable[Chunk], *, recoded: bool, bits: int | None = None) -> Bundle:
     """A row that owns its stored bytes from now on, and those that are derived from it."""
     derivation = Derivation(owner.name, owner.dtype)
-    rows = (replace(owner, derivation=None), *(replace(row, derivation=derivation) for row in derived))
+    rows = (structs.replace(owner, derivation=None), *(structs.replace(row, derivation=derivation) for row in derived))
     return Bundle(rows, owner if recoded else None, bits)
 
 

@@ -19,9 +19,13 @@ _ATTEMPTS = 100
 
 def write(root: Path, key: str, parts: Sequence[Buffer], clock: Clock, *, kept: bool = False) -> None:
     """Replace the file ``key`` under ``root`` by the concatenation of ``parts``. After an ``OSError`` the old file is untouched
-    or, if only the last fsync failed, either of the two is there, complete. ``kept``: see ``LocalStore``."""
-    path = root / key
-    folder = path.parent
+    or, if only the last fsync failed, either of the two is there, complete. ``kept``: see ``LocalStore``.
+
+    Many threads of a node worker write packs at the same time: without objects for paths they hold the interpreter lock for a
+    fraction of the time.
+    """
+    path = os.path.join(root, key)
+    folder = os.path.dirname(path)
     temporary, descriptor = _open_temporary(folder, clock)
     try:
         try:
@@ -29,19 +33,18 @@ def write(root: Path, key: str, parts: Sequence[Buffer], clock: Clock, *, kept: 
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        temporary.replace(path)
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)
         raise
     # Every level up to the root: another process may have created a folder and not synced it yet. To sync a clean folder
     # costs microseconds.
-    for each in (folder, *folder.parents):
-        if not each.is_relative_to(root):
-            break
+    for _ in range(key.count("/") + 1):
         # A folder that is gone was emptied: the object was deleted since.
         with contextlib.suppress(FileNotFoundError):
-            _sync_folder(each)
+            _sync_folder(folder)
+        folder = os.path.dirname(folder)
 
 
 def make_folder(path: Path) -> None:
@@ -56,16 +59,17 @@ def make_folder(path: Path) -> None:
         _sync_folder(each.parent)
 
 
-def _open_temporary(folder: Path, clock: Clock) -> tuple[Path, int]:
+def _open_temporary(folder: str, clock: Clock) -> tuple[str, int]:
     # ``delete`` removes empty folders, also one just created: then create it again. With the temporary file in it, it stays.
     for attempt in range(_ATTEMPTS):
-        path = folder / f"{TEMPORARY}{clock.token()}"
+        path = f"{folder}/{TEMPORARY}{clock.token()}"
         try:
-            make_folder(folder)
             return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
             if attempt == _ATTEMPTS - 1:
                 raise
+            with contextlib.suppress(FileNotFoundError):
+                make_folder(Path(folder))
     raise AssertionError("unreachable")
 
 
@@ -83,7 +87,7 @@ def _write_all(descriptor: int, parts: Sequence[Buffer], kept: bool) -> None:
             written -= head.nbytes
 
 
-def _sync_folder(path: Path) -> None:
+def _sync_folder(path: str | Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

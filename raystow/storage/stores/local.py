@@ -103,7 +103,7 @@ class LocalStore:
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """As the protocol says: a temporary file, synced, renamed, and its folder synced."""
-        self._path(key)
+        checks.checked_key(key)
         with self._writers, self._errors(key):
             durable.write(self._root, key, parts, self._clock, kept=self._kept)
 

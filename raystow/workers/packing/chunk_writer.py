@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from ...storage.coding import delta, dtypes
 from ...storage.coding.chunk import ChunkEncoder, Coding

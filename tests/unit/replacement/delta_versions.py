@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from builders import rows_and_pack, write_rows
+from msgspec.structs import replace
 from training_versions import halves
 
 from raystow.storage.coding.derived import Derivation

@@ -10,6 +10,7 @@ import pytest
 from builders import rows_and_pack, write_rows
 from fake_clock import FakeClock
 from killed_store import Killed, KilledStore
+from msgspec import structs
 from training_versions import collect, halves, whole
 from weight_history import bases, weights
 
@@ -46,7 +47,9 @@ def master_and_copies(step: int) -> dict[str, np.ndarray]:
 
 def follows(row: Chunk, part: np.ndarray, name: str) -> Chunk:
     made = derive(np.ascontiguousarray(part).reshape(-1).view(np.uint8), "float32", DTYPES[name])
-    return replace(row, name=name, dtype=DTYPES[name], raw_digest=raw_digest(made), derivation=Derivation(row.name, row.dtype))
+    return structs.replace(
+        row, name=name, dtype=DTYPES[name], raw_digest=raw_digest(made), derivation=Derivation(row.name, row.dtype)
+    )
 
 
 def train(committer: Committer, count: int, *, star: bool = False) -> list[dict[str, bytes]]:
@@ -60,11 +63,11 @@ def train(committer: Committer, count: int, *, star: bool = False) -> list[dict[
         base = (1, master_and_copies(1)) if star and step > 1 else None
         cut = {name: halves(a) if name in ("optimizer.w", "model.full") else whole(a) for name, a in arrays.items()}
         rows, pack = rows_and_pack(cut, base)
-        rows = [replace(row, kind=TENSOR) for row in rows]
+        rows = [structs.replace(row, kind=TENSOR) for row in rows]
         for name, source in SOURCES.items():
             own = [row for row in rows if row.name == source]
             rows += [follows(row, part, name) for row, part in zip(own, np.split(arrays[source], 2), strict=True)]
-        version = write_rows(committer, [replace(row, path=f'["{row.name}"]') for row in rows], pack)
+        version = write_rows(committer, [structs.replace(row, path=f'["{row.name}"]') for row in rows], pack)
         found.append({name: rounded(name, data) for name, data in weights(version).items()})
     return found
 
@@ -152,7 +155,7 @@ def train_one_more(repository: Repository) -> list[dict[str, bytes]]:
     """Commit a whole version; no version needs version 1 as its base afterwards."""
     arrays = {"optimizer.w": master_and_copies(9)["optimizer.w"]}
     rows, pack = rows_and_pack({name: whole(array) for name, array in arrays.items()})
-    write_rows(Committer(repository, "me"), [replace(row, kind=TENSOR) for row in rows], pack)
+    write_rows(Committer(repository, "me"), [structs.replace(row, kind=TENSOR) for row in rows], pack)
     return [{}]
 
 
@@ -248,7 +251,7 @@ def test_weights_rounded_by_a_save_are_not_rounded_again(repository: Repository)
     rows, pack = rows_and_pack({"model.w": halves(weight), "optimizer.exp_avg": halves(weight * 3)})
     told = {"model.w": Rounded("MantissaBits(9)", 0.1, 0.1, 1.0, 0.1, 5)}
     committer = Committer(repository, "me")
-    version = write_rows(committer, [replace(row, kind=TENSOR) for row in rows], pack, rounded=told)
+    version = write_rows(committer, [structs.replace(row, kind=TENSOR) for row in rows], pack, rounded=told)
     before = weights(version)
     train_one_more(repository)
     repository.plan_retention(ROUNDED).execute()
@@ -366,7 +369,7 @@ def test_a_weights_only_version_is_thinned_once(repository: Repository) -> None:
     committer = Committer(repository, "me")
     for step in range(1, 6):
         rows, pack = rows_and_pack({"model.full": halves(master_and_copies(step)["model.full"])})
-        write_rows(committer, [replace(row, kind=TENSOR) for row in rows], pack)
+        write_rows(committer, [structs.replace(row, kind=TENSOR) for row in rows], pack)
     size = repository.version(1).bytes
     repository.plan_retention(ROUNDED).execute()
     assert [version.resumable for version in repository.versions()] == [False] * 4 + [True]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from builders import Cut, empty_record, orphans, rows_and_pack, whole
 from fake_clock import FakeClock
+from msgspec import structs
 
 from raystow.storage.coding.derived import Derivation, derive
 from raystow.storage.coding.digest import raw_digest
@@ -33,7 +34,7 @@ def halves(array: np.ndarray) -> Cut:
 def follows(rows: Iterable[Chunk], name: str, dtype: str) -> list[Chunk]:
     """Return the rows of a tensor that is derived from the tensor of these rows."""
     return [
-        replace(
+        structs.replace(
             row,
             name=name,
             path=path_text((name,)),
@@ -60,7 +61,7 @@ def mixed(committer: Committer, step: int, *, copy: bool = False) -> Version:
     for node in range(2):
         name, tail = ("optimizer.master", ".w"), f".{node}"
         rows, pack = rows_and_pack({"".join(name) + tail: halves(MASTER), "norm" + tail: whole(NORM)})
-        rows = [replace(row, kind=TENSOR) for row in rows]
+        rows = [structs.replace(row, kind=TENSOR) for row in rows]
         rows += follows(rows[:2], "model.w" + tail, "bfloat16") + follows(rows[:2], "model.tied" + tail, "bfloat16")
         rows += follows(rows[:2], "model.half" + tail, "float16")
         rows += follows(rows[:2], "ema.w" + tail, "float32") if copy else []
@@ -69,8 +70,8 @@ def mixed(committer: Committer, step: int, *, copy: bool = False) -> Version:
         for group, data in (("weights", pack), ("optimizer", apart)):
             committer.catalog.store.put(keys.pack(record.id, record.attempt, node, group, 0), [data])
             packs.append(PackInfo(node, group, 0, len(data)))
-        moments = [replace(row, group="optimizer") for row in moments[: 2 - node]]  # one empty tensor, in one fragment
-        chunks = tuple(replace(row, node=node) for row in [*rows, *empty, *moments])
+        moments = [structs.replace(row, group="optimizer") for row in moments[: 2 - node]]  # one empty tensor, in one fragment
+        chunks = tuple(structs.replace(row, node=node) for row in [*rows, *empty, *moments])
         values = (
             Value("step", '["step"]', str(step), (node,)),
             Value("optimizer.lr", '["optimizer", "lr"]', "0.1", (node,)),
