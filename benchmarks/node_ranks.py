@@ -2,7 +2,7 @@
 
 *Simulation.* Each rank is a connection to one node worker, with a ring whose pages contain random bytes, as a GPU fills them with
 encoded chunks. A save announces the chunks of each slot at once, and again when the slot is free, so only the node worker limits
-the speed: writes to the store, one digest of sixteen (a GPU computes the others), and the commit; in the case "copied" also the
+the speed: writes to the store, one digest of 64 (a GPU computes the others), and the commit; in the case "copied" also the
 copy into the memory of the node worker, which is needed if not enough memory can be pinned to keep versions in the ring.
 
 *Method.* Node worker, coordinator and ranks are threads of this process, which does nothing else: the cost is its CPU time,

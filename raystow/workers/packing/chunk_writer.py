@@ -29,7 +29,7 @@ Coded = tuple[Chunk, list[memoryview], Callable[[], None]]
 """A chunk's row as announced, without place, and with ``stored_digest`` if a GPU has computed it; its coded bytes; and what to
 call when they are no longer needed, also after an error."""
 
-_CHECKED = 16  # of so many digests that GPUs have computed, one is checked
+_CHECKED = 64  # of so many digests that GPUs have computed, one is checked: a wrong kernel shows in the first
 _scratch = threading.local()
 
 
@@ -86,7 +86,8 @@ class ChunkWriter:
     def append(self, chunks: Sequence[Coded]) -> list[Chunk]:
         """Pack coded chunks, but for those of which the base has the same bytes; return the rows of all.
 
-        Of the digests that a GPU has computed, every sixteenth is checked; ``SaveFailed`` if it is wrong, and none is packed.
+        Of the digests that a GPU has computed, the first and every 64th after it are checked; ``SaveFailed`` if one is wrong, and
+        none is packed.
         """
         same, new = list[tuple[Chunk, Callable[[], None]]](), list[Coded]()
         try:

@@ -8,6 +8,7 @@ group of coded planes, one plane after the other.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from ..protocol.messages import BatchBytes, ChunkInfo, CodedBatches, CodedLayout
 from .ring import SlotPart
 
 _NOTHING, _DIGEST = b"", 32
+_SIZE = np.dtype("<i4")  # of a stream
 
 
 class CodedChunk(NamedTuple):
@@ -34,7 +36,7 @@ class CodedChunk(NamedTuple):
 
 
 class _Plane(NamedTuple):
-    """A plane of a chunk: its place, codec, bytes, and the sizes of its streams (int32)."""
+    """A plane that may have been coded: its place, codec, bytes, and the sizes of its streams (int32)."""
 
     parts: list[SlotPart]
     codec: str
@@ -42,22 +44,36 @@ class _Plane(NamedTuple):
     streams: bytes
 
 
+class _Form(NamedTuple):
+    """What is the same for a chunk in all saves. ``plane``: bytes of a plane. ``coded``: the planes that may be coded, ascending,
+    with ``streams`` each. ``raw``: the others but the lowest, as first plane and number of those that follow each other."""
+
+    width: int
+    rotated: bool
+    plane: int
+    coded: tuple[int, ...]
+    streams: int
+    raw: tuple[tuple[int, int], ...]
+
+
 def parts(spans: Sequence[RunSpan], start: int, nbytes: int) -> list[SlotPart]:
     """Return where ``nbytes`` bytes of a run are, from byte ``start``."""
-    end = start + nbytes
-    return [
-        (slot, at + max(start - first, 0), min(end, first + size) - max(start, first))
-        for first, slot, at, size in spans
-        if max(start, first) < min(end, first + size)
-    ]
+    end, found = start + nbytes, list[SlotPart]()
+    for first, slot, at, size in spans:
+        low = start if start > first else first
+        high = end if end < first + size else first + size
+        if low < high:
+            found.append((slot, at + low - first, high - low))
+    return found
 
 
 class Layout:
-    """Assembles chunks from the messages about their parts."""
+    """Assembles chunks from the messages about their parts. A node worker's ranks share one interpreter lock, and each save has
+    thousands of chunks: what depends on the layout only is computed once."""
 
     def __init__(self, layout: CodedLayout) -> None:
         self._layout = layout
-        self._high = [_planes(mask) for mask in layout.planes]
+        self._forms = [_form(*of) for of in zip(layout.chunks, layout.nbytes, layout.planes, layout.streams, strict=True)]
 
     def chunks(self, arrived: CodedBatches) -> Iterator[CodedChunk]:
         """Yield every chunk in ``arrived``."""
@@ -80,41 +96,61 @@ class Layout:
         self, i: int, batch: BatchBytes, where: tuple[int, int, bool], middle: int, high: Sequence[_Plane]
     ) -> tuple[Coding, list[SlotPart]]:
         """Return the coding of a chunk, and its parts: planes that are stored raw come first."""
-        layout = self._layout
-        dtype = dtypes.dtype(layout.chunks[i].dtype)
-        width, plane = dtype.width, layout.nbytes[i] // dtype.width
-        found = dict(zip(self._high[i], high, strict=True))
-        between = [p for p in range(1, width) if p not in found]
-        for at, p in enumerate(between):
-            first = middle + layout.starts[i] * len(between) + at * plane
-            found[p] = _Plane(parts(batch.runs[0], first, plane), RAW, plane, _NOTHING)
-        if 0 not in found:
+        form = self._forms[i]
+        width, plane = form.width, form.plane
+        codecs, stored = [RAW] * width, [plane] * width
+        raw, coded = list[tuple[int, list[SlotPart]]](), list[list[SlotPart]]()
+        if 0 not in form.coded:
             run, first, packed = where
-            size = plane // 8 * 7 if packed else plane
-            found[0] = _Plane(parts(batch.runs[run], first, size), PACK7 if packed else RAW, size, _NOTHING)
-        ordered = sorted(found, key=lambda p: (found[p].codec != RAW, p))
-        codecs, stored = (tuple(of) for of in zip(*((found[p].codec, found[p].stored) for p in range(width)), strict=True))
-        streams = b"".join(found[p].streams for p in ordered)
-        coding = Coding(width > 1, width > 1 and dtype.rotate, codecs, stored, streams, layout.streams[i])
-        return coding, _joined(part for p in ordered for part in found[p].parts)
+            if packed:
+                codecs[0], stored[0] = PACK7, plane // 8 * 7
+                coded.append(parts(batch.runs[run], first, stored[0]))
+            else:
+                raw.append((0, parts(batch.runs[run], first, plane)))
+        first = middle + self._layout.starts[i] * sum([count for _, count in form.raw])
+        for p, count in form.raw:
+            raw.append((p, parts(batch.runs[0], first, count * plane)))
+            first += count * plane
+        for p, one in zip(form.coded, high, strict=True):
+            codecs[p], stored[p] = one.codec, one.stored
+            if one.codec == RAW:
+                raw.append((p, one.parts))
+            else:
+                coded.append(one.parts)
+        raw.sort()
+        streams = b"".join([one.streams for one in high])
+        coding = Coding(width > 1, form.rotated, tuple(codecs), tuple(stored), streams, self._layout.streams[i])
+        return coding, _joined(itertools.chain(*[place for _, place in raw], *coded))
 
     def _tops(self, arrived: CodedBatches) -> Iterator[list[_Plane]]:
         """Yield the coded planes of each chunk, ascending."""
         assert arrived.planes is not None
-        layout, coded = self._layout, arrived.planes
-        sizes, stream, at = np.frombuffer(coded.lengths, "<i4"), 0, 0
+        coded = arrived.planes
+        ends = [0, *np.frombuffer(coded.lengths, _SIZE).cumsum(dtype=np.int64).tolist()]  # of the streams in the run
+        stream = 0
         for batch in arrived.batches:
-            for i in range(*layout.batches[batch.number][:2]):
-                plane = layout.nbytes[i] // dtypes.dtype(layout.chunks[i].dtype).width
+            for form in self._forms[slice(*self._layout.batches[batch.number][:2])]:
                 found = list[_Plane]()
-                for _ in self._high[i]:
-                    mine = sizes[stream : stream + math.ceil(plane / layout.streams[i])]
-                    size = int(mine.sum())
-                    smaller = size < plane
-                    streams = mine.astype("<i4").tobytes() if smaller else _NOTHING
-                    found.append(_Plane(parts(coded.spans, at, size), coded.codec if smaller else RAW, size, streams))
-                    stream, at = stream + len(mine), at + size
+                for _ in form.coded:
+                    after = stream + form.streams
+                    start, size = ends[stream], ends[after] - ends[stream]
+                    smaller = size < form.plane
+                    streams = coded.lengths[stream * _SIZE.itemsize : after * _SIZE.itemsize] if smaller else _NOTHING
+                    found.append(_Plane(parts(coded.spans, start, size), coded.codec if smaller else RAW, size, streams))
+                    stream = after
                 yield found
+
+
+def _form(chunk: ChunkInfo, nbytes: int, mask: int, stream: int) -> _Form:
+    dtype = dtypes.dtype(chunk.dtype)
+    width, plane = dtype.width, nbytes // dtype.width
+    coded = tuple(p for p in range(mask.bit_length()) if mask >> p & 1)
+    raw = list[tuple[int, int]]()
+    for p in range(1, width):
+        if p not in coded:
+            first, count = raw.pop() if raw and sum(raw[-1]) == p else (p, 0)
+            raw.append((first, count + 1))
+    return _Form(width, width > 1 and dtype.rotate, plane, coded, math.ceil(plane / stream) if coded else 0, tuple(raw))
 
 
 def _digests(arrived: CodedBatches) -> Iterator[bytes]:
@@ -134,7 +170,3 @@ def _joined(found: Iterable[SlotPart]) -> list[SlotPart]:
             slot, at, size = slot, joined[-1][1], joined.pop()[2] + size
         joined.append((slot, at, size))
     return joined
-
-
-def _planes(mask: int) -> tuple[int, ...]:
-    return tuple(p for p in range(mask.bit_length()) if mask >> p & 1)
