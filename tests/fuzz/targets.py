@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from raystow.storage.coding import chunk
 from raystow.storage.coding.chunk import Coding
@@ -124,7 +125,7 @@ CODECS = ("raw", "zstd", "deflate", "pack7", "ans", "lzw")
 
 def described(coding: Coding, kind: str, nbytes: int, stored: bytes) -> bytes:
     """Return an input of ``pack``: a description, a line feed, and the stored bytes."""
-    fields = asdict(coding) | {"streams": coding.sizes.tolist()}
+    fields = structs.asdict(coding) | {"streams": coding.sizes.tolist()}
     return json.dumps([*fields.values(), kind, nbytes]).encode() + b"\n" + stored
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import struct
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from raystow.storage.coding import kernels
 from raystow.storage.coding.chunk import ChunkEncoder, Coding, decode, packed
@@ -124,21 +124,21 @@ def test_a_wrong_description_raises_an_error(raw: np.ndarray[Any, Any], flaw: st
     stored = stored.copy()
     if flaw == "streams":
         assume(coding.streams)
-        wrong = dataclasses.replace(coding, streams=coding.streams[:-4])
+        wrong = structs.replace(coding, streams=coding.streams[:-4])
     elif flaw == "more":
-        wrong = dataclasses.replace(coding, streams=coding.streams + packed([1 + i]))
+        wrong = structs.replace(coding, streams=coding.streams + packed([1 + i]))
     elif flaw == "stored":
         at = i % len(coding.stored)
-        wrong = dataclasses.replace(coding, stored=tuple(n + (p == at) for p, n in enumerate(coding.stored)))
+        wrong = structs.replace(coding, stored=tuple(n + (p == at) for p, n in enumerate(coding.stored)))
     elif flaw == "codec":
-        wrong = dataclasses.replace(coding, codecs=("lzw", *coding.codecs[1:]))
+        wrong = structs.replace(coding, codecs=("lzw", *coding.codecs[1:]))
     elif flaw == "stream":
-        wrong = dataclasses.replace(coding, stream=-i)
+        wrong = structs.replace(coding, stream=-i)
     elif flaw == "cut":
         assume(stored.size)
         stored, wrong = stored[:-1], coding
     else:
-        wrong = dataclasses.replace(coding, planes=not coding.planes)
+        wrong = structs.replace(coding, planes=not coding.planes)
     with pytest.raises((Damaged, Unsupported)):
         decode(wrong, kind, stored, np.empty(raw.size, np.uint8))
 

@@ -123,7 +123,11 @@ _COPY, _ROUNDED = "copy", "rounded:"
 
 class Chunk(msgspec.Struct, frozen=True):
     """One chunk row. ``node``: the node that wrote fragment and pack. ``derivation``: the bytes in the pack are those of another
-    tensor's chunk with the same box."""
+    tensor's chunk with the same box.
+
+    A node worker makes thousands in each save, and a struct is made ten times as fast as a dataclass. Copy it with
+    ``msgspec.structs.replace``: ``dataclasses.replace`` fails, but mypy accepts it.
+    """
 
     name: str
     path: str
