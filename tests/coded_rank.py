@@ -20,8 +20,8 @@ from raystow.workers.protocol.messages import (
     SaveDone,
     SaveLost,
     SessionOpened,
-    SlotFilled,
-    SlotFree,
+    SlotsFilled,
+    SlotsFree,
     StageCoded,
 )
 from raystow.workers.protocol.unix_channel import Connection
@@ -83,8 +83,8 @@ class CodedRank:
             received = self._connection.receive(*STAGING_ANSWERS)
             assert received is not None
             match received[0]:
-                case SlotFree(slot):
-                    self.free.append(slot)
+                case SlotsFree(slots):
+                    self.free += slots
                 case SaveLost() as lost:
                     raise SystemExit(f"the save failed: {lost}")
                 case SaveDone():
@@ -109,8 +109,7 @@ class CodedRank:
             batches.append(BatchBytes(done + i, np.uint64(total).tobytes(), (spans,)))
         announced = b"".join(digest[:: -1 if self._wrong else 1] for digest in digests)
         self._connection.send(StageCoded(0, (CodedBatches(tuple(batches), digests=announced),)))
-        self._connection.send(SlotFilled(first))
-        self._connection.send(SlotFilled(second))
+        self._connection.send(SlotsFilled((first, second)))
         return count
 
     def _digest_at(self, slot: int, start: int, half: int) -> bytes:

@@ -29,9 +29,10 @@ class MemorySink:
     def take_soon(self) -> int | None:
         return self._free.popleft() if self._free else None
 
-    def release(self, slot: int) -> None:
-        self.ring.slot(slot)[:] = 0xEE
-        self._free.append(slot)
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.ring.slot(slot)[:] = 0xEE
+        self._free.extend(slots)
 
     def add(self, parts: Sequence[SlotPart]) -> int:
         start = len(self.content)

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,9 +134,10 @@ class Receiver:
         assert self._refused < 10_000, "no slot will be free again: with a planted bug, a copy may be larger than the ring"
         return self._free.pop() if self._free else None
 
-    def _released(self, slot: int) -> None:
-        self._ring.slot(slot)[:] = 0xEE
-        self._free.append(slot)
+    def _released(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._ring.slot(slot)[:] = 0xEE
+        self._free.extend(slots)
 
     def emit(self, encoder: Encoder, sources: list[Source], arrived: list[Arrived]) -> None:
         assert encoder.plan is not None

@@ -69,7 +69,7 @@ def round_trip(sources: Sequence[HostSource], *, pack_limit: int | None, stream:
     limits = Limits(16 << 10, 8 << 10, 24 << 10, max(32, -(-most // stream) + 8) if stream else 0, stream)
     slots = 2 + sum(source.nbytes + 8 * 16 for source in sources) // SLOT
     ring, free = Ring.create(slots * SLOT, SLOT), list(range(slots))
-    pinned = PinnedRing(ring, take=free.pop, release=free.append)
+    pinned = PinnedRing(ring, take=free.pop, release=free.extend)
     encoder = HostEncoder(list(sources), limits, pinned, pack_limit=pack_limit)
     layout = messages.decode(messages.encode(encoder.plan.layout(0, sources)), CodedLayout)
     staged = messages.decode(messages.encode(StageCoded(0, tuple(encoder.messages()))), StageCoded)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from raystow.storage.clock import SYSTEM
-from raystow.workers.protocol.messages import SessionOpened, SlotFree
+from raystow.workers.protocol.messages import SessionOpened, SlotsFree
 from raystow.workers.protocol.unix_channel import Connection, Listener
 
 Ends = tuple[Connection, Connection]
@@ -47,11 +47,11 @@ def test_a_node_worker_sees_the_end_of_a_rank_despite_its_child(ends: Ends) -> N
             os.read(until, 1)
             os._exit(0)
     try:
-        rank.send(SlotFree(1))
-        assert worker.receive(SlotFree) == (SlotFree(1), None)
+        rank.send(SlotsFree((1,)))
+        assert worker.receive(SlotsFree) == (SlotsFree((1,)), None)
         rank._socket.close()  # as the kernel does when the process is killed
         assert select.select([worker._socket], [], [], 10)[0]
-        assert worker.receive(SlotFree) is None
+        assert worker.receive(SlotsFree) is None
     finally:
         os.close(end)
         os.close(until)

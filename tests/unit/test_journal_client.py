@@ -31,8 +31,8 @@ from raystow.workers.protocol.messages import (
     Message,
     OpenJournal,
     ShareMemory,
-    SlotFilled,
-    SlotFree,
+    SlotsFilled,
+    SlotsFree,
 )
 from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.shm.ring import Ring
@@ -65,7 +65,7 @@ class Node:
         connection.handshake("the process")
         connection.receive(OpenJournal)
         opened.put(connection)
-        kinds = ShareMemory, BeginEntry, AppendEntry, SlotFilled, KeepEntry, FetchEntry
+        kinds = ShareMemory, BeginEntry, AppendEntry, SlotsFilled, KeepEntry, FetchEntry
         while (received := connection.receive(*kinds)) is not None:
             message, descriptor = received
             if isinstance(message, ShareMemory):
@@ -88,8 +88,8 @@ class Node:
                 self.arriving = ArrivingEntry(most)
             case AppendEntry(spans):
                 self.arriving.append(self.shared.parts(RECORDING, spans))
-            case SlotFilled(slot):
-                self.connection.send(SlotFree(slot))
+            case SlotsFilled(slots):
+                self.connection.send(SlotsFree(slots))
 
     def handle_soon(self) -> threading.Timer:
         """Handle all messages of an entry in another thread, after a while."""
@@ -141,7 +141,7 @@ def test_bytes_in_the_ring_are_added_between_copied_ones(node: Node) -> None:
     assert slot is not None
     node.ring.slot(slot)[:6] = np.frombuffer(b"middle", np.uint8)
     assert writer.add([(slot, 3, 3), (slot, 0, 3), (slot, 3, 3)]) == 5
-    writer.release(slot)
+    writer.release([slot])
     assert writer.copy(np.frombuffer(b"last", np.uint8)) == 14
     node.client.keep(info(1, 18), lambda _: None)
     assert node.content() == b"firstdlemiddlelast"

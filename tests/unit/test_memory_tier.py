@@ -242,8 +242,7 @@ def test_a_version_leaves_a_ring_with_no_space_for_the_next(used: int, stays: bo
     old, parts = AttemptKey("r", 1, "a"), [(slot, 0, PAGESIZE) for slot in range(used)]
     views, use = ring.take_over(parts)
     assert tier.put(old, 0, "pack", views, uses=[use]) is None
-    for slot in range(used):
-        ring.filled(slot)
+    ring.filled(range(used))
     use()
     if committed:
         tier.committed(old)

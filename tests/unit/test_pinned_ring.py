@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -38,11 +38,12 @@ class RingEnds:
     def take(self) -> int | None:
         return self.free.pop() if self.free else None
 
-    def release(self, slot: int) -> None:
-        assert slot not in self.free, "released twice"
-        assert slot not in self.released, "released twice"
-        assert not self.held[slot], "released before all its spans were announced"
-        self.released.append(slot)
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            assert slot not in self.free, "released twice"
+            assert slot not in self.released, "released twice"
+            assert not self.held[slot], "released before all its spans were announced"
+            self.released.append(slot)
 
     def write(self, source: bytes, pieces: list[tuple[int, int]]) -> None:
         run = self.pinned.write(np.frombuffer(source, np.uint8).ctypes.data, len(source), self.free_slots)

@@ -40,8 +40,8 @@ from raystow.workers.protocol.messages import (
     SaveDone,
     SaveLost,
     SessionOpened,
-    SlotFilled,
-    SlotFree,
+    SlotsFilled,
+    SlotsFree,
     StageCoded,
     StageRaw,
 )
@@ -80,7 +80,7 @@ class ScriptedConnection:
 
     @property
     def free(self) -> list[int]:
-        return [message.slot for message in self.sent if isinstance(message, SlotFree)]
+        return [slot for message in self.sent if isinstance(message, SlotsFree) for slot in message.slots]
 
 
 @dataclass
@@ -219,7 +219,7 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
             elif event == "filled" and usable:
                 slot = data.draw(st.sampled_from(usable))
                 open_slots.remove(slot)
-                yield SlotFilled(slot)
+                yield SlotsFilled((slot,))
                 settle({slot})
             elif event in ("chunk", "coded") and usable:
                 count = 1 if event == "chunk" else data.draw(st.integers(0, 3))
@@ -234,7 +234,7 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
             settle(slots)
         for slot in sorted(open_slots):
             open_slots.remove(slot)
-            yield SlotFilled(slot)
+            yield SlotsFilled((slot,))
             settle({slot})
         assert sorted(scripted.free) == sorted(expected)
         yield END
@@ -257,7 +257,7 @@ def test_chunks_are_read_at_the_positions_of_their_parts() -> None:
         assert attempt.bytes["raw"] == bytes(memory[SLOT + 64 : SLOT + 68])
         assert attempt.bytes["coded"] == bytes(memory[[SLOT - 2, SLOT - 1, 2 * SLOT, 2 * SLOT + 7]])
         attempt.release("raw")
-        yield SlotFilled(2)
+        yield SlotsFilled((2,))
         assert scripted.free == []
         attempt.release("coded")
         assert scripted.free == [2]
@@ -282,9 +282,9 @@ def test_chunks_after_a_failed_save_occupy_no_slot() -> None:
         attempt.over = True
         yield from coded("after", (0, 64, 4), (1, 0, 4))
         assert list(attempt.done) == ["before"]
-        yield SlotFilled(1)
+        yield SlotsFilled((1,))
         assert scripted.free == [1]
-        yield SlotFilled(0)
+        yield SlotsFilled((0,))
         assert scripted.free == [1]
         attempt.release("before")
         assert scripted.free == [1, 0]
@@ -297,7 +297,7 @@ def test_a_save_that_cannot_begin_occupies_no_slot() -> None:
         yield BEGIN
         assert scripted.sent[-1] == SaveLost(5, "no", "s", "r")
         yield raw("ignored", 0, 0, 4)
-        yield SlotFilled(0)
+        yield SlotsFilled((0,))
         assert scripted.free == [0]
         yield END
 
@@ -402,7 +402,7 @@ def test_a_rank_that_does_not_read_holds_up_no_shared_thread() -> None:
     there.send(BEGIN)
     for slot in range(slots):
         there.send(raw(str(slot), slot, 0, 4))
-        there.send(SlotFilled(slot))
+        there.send(SlotsFilled((slot,)))
     there.send(END)
     wait_until(lambda: attempt.ended == ["finished"], "all is staged")
 
@@ -416,9 +416,9 @@ def test_a_rank_that_does_not_read_holds_up_no_shared_thread() -> None:
     thread.start()
     thread.join(10)
     held_up = thread.is_alive()
-    expected = [AttemptJoined(5, attempt.id, attempt.name), *map(SlotFree, range(slots))]
+    expected = [AttemptJoined(5, attempt.id, attempt.name), *(SlotsFree((slot,)) for slot in range(slots))]
     expected += [SaveLost(5, reason, "", "") for reason in ("first", "second")]
-    received = [there.receive(AttemptJoined, SlotFree, SaveLost) for _ in expected]
+    received = [there.receive(AttemptJoined, SlotsFree, SaveLost) for _ in expected]
     assert [one and one[0] for one in received] == expected
     there.close()
     serving.join(10)

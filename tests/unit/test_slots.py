@@ -40,11 +40,11 @@ def test_a_slot_is_free_when_its_last_chunk_is_done() -> None:
     slots = Slots(ring, free.extend)
     parts, done = slots.take_over([(0, 0, 2), (1, 5, 3)])
     assert [part.tolist() for part in parts] == [[0, 0], [3, 3, 3]]
-    slots.filled(0)
+    slots.filled([0])
     assert free == []
     done()
     assert free == [0]
-    slots.filled(1)
+    slots.filled([1])
     assert free == [0, 1]
     slots.wait()
 
@@ -56,9 +56,9 @@ def test_of_chunks_with_one_outside_the_ring_none_is_taken_over() -> None:
         slots.take_over_each([[(0, 0, 2)], [(9, 0, 2)]])
     (parts, use), _ = slots.take_over_each([[(0, 0, 2), (1, 8, 1)], [(1, 0, 1)]])
     assert [part.nbytes for part in parts] == [2, 1]
-    slots.filled(0)
+    slots.filled([0])
     use()
-    slots.filled(1)
+    slots.filled([1])
     assert free == [0]
 
 
@@ -81,7 +81,7 @@ def test_a_slot_is_free_once_and_never_in_use(steps: list[tuple[str, int, int]])
             uses.append(slots.take_over(parts)[1])
         elif step == "fill" and one % 4 not in filled:
             filled.add(one % 4)
-            slots.filled(one % 4)
+            slots.filled([one % 4])
         elif step == "done" and uses:
             uses.pop(one % len(uses))()
         elif step == "keep" and uses:

@@ -19,7 +19,7 @@ from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError, RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
 from raystow.workers.gpu.encode_request import EncodeRequest
-from raystow.workers.protocol.messages import Begin, ChunkInfo, ComparedChunks, OpenSession, SessionOpened, SlotFilled
+from raystow.workers.protocol.messages import Begin, ChunkInfo, ComparedChunks, OpenSession, SessionOpened, SlotsFilled
 from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.shm.ring import SLOT, Ring
 from raystow.workers.staging import client, gpu
@@ -155,7 +155,7 @@ def test_each_slot_of_a_save_that_fails_is_released_once() -> None:
     plan = Plan([Chunk() for _ in range(3)])
     with pytest.raises(SaveFailed):  # the third chunk has no slot
         stage_host(plan, plan, slots, lambda message: None)
-    assert [message.slot for message in filled if isinstance(message, SlotFilled)] == [0, 1]
+    assert [slot for message in filled if isinstance(message, SlotsFilled) for slot in message.slots] == [0, 1]
     slots.ring.close()
 
 
@@ -167,7 +167,7 @@ def test_slots_that_could_not_be_lent_stay_with_the_process() -> None:
     with pytest.raises(SaveFailed):
         slots.lend()
     for slot in earlier:
-        slots.freed(slot)
+        slots.freed([slot])
     assert slots.free == 8 * SLOT
     assert slots.lend() == 2
     assert slots.free == 2 * SLOT

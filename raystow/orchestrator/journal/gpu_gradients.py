@@ -113,9 +113,9 @@ class SharedRing:
         assert self.sink is not None
         return self.sink.take_soon()
 
-    def _release(self, slot: int) -> None:
+    def _release(self, slots: Sequence[int]) -> None:
         assert self.sink is not None
-        self.sink.release(slot)
+        self.sink.release(slots)
 
 
 class GpuGradientEncoder:

@@ -18,8 +18,8 @@ class EntrySink(Protocol):
     def take_soon(self) -> int | None:
         """A free slot of the ring; None after a moment without one."""
 
-    def release(self, slot: int) -> None:
-        """Nothing more in a slot will be added."""
+    def release(self, slots: Sequence[int]) -> None:
+        """Nothing more in some slots will be added."""
 
     def add(self, parts: Sequence[SlotPart]) -> int:
         """Add bytes that are in the ring; return where they begin in the entry."""

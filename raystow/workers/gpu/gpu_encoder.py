@@ -41,7 +41,7 @@ class GpuEncoder:
         codec: str,
         *,
         take: Callable[[], int | None],
-        release: Callable[[int], None],
+        release: Callable[[Sequence[int]], None],
         free: Callable[[], int] = lambda: 0,
         store: float = 0.0,
     ) -> None:

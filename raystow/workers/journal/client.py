@@ -22,7 +22,7 @@ from ..protocol.messages import (
     SaveBegun,
     SaveWithdrawn,
     ShareMemory,
-    SlotFree,
+    SlotsFree,
 )
 from ..protocol.unix_channel import Connection
 from ..shm.anonymous_memory import AnonymousMemory
@@ -128,8 +128,8 @@ class JournalClient:
 
     def _listen(self) -> None:
         try:
-            received: tuple[SlotFree | EntryKept | FetchedEntry, int | None] | None
-            while (received := self._connection.receive(SlotFree, EntryKept, FetchedEntry)) is not None:
+            received: tuple[SlotsFree | EntryKept | FetchedEntry, int | None] | None
+            while (received := self._connection.receive(SlotsFree, EntryKept, FetchedEntry)) is not None:
                 self._handle(received[0])
         except Exception as error:
             trace = not isinstance(error, ProtocolError)
@@ -143,10 +143,10 @@ class JournalClient:
         for step, on_kept in waiting.items():
             on_kept(EntryKept(step, 0, DIED))
 
-    def _handle(self, answer: SlotFree | EntryKept | FetchedEntry) -> None:
+    def _handle(self, answer: SlotsFree | EntryKept | FetchedEntry) -> None:
         match answer:
-            case SlotFree(slot):
-                self._writer.freed(slot)
+            case SlotsFree(slots):
+                self._writer.freed(slots)
             case FetchedEntry():
                 self._fetched.put(answer)
             case EntryKept(step):

@@ -50,10 +50,10 @@ class EntryWriter(FreeSlots):
         size, self.size = self.size, -1
         return size
 
-    def release(self, slot: int) -> None:
-        """Note that all bytes in a slot were handed over."""
+    def release(self, slots: Sequence[int]) -> None:
+        """Note that all bytes in some slots were handed over."""
         with contextlib.suppress(ClusterError):  # ``take`` raises it
-            super().release(slot)
+            super().release(slots)
 
     def on_wait(self, seconds: float) -> None:
         """Raise ``ClusterError`` if the node worker empties no slot."""
@@ -85,7 +85,7 @@ class EntryWriter(FreeSlots):
         if copied:
             self._hand_over(copied)
         if self._slot >= 0:
-            self.release(self._slot)
+            self.release([self._slot])
         self._slot, self._used = -1, self.ring.slot_size
 
     def _hand_over(self, parts: Sequence[SlotPart]) -> int:

@@ -33,8 +33,8 @@ from ..protocol.messages import (
     SaveBegun,
     SaveWithdrawn,
     ShareMemory,
-    SlotFilled,
-    SlotFree,
+    SlotsFilled,
+    SlotsFree,
     shortened,
 )
 from ..protocol.unix_channel import Connection
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _CONNECTIONS = 8  # over which a large entry is read: one carries 2 to 4 GB/s
 _LEAST = 32 << 20  # bytes over each of them
 _QUIET = 600.0  # seconds without an entry of a training from which on its copies are dropped for those of others
-_REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotFilled, KeepEntry, SaveBegun, SaveWithdrawn, FetchEntry)
+_REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotsFilled, KeepEntry, SaveBegun, SaveWithdrawn, FetchEntry)
 
 
 class JournalPeers(EntryPeers, PeerReader, Protocol):
@@ -107,8 +107,8 @@ class NodeJournal:
                         arriving = ArrivingEntry(most, functools.partial(self._refused, info))
                     case AppendEntry(spans):
                         arriving.append(shared.parts(RECORDING, spans))
-                    case SlotFilled(slot):
-                        connection.send(SlotFree(slot))
+                    case SlotsFilled(slots):
+                        connection.send(SlotsFree(slots))
                     case KeepEntry(info):
                         if self._keep(connection, info, arriving) and segments is not None:
                             segments.kept(info)

@@ -38,8 +38,8 @@ from ..protocol.messages import (
     SaveDone,
     SaveLost,
     SessionOpened,
-    SlotFilled,
-    SlotFree,
+    SlotsFilled,
+    SlotsFree,
     StageCoded,
     StageDerived,
     StageOnDevice,
@@ -170,8 +170,8 @@ class Session:
                 self._note_digests(active, message)
             case CodedLayout(device):
                 self._layouts[device] = Layout(message)
-            case SlotFilled(slot):
-                self._slots.filled(slot)
+            case SlotsFilled(slots):
+                self._slots.filled(slots)
             case FlushPacks() if attempt is not None:
                 attempt.flush()
             case BeginSave():
@@ -258,8 +258,8 @@ class Session:
             self._connection.send(DeviceRefused(question.device, problem))
 
     def _tell_free(self, slots: list[int]) -> None:
-        for slot in slots:
-            self._connection.post(SlotFree(slot))  # the thread may serve other processes, too, and this one may not read
+        if slots:
+            self._connection.post(SlotsFree(tuple(slots)))  # the thread may serve other processes, too, and this one may not read
 
     def _tell(self, save: int, outcome: Outcome, warnings: Sequence[str] = ()) -> None:
         """Report what became of a save, as ``_tell_free`` does."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from ...storage.errors import ClusterError
-from ..protocol.messages import Message, SlotFilled
+from ..protocol.messages import Message, SlotsFilled
 from .ring import Ring
 
 _WAIT = 0.02  # seconds that ``take_soon`` waits
@@ -25,9 +25,10 @@ class FreeSlots:
         for slot in range(ring.slots):
             self._free.put(slot)
 
-    def freed(self, slot: int) -> None:
-        """Note that the node worker no longer needs a slot."""
-        self._free.put(slot)
+    def freed(self, slots: Iterable[int]) -> None:
+        """Note that the node worker no longer needs some slots."""
+        for slot in slots:
+            self._free.put(slot)
 
     def close(self) -> None:
         """Let every later ``take`` raise ``ClusterError``: the node worker is gone."""
@@ -58,9 +59,9 @@ class FreeSlots:
             pass
         return slot
 
-    def release(self, slot: int) -> None:
-        """Announce that nothing more comes into this slot. It is free again when the node worker no longer needs it."""
-        self._post(SlotFilled(slot))
+    def release(self, slots: Sequence[int]) -> None:
+        """Announce that nothing more comes into some slots. They are free again when the node worker no longer needs them."""
+        self._post(SlotsFilled(tuple(slots)))
 
     def on_wait(self, seconds: float) -> None:
         """Called again and again while no slot is free, with the time since one was."""

@@ -85,13 +85,12 @@ class Slots:
             self._lent.update(slot for slot, _, _ in parts)
             return os.dup(self.ring.fd)
 
-    def filled(self, slot: int) -> None:
-        """Note that no more chunks will be announced in a slot: it is free once those in it are no longer used."""
+    def filled(self, slots: Sequence[int]) -> None:
+        """Note that no more chunks will be announced in some slots: each is free once those in it are no longer used."""
         with self._changed:
-            if busy := bool(self._uses[slot]):
-                self._filled.add(slot)
-        if not busy:
-            self._on_free([slot])
+            free = [slot for slot in slots if slot not in self._uses]
+            self._filled.update({*slots}.difference(free))
+        self._on_free(free)
 
     def release(self, slots: Sequence[int]) -> None:
         """End one use of each slot, as often as it is named."""

@@ -29,7 +29,7 @@ from ..protocol.messages import (
     SaveDone,
     SaveLost,
     SessionOpened,
-    SlotFree,
+    SlotsFree,
     shortened,
 )
 from ..protocol.unix_channel import Connection
@@ -177,12 +177,12 @@ class Staging:
         self._end(order.begin.save, error.with_traceback(None))  # which refers to the tensors, and to an encoder's memory
 
     def _listen(self) -> None:
-        received: tuple[SlotFree | AttemptJoined | SaveDone | SaveLost | BaseDigests | DeviceAnswer, int | None] | None
+        received: tuple[SlotsFree | AttemptJoined | SaveDone | SaveLost | BaseDigests | DeviceAnswer, int | None] | None
         try:
             while (received := self._connection.receive(*STAGING_ANSWERS)) is not None:
                 match received[0]:
-                    case SlotFree(slot):
-                        self._slots.freed(slot)
+                    case SlotsFree(slots):
+                        self._slots.freed(slots)
                     case SaveDone(save, entry, warnings):
                         self._end(save, entry, warnings)
                     case AttemptJoined(save, id, attempt):

@@ -27,7 +27,7 @@ def stage_host(plan: StagingPlan, group: SourceGroup, slots: StagingSlots, post:
             piece = left.popleft()
             if slot >= 0 and used + piece.nbytes > ring.slot_size:
                 _announce(raw, derived, post)
-                slots.release(slot)
+                slots.release([slot])
                 slot = -1  # not released again if the save fails before another one is free
             if slot < 0:
                 slot, used = slots.take(), 0
@@ -44,7 +44,7 @@ def stage_host(plan: StagingPlan, group: SourceGroup, slots: StagingSlots, post:
         _announce(raw, derived, post)
     finally:
         if slot >= 0:
-            slots.release(slot)
+            slots.release([slot])
 
 
 def _announce(raw: list[RawChunk], derived: list[DerivedChunk], post: Callable[[Message], None]) -> None:

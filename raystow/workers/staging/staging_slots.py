@@ -30,9 +30,7 @@ class StagingSlots(FreeSlots):
                 slot = self.take()
                 (kept if slot < first else lent).append(slot)
         except SaveFailed:
-            for slot in (*kept, *lent):  # for the next save
-                self.freed(slot)
+            self.freed((*kept, *lent))  # for the next save
             raise
-        for slot in kept:
-            self.freed(slot)
+        self.freed(kept)
         return first

@@ -6,7 +6,7 @@ The memory is pinned in the background; a slot is filled as soon as its part is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from ...protocol.messages import RunSpan
@@ -27,7 +27,7 @@ class PinnedRing:
     Args:
         ring: The ring; it is pinned until ``close``.
         take: Returns a free slot, or None after a short wait.
-        release: Called for each slot once all runs in it have been announced and no more will be written.
+        release: Called for slots once all runs in them have been announced and no more will be written.
         free: Returns the bytes of all free slots.
     """
 
@@ -36,7 +36,7 @@ class PinnedRing:
         ring: Ring,
         *,
         take: Callable[[], int | None],
-        release: Callable[[int], None],
+        release: Callable[[Sequence[int]], None],
         free: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ring, self._take, self._release, self._free = ring, take, release, free
@@ -108,7 +108,9 @@ class PinnedRing:
         self._slot, self._used = slot, 0
 
     def _settle(self) -> None:
-        for slot in [slot for slot in self._open if slot != self._slot and not self._runs[slot]]:
+        done = [slot for slot in self._open if slot != self._slot and not self._runs[slot]]
+        for slot in done:
             self._open.remove(slot)
             del self._runs[slot]
-            self._release(slot)
+        if done:
+            self._release(done)

@@ -24,13 +24,13 @@ from .status import *
 
 STAGING = (
     *(BeginSave, StageRaw, StageDerived, ComparedChunks, ChunkDigests, CodedLayout, StageCoded, StageOnDevice),
-    *(SlotFilled, FlushPacks, AbortSave, EndSave),
+    *(SlotsFilled, FlushPacks, AbortSave, EndSave),
     *(OpenDevice, CheckDevice, LendSlots),
 )
 """What a training process sends after ``OpenSession``."""
 
 STAGING_ANSWERS = (
-    *(SlotFree, AttemptJoined, SaveDone, SaveLost, BaseDigests),
+    *(SlotsFree, AttemptJoined, SaveDone, SaveLost, BaseDigests),
     *(DeviceOpened, DeviceChecked, DeviceReady, DeviceRefused, DeviceSlotFree),
 )
 """What a node worker sends to a training process after ``SessionOpened``."""
@@ -45,7 +45,7 @@ COORDINATOR_REQUESTS = (
 MESSAGES = tuple(Message.__subclasses__())
 """All messages."""
 
-PROTOCOL = "2.a12ed99ce2b1b7d7"
+PROTOCOL = "2.6d77c3575249859f"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -233,8 +233,8 @@ class BeginEntry(Message, frozen=True):
 
 
 class AppendEntry(Message, frozen=True):
-    """Hands over the next bytes of an entry, which are in the ring. They are needed there until ``SlotFree`` answers
-    ``SlotFilled`` for their slot."""
+    """Hands over the next bytes of an entry, which are in the ring. They are needed there until ``SlotsFree`` answers
+    ``SlotsFilled`` for their slot."""
 
     spans: Column[Span]
 

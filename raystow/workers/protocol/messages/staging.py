@@ -105,10 +105,10 @@ class StageDerived(Message, frozen=True):
     chunks: Column[DerivedChunk]
 
 
-class SlotFilled(Message, frozen=True):
-    """No more chunks will be announced in this slot of the ring."""
+class SlotsFilled(Message, frozen=True):
+    """No more chunks will be announced in these slots of the ring."""
 
-    slot: int
+    slots: Column[int]
 
 
 class FlushPacks(Message, frozen=True):
@@ -134,10 +134,10 @@ class EndSave(Message, frozen=True):
     rounded: Table[Text, Rounded]
 
 
-class SlotFree(Message, frozen=True):
-    """The training process may fill this slot of the ring again."""
+class SlotsFree(Message, frozen=True):
+    """The training process may fill these slots of the ring again."""
 
-    slot: int
+    slots: Column[int]
 
 
 class AttemptJoined(Message, frozen=True):
