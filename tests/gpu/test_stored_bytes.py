@@ -36,7 +36,7 @@ def test_the_gpu_computes_the_digests_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("process", ["training", "node"])
 def test_the_gpu_computes_the_digests_of_a_save(folder: Path, monkeypatch: pytest.MonkeyPatch, process: str) -> None:
-    """The node worker computes the digests of small chunks, and checks every 64th of the others."""
+    """The node worker computes the digests of small chunks, and checks the first and every 64th of the others."""
     torch.manual_seed(0)
     state = {f"m{i}": torch.randn(3 << 20, device="cuda") * 0.02 for i in range(8)}
     state |= {f"m{i}.square": state[f"m{i}"].square() for i in range(4)}  # their lowest planes are packed

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from raystow.storage.coding.chunk import Coding
+from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import DeadlineExceeded, SaveFailed
 from raystow.storage.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
@@ -121,7 +122,7 @@ def test_of_chunks_that_come_together_one_may_be_unchanged() -> None:
         writer = ChunkWriter(packer, MemoryBudget(), TICKET, base)
         for name, second in (("a", 10), ("b", 11)):
             writer.note(coded(name, [])[0], second)
-        found = writer.append([coded(name, released) for name in "abc"])
+        found = writer.append(0, [coded(name, released) for name in "abc"])
         assert [(one.name, one.node, one.pack, one.start) for one in found] == [("a", 0, 0, 0), ("c", 0, 0, 5), ("b", 7, 0, 0)]
         assert released == ["b"]
         assert [pack.size for pack in packer.seal()] == [10]
@@ -136,9 +137,23 @@ def test_a_wrong_digest_releases_all_chunks_that_come_with_it() -> None:
         packer = Packer(MemoryStore("wrong"), TICKET, uploads=pool, on_error=lambda error: None)
         writer = ChunkWriter(packer, MemoryBudget(), TICKET)
         with pytest.raises(SaveFailed, match="b: its bytes in host memory are not those whose digest"):
-            writer.append([coded("a", released), coded("b", released, digest=bytes(32)), coded("c", released)])
+            writer.append(0, [coded("a", released), coded("b", released, digest=bytes(32)), coded("c", released)])
         assert packer.seal() == []
     assert (released, writer.stored) == (["a", "b", "c"], [])
+
+
+def test_the_first_digest_of_each_rank_is_checked() -> None:
+    """A GPU that computes wrong ones would else be noticed in a restore only, if it is not the first to save."""
+    right = stored_digest(memoryview(b"bytes"))
+    with ThreadPoolExecutor(1) as pool:
+        packer = Packer(MemoryStore("ranks"), TICKET, uploads=pool, on_error=lambda error: None)
+        writer = ChunkWriter(packer, MemoryBudget(), TICKET)
+        for name in "abc":
+            writer.append(0, [coded(name, [], digest=right)])
+        with pytest.raises(SaveFailed, match="d: its bytes in host memory are not those whose digest"):
+            writer.append(1, [coded("d", [], digest=bytes(32))])
+        assert sorted(one.name for one in writer.stored) == ["a", "b", "c"]
+        packer.discard(delete=True)
 
 
 def test_chunks_for_which_no_thread_can_be_started_are_released(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ class NodeAttempt:
     def _seal(self, rank: int, chunks: Sequence[Coded]) -> None:
         """Pack chunks that a GPU has coded."""
         with self._task_of(rank), self._failing(rank, f"{len(chunks)} chunks from {chunks[0][0].name!r} on"):
-            self._cover(rank, *self._writer.append(chunks))
+            self._cover(rank, *self._writer.append(rank, chunks))
 
     def _cover(self, rank: int, *chunks: Chunk) -> None:
         """Count chunks."""

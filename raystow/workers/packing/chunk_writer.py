@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -29,7 +30,7 @@ Coded = tuple[Chunk, list[memoryview], Callable[[], None]]
 """A chunk's row as announced, without place, and with ``stored_digest`` if a GPU has computed it; its coded bytes; and what to
 call when they are no longer needed, also after an error."""
 
-_CHECKED = 64  # of so many digests that GPUs have computed, one is checked: a wrong kernel shows in the first
+_CHECKED = 64  # of so many digests that GPUs have computed for a rank, one is checked: the first, and others later
 _scratch = threading.local()
 
 
@@ -51,7 +52,7 @@ class ChunkWriter:
         self._stored: list[Chunk] = []
         self._derived: list[Chunk] = []
         self._second: dict[Identity, int] = {}
-        self._given = itertools.count()  # digests that GPUs have computed
+        self._given: dict[int, Iterator[int]] = defaultdict(itertools.count)  # digests that GPUs have computed, by rank
 
     @property
     def stored(self) -> Sequence[Chunk]:
@@ -83,11 +84,11 @@ class ChunkWriter:
         (row,) = self._pack([(chunk, [coded], lambda: self._budget.release(size))])
         return row
 
-    def append(self, chunks: Sequence[Coded]) -> list[Chunk]:
-        """Pack coded chunks, but for those of which the base has the same bytes; return the rows of all.
+    def append(self, rank: int, chunks: Sequence[Coded]) -> list[Chunk]:
+        """Pack coded chunks of a rank, but for those of which the base has the same bytes; return the rows of all.
 
-        Of the digests that a GPU has computed, the first and every 64th after it are checked; ``SaveFailed`` if one is wrong, and
-        none is packed.
+        Of the digests that GPUs have computed for a rank in this save, the first and every 64th after it are checked;
+        ``SaveFailed`` if one is wrong, and none of these chunks is packed.
         """
         same, new = list[tuple[Chunk, Callable[[], None]]](), list[Coded]()
         try:
@@ -96,7 +97,7 @@ class ChunkWriter:
                 if second and (row := self._referenced(chunk, second)) is not None:
                     same.append((row, release))
                 else:
-                    new.append((replace(chunk, stored_digest=self._digest(chunk, coded)), coded, release))
+                    new.append((replace(chunk, stored_digest=self._digest(rank, chunk, coded)), coded, release))
         except BaseException:
             release_all(chunks)
             raise
@@ -161,8 +162,8 @@ class ChunkWriter:
             self._stored += rows
         return rows
 
-    def _digest(self, chunk: Chunk, coded: list[memoryview]) -> bytes:
-        if chunk.stored_digest and next(self._given) % _CHECKED:
+    def _digest(self, rank: int, chunk: Chunk, coded: list[memoryview]) -> bytes:
+        if chunk.stored_digest and next(self._given[rank]) % _CHECKED:
             return chunk.stored_digest
         digest = stored_digest(*coded)
         if chunk.stored_digest not in (b"", digest):

@@ -45,8 +45,8 @@ class _Plane(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What is the same for a chunk in all saves. ``plane``: bytes of a plane. ``coded``: the planes that may be coded, ascending,
-    with ``streams`` each. ``raw``: the others but the lowest, as first plane and number of those that follow each other."""
+    """What is the same for a chunk in all saves. ``plane``: bytes of a plane. ``coded``: the planes that may be coded, ascending.
+    ``streams``: coded streams per plane. ``raw``: the other planes without the lowest, as first plane and count of each run."""
 
     width: int
     rotated: bool
@@ -68,8 +68,8 @@ def parts(spans: Sequence[RunSpan], start: int, nbytes: int) -> list[SlotPart]:
 
 
 class Layout:
-    """Assembles chunks from the messages about their parts. A node worker's ranks share one interpreter lock, and each save has
-    thousands of chunks: what depends on the layout only is computed once."""
+    """Assembles chunks from the messages about their parts. In a node worker, all ranks share one interpreter lock, and a save
+    has thousands of chunks: what depends on the layout only is computed once."""
 
     def __init__(self, layout: CodedLayout) -> None:
         self._layout = layout

@@ -89,7 +89,7 @@ class Slots:
         """Note that no more chunks will be announced in some slots: each is free once those in it are no longer used."""
         with self._changed:
             free = [slot for slot in slots if slot not in self._uses]
-            self._filled.update({*slots}.difference(free))
+            self._filled.update(slot for slot in slots if slot in self._uses)
         self._on_free(free)
 
     def release(self, slots: Sequence[int]) -> None:
