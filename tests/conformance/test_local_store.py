@@ -133,6 +133,29 @@ def test_disk_errors_name_the_object_and_the_errno(
     assert store.get(KEY, max_bytes=9) == b"old"
 
 
+def test_an_object_and_all_its_folders_are_synced(store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object before it gets its name, its folders after that, up to the root."""
+    done, fsync, replace = list[str](), os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def renamed(old: str, new: str) -> None:
+        done.append("renamed")
+        replace(old, new)
+
+    store.put("a/b/first", [b""])  # makes the folders
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    store.put("a/b/second", [b"content"])
+    assert done[0].startswith(durable.TEMPORARY)
+    assert done[1:] == ["renamed", "b", "a", root.name]
+    done.clear()
+    store.put("top", [b"content"])
+    assert done[1:] == ["renamed", root.name]
+
+
 def test_short_writes_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.writev
     monkeypatch.setattr(os, "writev", lambda fd, parts: real(fd, [bytes(parts[0])[:3]]))

@@ -162,6 +162,21 @@ def test_an_announced_slot_is_kept_while_it_is_filled(data: st.DataObject) -> No
         assert it.all_free()
 
 
+def test_slots_that_are_announced_together_are_released_together() -> None:
+    """The node worker gets one message for them."""
+    released, free = list[list[int]](), list(range(4))
+    ring = Ring.create(4 * SLOT, SLOT)
+    pinned = PinnedRing(ring, take=free.pop, release=lambda slots: released.append([*slots]))
+    source = np.zeros(3 * SLOT + 1, np.uint8)
+    run = pinned.write(source.ctypes.data, source.size, lambda: None)
+    pinned.announced([run])
+    assert [sorted(slots) for slots in released] == [[1, 2, 3]]
+    pinned.end()
+    assert [sorted(slots) for slots in released] == [[1, 2, 3], [0]]
+    pinned.close()
+    ring.close()
+
+
 @settings(max_examples=5, deadline=None)
 @given(st.data())
 def test_a_slot_that_cannot_be_pinned_is_released(data: st.DataObject) -> None:

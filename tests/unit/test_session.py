@@ -217,10 +217,10 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
                 attempt.release(name)
                 settle(slots)
             elif event == "filled" and usable:
-                slot = data.draw(st.sampled_from(usable))
-                open_slots.remove(slot)
-                yield SlotsFilled((slot,))
-                settle({slot})
+                slots = set(data.draw(st.lists(st.sampled_from(usable), min_size=1)))
+                open_slots.difference_update(slots)
+                yield SlotsFilled(tuple(slots))
+                settle(slots)
             elif event in ("chunk", "coded") and usable:
                 count = 1 if event == "chunk" else data.draw(st.integers(0, 3))
                 slots = data.draw(st.lists(st.sampled_from(usable), min_size=count, max_size=count))

@@ -52,7 +52,8 @@ class Coding(msgspec.Struct, frozen=True):
     the words are differences to those of this version; see ``kernels.subtract``.
     ``codecs`` and ``stored``: one entry per plane, the least significant first; ``stored`` in bytes. ``streams``: the sizes in
     bytes of the coded streams of all streamed planes, in the order of storage, as ``packed`` gives them, since there are very
-    many; every stream decodes to ``stream`` bytes of its plane, the last one to the rest. Copy it as a ``Chunk`` of the manifest.
+    many; every stream decodes to ``stream`` bytes of its plane, the last one to the rest. Copy it with
+    ``msgspec.structs.replace``.
     """
 
     planes: bool
