@@ -18,6 +18,7 @@ from raystow.storage.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.packing import attempt as attempts
+from raystow.workers.packing import chunk_writer
 from raystow.workers.packing import packer as packing
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome, draft
 from raystow.workers.packing.chunk_writer import ChunkWriter, Coded
@@ -142,17 +143,18 @@ def test_a_wrong_digest_releases_all_chunks_that_come_with_it() -> None:
     assert (released, writer.stored) == (["a", "b", "c"], [])
 
 
-def test_the_first_digest_of_each_rank_is_checked() -> None:
+def test_the_first_digest_of_each_rank_is_checked_and_some_later() -> None:
     """A GPU that computes wrong ones would else be noticed in a restore only, if it is not the first to save."""
     right = stored_digest(memoryview(b"bytes"))
     with ThreadPoolExecutor(1) as pool:
         packer = Packer(MemoryStore("ranks"), TICKET, uploads=pool, on_error=lambda error: None)
         writer = ChunkWriter(packer, MemoryBudget(), TICKET)
-        for name in "abc":
-            writer.append(0, [coded(name, [], digest=right)])
-        with pytest.raises(SaveFailed, match="d: its bytes in host memory are not those whose digest"):
-            writer.append(1, [coded("d", [], digest=bytes(32))])
-        assert sorted(one.name for one in writer.stored) == ["a", "b", "c"]
+        names = [f"a{number}" for number in range(chunk_writer._CHECKED)]
+        writer.append(0, [coded(name, [], digest=right) for name in names])
+        for rank, name in ((0, "b"), (1, "c")):
+            with pytest.raises(SaveFailed, match=f"{name}: its bytes in host memory are not those whose digest"):
+                writer.append(rank, [coded(name, [], digest=bytes(32))])
+        assert [one.name for one in writer.stored] == names
         packer.discard(delete=True)
 
 
