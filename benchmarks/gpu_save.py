@@ -6,10 +6,10 @@ without one, and each is compared with the mean of its two neighbors, because cl
 steps (one micro-batch) show the cost that computation cannot hide, long steps (eight) the slowdown of the computation.
 
 Method. Every step ends with a synchronization of the GPU and is timed between them. ``fence`` is called before the optimizer's
-step; its wait is part of the step. After a window, training continues in uncounted steps until the save is durable and deleted,
-and for at least two seconds, because an idle GPU changes its clock. A separate thread records when a save is durable. Each
-contestant first saves twice, to pin memory, start processes and compile kernels. "no save" is a contestant; its losses are
-noise.
+step; its wait is part of the step. After a window, training continues until the save is durable, and for at least two seconds,
+because an idle GPU changes its clock. CPU seconds of all processes are counted until then, less those of as many steps without
+a save; the save is deleted afterwards. A separate thread records when a save is durable. Each contestant first saves twice, to
+pin memory, start processes and compile kernels. "no save" is a contestant; its losses are noise.
 
 With the GPU otherwise idle:
 - raystow's rates to read the state, to bring it to host memory and to make it durable, in raw bytes per second, compared with a
@@ -29,7 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,11 +89,9 @@ def window(training: Training, contestant: Contestant, pool: Executor, *, steps:
 
 
 def watch(contestant: Contestant, wait: Wait, start: float) -> Outcome:
-    """Wait until a save begun at ``start`` is durable, and delete it."""
+    """Wait until a save begun at ``start`` is durable."""
     wait()
-    outcome = Outcome(now() - start, contestant.stored())
-    contestant.discard()
-    return outcome
+    return Outcome(now() - start, contestant.stored())
 
 
 class Others:
@@ -107,14 +105,16 @@ class Others:
         """Wait for the others at the begin of a window."""
 
 
-def go_on(training: Training, last: Window, others: Others, *, micro_batches: int) -> None:
-    """Train until the window's save is over, the clocks are steady, and the others are ready."""
-    start = now()
-    while now() - start < SETTLE or not (last.outcome is None or last.outcome.done()) or not others.ready():
+def go_on(training: Training, until: Callable[[], bool], *, micro_batches: int) -> int:
+    """Train until ``until`` returns true; return the number of steps."""
+    steps = 0
+    while not until():
         for _ in range(micro_batches):
             training.forward_backward()
         training.update()
         training.synchronize()
+        steps += 1
+    return steps
 
 
 def measure(
@@ -128,11 +128,16 @@ def measure(
             cpu = cpu_seconds()
             others.meet()
             found = window(training, contestant, pool, steps=steps, micro_batches=micro_batches, save=save)
-            go_on(training, found, others, micro_batches=micro_batches)
-            seconds.append((cpu_seconds() - cpu, len(found.steps)))
+            outcome, steady = found.outcome, now() + SETTLE
+            more = go_on(training, lambda: now() >= steady and (outcome is None or outcome.done()), micro_batches=micro_batches)
+            seconds.append((cpu_seconds() - cpu, steps + more))
+            deleted = pool.submit(contestant.discard) if save else None
+            go_on(training, lambda: (deleted is None or deleted.done()) and others.ready(), micro_batches=micro_batches)
+            if deleted:
+                deleted.result()
             return found
 
-        seconds: list[tuple[float, int]] = []  # of the CPU in each window, and its steps
+        seconds: list[tuple[float, int]] = []  # of the CPU until a window's save is over, and steps until then
 
         for _ in range(2):
             one(True, max(1, every // 2))
