@@ -415,8 +415,8 @@ def test_page_aligned_data_bypasses_the_page_cache(size: int, root: Path, store:
 
 SPANS = [
     [1 << 20, 4095],  # whole pages, and a rest
-    [3, (4 << 20) - 3, 5 << 20],  # ends with the second buffer and before the third
-    [1 << 20] * 12,
+    [3, direct_io.GATHERED - 3, direct_io.GATHERED + (1 << 19)],  # ends with the second buffer and before the third
+    [direct_io.GATHERED] * 12,
     [0, (1 << 20) + 1, 0],
     [100] * 30_000,  # more than one call takes
 ]

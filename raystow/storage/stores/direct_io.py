@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 LEAST = 1 << 20
 """Bytes below which the page cache is faster."""
 
-GATHERED = 4 << 20
-"""Bytes of a buffer for what is not whole pages. There are as many as threads have written such objects at a time."""
+GATHERED = 1 << 20
+"""Bytes of a buffer for what is not whole pages: what is copied into it stays in a core's cache until it is written. There are as
+many as threads have written such objects at a time."""
 
 _KINDS = ("ext4", "xfs", "overlay")  # of local disks; how others behave was not tried
 _PIECE = 16 << 20

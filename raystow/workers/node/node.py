@@ -117,7 +117,7 @@ class _Repository:
 class Node:
     """Accepts training processes of this machine and stores what they stage.
 
-    Memory: for each training process the ring and the coded bytes that it asks for; about 9 MiB for each coding thread, and 4 MiB
+    Memory: for each training process the ring and the coded bytes that it asks for; about 9 MiB for each coding thread, and 1 MiB
     for each thread that writes to a local disk; for the newest version a quarter of the machine's memory (see ``limit_cache``),
     and a quarter of that for bytes that restoring processes read from elsewhere; for states that other replicas read, a quarter.
 
