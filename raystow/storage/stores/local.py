@@ -25,10 +25,11 @@ from .file_lock import exclusive
 
 LOCK = ".raystow.lock"
 
-WRITERS = max(8, (os.cpu_count() or 1) * 3 // 4)
+_CORES = os.cpu_count() or 1
+WRITERS = max(8, min(12, _CORES * 3 // 4), _CORES // 2)
 """Threads that write objects in parallel. On 16 cores, a save of 6.17 GB into ``/dev/shm`` is durable after .42 s with 8 of them,
-and after .34 s with 12. Both take the same CPU time, and cost the training the same; 16 would leave it no core
-(``benchmarks/results/store_writers-2026-11-27.json``)."""
+and after .34 s with 12. Both take the same CPU time, and cost the training the same; 16 would leave it no core. On 32 cores, 24
+are not faster than 16, and two stores at once are slower (``benchmarks/results/store_writers-2026-11-27.json``)."""
 
 _GONE = (FileNotFoundError, NotADirectoryError)
 _REFUSED = {
