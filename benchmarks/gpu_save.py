@@ -446,6 +446,7 @@ def main(
                     console.print(
                         f"{name}, {count} micro-batches: lost {row['lost ms']['median']:.1f} ms a save", highlight=False
                     )
+                    keep()
             except Exception as error:  # a peer that is missing or fails must not end the run
                 reason = f"{type(error).__name__}: {error}"
                 console.print(f"{name} is skipped: {reason[:500]}", highlight=False, markup=False)
