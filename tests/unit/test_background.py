@@ -99,7 +99,7 @@ AWAITED = {
 }
 """Number of pools by file. The results of their calls are awaited, so an error is raised there."""
 
-TASKS = {"orchestrator/coordinator/actor.py": 3, "storage/stores/endless_answers.py": 1}
+TASKS = {"orchestrator/coordinator/actor.py": 4, "storage/stores/endless_answers.py": 1}
 """Tasks of event loops: tasks of the actor record all errors in an ``ErrorLog``; the result of the other task is awaited."""
 
 

@@ -14,7 +14,7 @@ from coordinated_run import part
 from raystow.orchestrator.coordinator.actor import CoordinatorActor
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.errors import OutcomeUnknown
+from raystow.storage.errors import OutcomeUnknown, SaveFailed
 from raystow.storage.format.root import Entry
 from raystow.workers.protocol.messages import Begin, PartFailed, RankFinished
 
@@ -50,6 +50,33 @@ def test_an_unexpected_error_ends_the_save(uri: str, monkeypatch: pytest.MonkeyP
         return await save(actor, 2)
 
     assert asyncio.run(run()).step == 2
+
+
+def test_no_commit_waits_for_a_frozen_head_node(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray waits for its answer without end. Later answers are used."""
+    woken, alive = threading.Event(), {"NodeID": "node-0", "Alive": True}
+    asked = list[int]()
+
+    def nodes() -> list[dict[str, Any]]:
+        asked.append(1)
+        woken.wait(PATIENCE)
+        return [alive]
+
+    async def run() -> tuple[Entry, Entry]:
+        actor = CoordinatorActor(uri)
+        try:
+            first, second = await save(actor, 1), await save(actor, 2)
+            assert len(asked) == 1
+        finally:
+            woken.set()
+        doomed = await actor.begin(Begin(0, 1, "process", 3, "node-0", 3, 600.0, 0, 0))
+        alive["Alive"] = False
+        with pytest.raises(SaveFailed, match="node-0"):
+            await asyncio.wait_for(actor._until(doomed, lambda attempt: attempt.phase.over), PATIENCE)
+        return first, second
+
+    monkeypatch.setattr(ray, "nodes", nodes)
+    assert [entry.step for entry in asyncio.run(run())] == [1, 2]
 
 
 def test_no_commit_waits_for_the_deletion_of_a_failed_save(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:

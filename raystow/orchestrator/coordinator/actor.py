@@ -8,7 +8,7 @@ import itertools
 import logging
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 from msgspec.structs import replace
@@ -85,6 +85,7 @@ class CoordinatorActor:
         self._choices: tuple[int, dict[str, RestoreChoice]] = (0, {})  # by attempt, since this change of the rounds
         self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
         self._keeper: asyncio.Task[None] | None = None
+        self._census: asyncio.Task[list[dict[str, Any]]] | None = None  # asks Ray for the nodes
         self._chores: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None  # deletes the objects of abandoned attempts
         self._chore_errors = background.ErrorLog("housekeeping")
@@ -381,11 +382,20 @@ class CoordinatorActor:
         async with self._restoring:
             await asyncio.to_thread(self._rounds.tick)
             self._replays.tick()
-        core.nodes_alive({node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]})
+        await self._look_for_nodes(core)
         await self._tell()
         if (self._sweep is None or self._sweep.done()) and (abandoned := core.abandoned()):
             self._sweep = asyncio.create_task(asyncio.to_thread(self._discard, abandoned))  # which no commit waits for
         self._measure(core)
+
+    async def _look_for_nodes(self, core: Coordinator) -> None:
+        """Note which nodes are alive. A frozen head node does not answer, and must delay no commit and no deadline."""
+        if self._census is None:
+            self._census = asyncio.create_task(asyncio.to_thread(ray.nodes))
+        done, _ = await asyncio.wait([self._census], timeout=_TICK)
+        if done:
+            census, self._census = self._census, None
+            core.nodes_alive({node["NodeID"] for node in census.result() if node["Alive"]})
 
     async def _end_if_unused(self) -> None:
         """End for good if this coordinator has not been used for long, and has nothing that another one would not find."""
