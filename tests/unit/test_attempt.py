@@ -44,8 +44,8 @@ def test_a_rank_that_joins_too_late_gets_the_error() -> None:
     first = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         port: Any = GivenUp()
-        shared = Executors(pool, pool, MemoryBudget())
-        attempt = NodeAttempt(MemoryStore("late"), port, TICKET, shared, pool, OptimizerWatch("memory://late"))
+        shared = Executors(pool, pool, pool, MemoryBudget())
+        attempt = NodeAttempt(MemoryStore("late"), port, TICKET, shared, OptimizerWatch("memory://late"))
         attempt.join(0, [], lambda outcome, _: first.set())
         assert first.wait(10)
         attempt.join(1, [], lambda outcome, _: heard.append(outcome))
@@ -71,8 +71,8 @@ def test_a_chunk_that_cannot_be_coded_holds_up_no_other() -> None:
     chunks = [draft(ChunkInfo(kind, "[]", "tensor", kind, (8,), "weights", (0,), (8,)), 0) for kind in ("uint8", "odd", "int8")]
     with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as others:
         port: Any = Waiting()
-        shared = Executors(pool, others, budget)
-        attempt = NodeAttempt(MemoryStore("odd"), port, TICKET, shared, others, OptimizerWatch("memory://odd"))
+        shared = Executors(pool, others, others, budget)
+        attempt = NodeAttempt(MemoryStore("odd"), port, TICKET, shared, OptimizerWatch("memory://odd"))
         attempt.add(0, [(chunk, np.zeros(8, np.uint8)) for chunk in chunks], freed.set)
         attempt.finished(0)
         assert staged.wait(10)
@@ -176,8 +176,8 @@ def test_chunks_for_which_no_thread_can_be_started_are_released(monkeypatch: pyt
 
     with ThreadPoolExecutor(1) as pool:
         port, full = cast(Any, Waiting()), cast(Any, Full())
-        shared = Executors(pool, full, MemoryBudget())
-        attempt = NodeAttempt(MemoryStore("full"), port, TICKET, shared, pool, OptimizerWatch("memory://full"))
+        shared = Executors(pool, full, pool, MemoryBudget())
+        attempt = NodeAttempt(MemoryStore("full"), port, TICKET, shared, OptimizerWatch("memory://full"))
         chunks = [replace(coded(name, [])[0], coding=Coding(False, False, ("raw",), (5,))) for name in "abcdefg"]
         with pytest.raises(RuntimeError, match="new thread"):
             attempt.add_coded(0, [(chunk, [], functools.partial(released.append, chunk.name)) for chunk in chunks])
@@ -204,9 +204,9 @@ def test_nothing_is_kept_for_an_attempt_that_has_ended(monkeypatch: pytest.Monke
     added = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         port: Any = Slow()
-        shared = Executors(pool, pool, MemoryBudget())
+        shared = Executors(pool, pool, pool, MemoryBudget())
         keep = functools.partial(tier.put, key, 0)
-        attempt = NodeAttempt(MemoryStore("ended"), port, TICKET, shared, pool, OptimizerWatch("memory://ended"), keep)
+        attempt = NodeAttempt(MemoryStore("ended"), port, TICKET, shared, OptimizerWatch("memory://ended"), keep)
         attempt.on_end(lambda outcome, _: tier.given_up(key))
         pool.submit(ended.wait, 10)
         for number in range(3):

@@ -5,20 +5,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import ray
-import torch
-from local_cluster import LocalCluster
 
 from raystow.storage.errors import ClusterError
-from raystow.storage.object_store import Buffer
-from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.node import actor
-from raystow.workers.node import node as node_module
 from raystow.workers.node.actor import NODE, RayPeers
 from raystow.workers.node.node import Node
 
@@ -47,35 +41,6 @@ def test_a_connection_that_hangs_blocks_nothing_else() -> None:
             assert "memory://other" in node.status().uploaded
         finally:
             end.set()
-
-
-def test_a_store_that_hangs_blocks_no_other_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging, end, put = threading.Event(), threading.Event(), MemoryStore.put
-
-    def put_or_hang(store: MemoryStore, key: str, parts: Sequence[Buffer]) -> None:
-        if store.uri == "memory://hanging-store" and key.endswith(".pack"):
-            hanging.set()
-            assert end.wait(30)
-        put(store, key, parts)
-
-    monkeypatch.setattr(MemoryStore, "put", put_or_hang)
-    monkeypatch.setattr(node_module, "_UPLOADS", 1)
-    with (
-        LocalCluster("memory://hanging-store") as one,
-        LocalCluster("memory://other-store") as other,
-        ThreadPoolExecutor() as pool,
-    ):
-        coordinators = {one.uri: one._port, other.uri: other._port}
-        with contextlib.closing(Node("shared", coordinators.__getitem__, threads=2)) as node:
-            for cluster in (one, other):
-                monkeypatch.setattr(cluster, "address", lambda _: node.address)
-            try:
-                first = pool.submit(one.save, {"w": torch.ones(3)}, step=1)
-                assert hanging.wait(10)
-                assert pool.submit(other.save, {"w": torch.ones(3)}, step=2).result(20).step == 2
-            finally:
-                end.set()
-            assert first.result(30).step == 1
 
 
 def test_a_frozen_head_node_does_not_stop_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,7 +65,7 @@ from .session import Session
 
 logger = logging.getLogger(__name__)
 
-_UPLOADS = max(4, min(32, os.cpu_count() or 1))  # of each repository
+_UPLOADS = max(4, min(32, os.cpu_count() or 1))
 _SEALERS = max(4, (os.cpu_count() or 1) // 4)  # a few cores saturate memory: more would only slow the training
 _KNOWN = 2  # versions of a repository whose rows are kept: the base of the saves under way, and that of the next
 _MEASURE = 5.0  # seconds from one value of a gauge to the next
@@ -110,8 +110,6 @@ class _Repository:
     coordinator: CoordinatorClient
     store: Metered
     watch: OptimizerWatch
-    uploads: Executor
-    """Of this repository alone: a store that is slow, or hangs, delays no other."""
 
 
 class Node:
@@ -153,6 +151,7 @@ class Node:
         self._executors = Executors(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
             sealers=ThreadPoolExecutor(_SEALERS, "raystow-seal", initializer=give_way),
+            uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=give_way),
             budget=MemoryBudget(),
         )
         self._lock = threading.Lock()
@@ -192,10 +191,7 @@ class Node:
         self._states.close()
         self._executors.coders.shutdown(wait=False)
         self._executors.sealers.shutdown(wait=False)
-        with self._lock:
-            repositories = list(self._repositories.values())
-        for each in repositories:
-            each.uploads.shutdown(wait=False)
+        self._executors.uploads.shutdown(wait=False)
         self._tier.close()
 
     def _accept(self) -> bool:
@@ -301,8 +297,7 @@ class Node:
         with self._lock:
             known = self._repositories.get(uri)
         if known is None:  # outside the lock: while Ray's head node is frozen, it takes a minute to connect
-            uploads = ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=give_way)
-            made = _Repository(self._connect(uri), Metered(open_store(uri, kept=True), SYSTEM), OptimizerWatch(uri), uploads)
+            made = _Repository(self._connect(uri), Metered(open_store(uri, kept=True), SYSTEM), OptimizerWatch(uri))
             with self._lock:
                 known = self._repositories.setdefault(uri, made)
         return known
@@ -327,7 +322,7 @@ class Node:
             if (uri, ticket.attempt) not in self._attempts:
                 key = AttemptKey(repository, ticket.id, ticket.attempt)
                 keep, base = functools.partial(self._keep_object, key, ticket.node), self._base(key, ticket)
-                attempt = NodeAttempt(here.store, here.coordinator, ticket, self._executors, here.uploads, here.watch, keep, base)
+                attempt = NodeAttempt(here.store, here.coordinator, ticket, self._executors, here.watch, keep, base)
                 self._attempts[uri, ticket.attempt] = attempt
                 number = self._saves.begin(uri)
                 attempt.on_end(lambda outcome, _: self._settle(uri, number, key, ticket, attempt, outcome))

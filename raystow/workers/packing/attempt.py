@@ -47,11 +47,12 @@ Listener = Callable[[Outcome, Sequence[str]], None]
 
 @dataclass(frozen=True)
 class Executors:
-    """Shared by all attempts on a node: threads that code chunks, with their memory budget, and threads that pack chunks coded
-    by a GPU (``sealers``)."""
+    """Shared by all attempts on a node: threads that code chunks, that pack chunks coded by a GPU (``sealers``), and that upload,
+    and the memory budget of the first."""
 
     coders: Executor
     sealers: Executor
+    uploads: Executor
     budget: MemoryBudget
 
 
@@ -65,16 +66,15 @@ class NodeAttempt:
         port: CoordinatorClient,
         ticket: Ticket,
         executors: Executors,
-        uploads: Executor,
         watch: OptimizerWatch,
         keep: Keep = keep_nothing,
         base: BaseVersion | None = None,
     ) -> None:
-        self._store, self._port, self._ticket, self._executors, self._uploads = store, port, ticket, executors, uploads
+        self._store, self._port, self._ticket, self._executors = store, port, ticket, executors
         self.id, self.name = ticket.id, ticket.attempt
         self._watch, self._keep, self.base = watch, keep, base
         self._log = about(logger, repository=store.uri, version=ticket.id, attempt=ticket.attempt, step=ticket.step)
-        self._packer = Packer(store, ticket, uploads=uploads, on_error=self._upload_failed, keep=keep)
+        self._packer = Packer(store, ticket, uploads=executors.uploads, on_error=self._upload_failed, keep=keep)
         self._writer = ChunkWriter(self._packer, executors.budget, ticket, base)
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str, str], list[int]] = {}
@@ -329,7 +329,7 @@ class NodeAttempt:
 
     def _store_fragment(self, key: str, data: bytes) -> None:
         try:
-            self._uploads.submit(self._store.put, key, [data]).result(self._left())
+            self._executors.uploads.submit(self._store.put, key, [data]).result(self._left())
         except FuturesTimeout:
             raise DeadlineExceeded(NOT_IN_TIME, subject=key) from None
 
