@@ -16,7 +16,7 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import OutcomeUnknown, SaveFailed
 from raystow.storage.format.root import Entry
-from raystow.workers.protocol.messages import Begin, PartFailed, RankFinished
+from raystow.workers.protocol.messages import Begin, PartFailed, RankFinished, Ticket
 
 PATIENCE = 30.0
 
@@ -30,7 +30,7 @@ def uri(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 async def save(actor: CoordinatorActor, step: int) -> Entry:
-    ticket = await actor.begin(Begin(0, 1, "process", step, "node-0", step, 600.0, 0, 0))
+    ticket = await actor.begin(begin(step))
     await actor.answer(RankFinished(ticket, 0, 0))
     return await asyncio.wait_for(actor.fragment(ticket, part(0), ()), PATIENCE)
 
@@ -52,31 +52,71 @@ def test_an_unexpected_error_ends_the_save(uri: str, monkeypatch: pytest.MonkeyP
     assert asyncio.run(run()).step == 2
 
 
-def test_no_commit_waits_for_a_frozen_head_node(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray waits for its answer without end. Later answers are used."""
-    woken, alive = threading.Event(), {"NodeID": "node-0", "Alive": True}
-    asked = list[int]()
+class FrozenHead:
+    """Answers with the nodes that were alive when it was asked, and only after ``wake``."""
 
-    def nodes() -> list[dict[str, Any]]:
-        asked.append(1)
-        woken.wait(PATIENCE)
-        return [alive]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive, self.asked, self.wake = {"node-0"}, threading.Semaphore(0), threading.Event()
+        monkeypatch.setattr(ray, "nodes", self._nodes)
 
-    async def run() -> tuple[Entry, Entry]:
+    def _nodes(self) -> list[dict[str, Any]]:
+        alive = [{"NodeID": node, "Alive": True} for node in self.alive]
+        self.asked.release()
+        self.wake.wait(PATIENCE)
+        return alive
+
+
+def begin(step: int, node: str = "node-0", timeout: float = 600.0) -> Begin:
+    return Begin(0, 1, "process", step, node, step, timeout, 0, 0)
+
+
+async def lost(actor: CoordinatorActor, ticket: Ticket) -> str:
+    """Wait until an attempt is aborted; return the reason."""
+    with pytest.raises(SaveFailed) as failure:
+        await asyncio.wait_for(actor._until(ticket, lambda attempt: attempt.phase.over), PATIENCE / 3)
+    return str(failure.value)
+
+
+def test_no_save_waits_for_a_frozen_head_node(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray waits for its answer without end. Saves become versions meanwhile, or fail at their deadline."""
+    head = FrozenHead(monkeypatch)
+
+    async def run() -> list[int]:
         actor = CoordinatorActor(uri)
         try:
-            first, second = await save(actor, 1), await save(actor, 2)
-            assert len(asked) == 1
+            steps = [(await asyncio.wait_for(save(actor, step), PATIENCE / 3)).step for step in (1, 2)]
+            assert "had not delivered" in await lost(actor, await actor.begin(begin(3, timeout=0.1)))
         finally:
-            woken.set()
-        doomed = await actor.begin(Begin(0, 1, "process", 3, "node-0", 3, 600.0, 0, 0))
-        alive["Alive"] = False
-        with pytest.raises(SaveFailed, match="node-0"):
-            await asyncio.wait_for(actor._until(doomed, lambda attempt: attempt.phase.over), PATIENCE)
-        return first, second
+            head.wake.set()
+        return steps
 
-    monkeypatch.setattr(ray, "nodes", nodes)
-    assert [entry.step for entry in asyncio.run(run())] == [1, 2]
+    assert asyncio.run(run()) == [1, 2]
+    assert head.asked._value == 1
+
+
+def test_a_late_answer_aborts_no_save_of_a_new_node(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = FrozenHead(monkeypatch)
+
+    async def asked() -> None:
+        assert await asyncio.to_thread(head.asked.acquire, timeout=PATIENCE)
+
+    async def run() -> None:
+        actor = CoordinatorActor(uri)
+        try:
+            await save(actor, 1)
+            await asked()
+            new = await actor.begin(begin(2, "node-1"))
+            head.alive.add("node-1")
+        finally:
+            head.wake.set()
+        for _ in range(2):  # until the first answer and the next one have been taken
+            await asked()
+        assert actor._core is not None
+        assert not actor._core.attempt(new).phase.over
+        head.alive.remove("node-1")
+        assert "node node-1 died" in await lost(actor, new)
+
+    asyncio.run(run())
 
 
 def test_no_commit_waits_for_the_deletion_of_a_failed_save(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +129,7 @@ def test_no_commit_waits_for_the_deletion_of_a_failed_save(uri: str, monkeypatch
 
     async def run() -> Entry:
         actor = CoordinatorActor(uri)
-        failed = await actor.begin(Begin(0, 1, "process", 1, "node-0", 1, 600.0, 0, 0))
+        failed = await actor.begin(begin(1))
         await actor.answer(PartFailed(failed, "out of memory"))
         assert await asyncio.to_thread(deleting.wait, PATIENCE)
         try:

@@ -85,7 +85,7 @@ class CoordinatorActor:
         self._choices: tuple[int, dict[str, RestoreChoice]] = (0, {})  # by attempt, since this change of the rounds
         self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
         self._keeper: asyncio.Task[None] | None = None
-        self._census: asyncio.Task[list[dict[str, Any]]] | None = None  # asks Ray for the nodes
+        self._census: tuple[asyncio.Task[list[dict[str, Any]]], set[str]] | None = None  # Ray's nodes, and those known before
         self._chores: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None  # deletes the objects of abandoned attempts
         self._chore_errors = background.ErrorLog("housekeeping")
@@ -389,13 +389,16 @@ class CoordinatorActor:
         self._measure(core)
 
     async def _look_for_nodes(self, core: Coordinator) -> None:
-        """Note which nodes are alive. A frozen head node does not answer, and must delay no commit and no deadline."""
+        """Ask Ray which nodes are alive, and note its answer once it is there: a frozen head node does not answer, and neither
+        commits nor deadlines wait for it, but for half a second once. A node that saves since Ray was asked is alive."""
+        seconds = 0.0
         if self._census is None:
-            self._census = asyncio.create_task(asyncio.to_thread(ray.nodes))
-        done, _ = await asyncio.wait([self._census], timeout=_TICK)
-        if done:
-            census, self._census = self._census, None
-            core.nodes_alive({node["NodeID"] for node in census.result() if node["Alive"]})
+            self._census, seconds = (asyncio.create_task(asyncio.to_thread(ray.nodes)), core.nodes), _TICK
+        answer, asked = self._census
+        await asyncio.wait([answer], timeout=seconds)
+        if answer.done():
+            self._census = None
+            core.nodes_alive({node["NodeID"] for node in answer.result() if node["Alive"]} | (core.nodes - asked))
 
     async def _end_if_unused(self) -> None:
         """End for good if this coordinator has not been used for long, and has nothing that another one would not find."""

@@ -68,6 +68,11 @@ class Coordinator:
         return self._lost is not None or bool(self._open(*Phase))
 
     @property
+    def nodes(self) -> set[str]:
+        """The nodes of all open attempts."""
+        return {node for attempt in self._open(*Phase) for node in attempt.nodes}
+
+    @property
     def bases(self) -> set[int]:
         """Ids of the versions that open and future saves may be deltas to. They must not be dropped."""
         named = {attempt.base.id for attempt in self._open(*Phase) if attempt.base is not None}
