@@ -204,9 +204,9 @@ class Rank:
 
     def _window(self, pool: ThreadPoolExecutor, steps: int, *, save: bool) -> tuple[Window, float]:
         """Run a window, and go on until its save is durable for all ranks. Return it, and the CPU seconds of the machine in that
-        time, without those of the training, which are measured after it."""
-        training, before, begun = self._training, machine_seconds(), now()
-        found = window(training, OnRankZero(self._contestant), pool, steps=steps, micro_batches=1, save=save)  # type: ignore[arg-type]
+        time, without those of the training, which are measured after it. Then delete the save."""
+        training, contestant, before, begun = self._training, OnRankZero(self._contestant), machine_seconds(), now()
+        found = window(training, contestant, pool, steps=steps, micro_batches=1, save=save)  # type: ignore[arg-type]
         while True:
             over = torch.tensor(found.outcome is None or found.outcome.done())
             dist.all_reduce(over, dist.ReduceOp.MIN, group=self._group)
@@ -217,7 +217,11 @@ class Rank:
         before, begun = machine_seconds(), now()
         for _ in range(steps):
             self._step()
-        return found, cpu - (machine_seconds() - before) * seconds / (now() - begun)
+        cpu -= (machine_seconds() - before) * seconds / (now() - begun)
+        if found.outcome is not None:
+            found.outcome.result()
+            contestant.discard()
+        return found, cpu
 
     def _step(self) -> None:
         self._training.forward_backward()

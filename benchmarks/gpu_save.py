@@ -131,6 +131,8 @@ def measure(
             outcome, steady = found.outcome, now() + SETTLE
             more = go_on(training, lambda: now() >= steady and (outcome is None or outcome.done()), micro_batches=micro_batches)
             seconds.append((cpu_seconds() - cpu, steps + more))
+            if outcome is not None:
+                outcome.result()
             deleted = pool.submit(contestant.discard) if save else None
             go_on(training, lambda: (deleted is None or deleted.done()) and others.ready(), micro_batches=micro_batches)
             if deleted:

@@ -28,8 +28,8 @@ LOCK = ".raystow.lock"
 _CORES = os.cpu_count() or 1
 WRITERS = max(8, min(12, _CORES * 3 // 4), _CORES // 2)
 """Threads that write objects in parallel. On 16 cores, a save of 6.17 GB into ``/dev/shm`` is durable after .42 s with 8 of them,
-and after .34 s with 12. Both take the same CPU time, and cost the training the same; 16 would leave it no core. On 32 cores, 24
-are not faster than 16, and two stores at once are slower (``benchmarks/results/store_writers-2026-11-27.json``)."""
+and after .34 s with 12, which leave four cores to the training. Both take the same CPU time, and cost the training the same. On
+32 cores, 24 are not faster than 16 (``benchmarks/results/store_writers-2026-11-27.json``)."""
 
 _GONE = (FileNotFoundError, NotADirectoryError)
 _REFUSED = {
