@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Annotated, TypeVar
 
@@ -59,6 +60,9 @@ class Message(MessagePart, frozen=True, tag=True):
 
 _Message = TypeVar("_Message", bound=Message)
 _ENCODER = msgspec.msgpack.Encoder()
+_building = threading.Lock()
+"""Held while a decoder is built: msgspec 0.22 shows a class to other threads before it knows the types of its fields, and the
+process of a thread that decodes such a class dies."""
 
 
 def encode(message: Message, *, most: int = 1 << 31) -> bytes:
@@ -93,7 +97,8 @@ def decode(data: bytes, *expected: type[_Message]) -> _Message:
 
 @functools.cache
 def _decoder(expected: tuple[type[_Message], ...]) -> msgspec.msgpack.Decoder[_Message]:
-    return msgspec.msgpack.Decoder(functools.reduce(operator.or_, expected))
+    with _building:
+        return msgspec.msgpack.Decoder(functools.reduce(operator.or_, expected))
 
 
 def fingerprint(messages: Iterable[type[Message]]) -> str:
