@@ -204,7 +204,8 @@ class Rank:
 
     def _window(self, pool: ThreadPoolExecutor, steps: int, *, save: bool) -> tuple[Window, float]:
         """Run a window, and go on until its save is durable for all ranks. Return it, and the CPU seconds of the machine in that
-        time, without those of the training, which are measured after it. Then delete the save."""
+        time, without those of the training, which are measured after it. The save is deleted between them, so that no rank
+        saves again before it is."""
         training, contestant, before, begun = self._training, OnRankZero(self._contestant), machine_seconds(), now()
         found = window(training, contestant, pool, steps=steps, micro_batches=1, save=save)  # type: ignore[arg-type]
         while True:
@@ -214,14 +215,13 @@ class Rank:
                 break
             self._step()
         cpu, seconds = machine_seconds() - before, now() - begun
-        before, begun = machine_seconds(), now()
-        for _ in range(steps):
-            self._step()
-        cpu -= (machine_seconds() - before) * seconds / (now() - begun)
         if found.outcome is not None:
             found.outcome.result()
             contestant.discard()
-        return found, cpu
+        before, begun = machine_seconds(), now()
+        for _ in range(steps):
+            self._step()
+        return found, cpu - (machine_seconds() - before) * seconds / (now() - begun)
 
     def _step(self) -> None:
         self._training.forward_backward()

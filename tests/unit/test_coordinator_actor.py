@@ -106,14 +106,14 @@ def test_a_late_answer_aborts_no_save_of_a_new_node(uri: str, monkeypatch: pytes
             await save(actor, 1)
             await asked()
             new = await actor.begin(begin(2, "node-1"))
-            head.alive.add("node-1")
+            head.alive = {"node-0", "node-1"}
         finally:
             head.wake.set()
         for _ in range(2):  # until the first answer and the next one have been taken
             await asked()
         assert actor._core is not None
         assert not actor._core.attempt(new).phase.over
-        head.alive.remove("node-1")
+        head.alive = {"node-0"}
         assert "node node-1 died" in await lost(actor, new)
 
     asyncio.run(run())
