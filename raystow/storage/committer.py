@@ -165,7 +165,7 @@ class Committer:
         if (id, attempt) in were:
             return
         store = self.catalog.store
-        store.delete([info.key for info in store.list(keys.prefix(id, attempt))])
+        store.delete([info.key for info in store.list(keys.prefix(id, attempt)) if keys.in_layout(info.key)])
 
     def _pass(self, next_id: int) -> None:
         """Reserve no id below this one from now on."""

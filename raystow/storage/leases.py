@@ -80,4 +80,4 @@ def held(store: ObjectStore, now: float) -> set[tuple[int, str]]:
 
 def ended(store: ObjectStore, now: float) -> list[str]:
     """The keys of leases that have ended."""
-    return [info.key for info in store.list(keys.LEASES) if now >= info.modified + SECONDS]
+    return [info.key for info in store.list(keys.LEASES) if keys.leased(info.key) and now >= info.modified + SECONDS]

@@ -9,9 +9,8 @@ import contextlib
 
 from .clock import SYSTEM, Clock
 from .errors import PreconditionFailed, StoreError, UnsafeStore
+from .format import keys
 from .object_store import ObjectStore
-
-PREFIX = "probe/"
 
 _MAX_BYTES = 4096
 _REMEDY = "use a store with conditional writes (AWS S3, Ceph 20, R2, Google, Azure, a local disk), or a newer release of this one"
@@ -20,7 +19,7 @@ _REMEDY = "use a store with conditional writes (AWS S3, Ceph 20, R2, Google, Azu
 def probe_conditional_writes(store: ObjectStore, clock: Clock = SYSTEM) -> None:
     """Raise ``UnsafeStore`` if two writers of ``store`` could both win, or the right one cannot."""
     token = clock.token()
-    key = f"{PREFIX}{token}"
+    key = keys.trial(token)
     try:
         _probe(store, key, token)
     finally:

@@ -44,7 +44,7 @@ class RootRegister:
         for _ in range(2):  # a root that is created meanwhile is written before the first of these objects
             with contextlib.suppress(NotFound):
                 return self.read()
-            if next(iter(self._store.list(keys.VERSIONS)), None) is None:
+            if not any(keys.attempt_of(info.key) for info in self._store.list(keys.VERSIONS)):
                 seen.check(empty)
                 return empty
         raise Damaged("the repository's root is missing, but versions exist", subject=keys.ROOT, remedy=REPAIR)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from .clock import Clock
 from .errors import StoreError, StoreUnavailable
+from .format import keys
 from .object_store import ObjectStore
-from .probe import PREFIX
 
 _TRIES = 5
 
 
 def now(store: ObjectStore, clock: Clock) -> float:
     """Seconds since 1970 by the store, from an object that is written for this, listed, and removed."""
-    key = f"{PREFIX}{clock.token()}"
+    key = keys.trial(clock.token())
     store.put(key, [b"what time is it?"])
     try:
         for _ in range(_TRIES):

@@ -15,7 +15,7 @@ import pytest
 
 from raystow.storage.errors import Damaged, NotFound, PreconditionFailed, StoreError, UnsafeStore
 from raystow.storage.object_store import Buffer, ObjectStore
-from raystow.storage.probe import PREFIX, probe_conditional_writes
+from raystow.storage.probe import probe_conditional_writes
 from raystow.storage.stores import open_store
 from raystow.storage.stores.cloud import CloudStore
 from raystow.storage.stores.memory import MemoryStore
@@ -299,7 +299,7 @@ def test_a_store_can_be_pickled_and_reopened_by_its_uri(store: ObjectStore) -> N
 def test_the_probe_accepts_each_store_and_leaves_no_object(store: ObjectStore) -> None:
     probe_conditional_writes(store)
     probe_conditional_writes(store)
-    assert keys(store, PREFIX) == []
+    assert keys(store, "probe/") == []
 
 
 class Careless(MemoryStore):

@@ -16,6 +16,7 @@ import pytest
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import StoreError, StoreUnavailable
 from raystow.storage.object_store import ObjectStore, Unfinished
+from raystow.storage.repository import create_repository
 from raystow.storage.stores import open_store
 from raystow.storage.stores.local import LocalStore
 from raystow.workers.packing.metered_store import Metered
@@ -79,6 +80,15 @@ def test_unfinished_writes_are_listed_and_aborted(store: ObjectStore, begin: Cal
     store.abort(writes)  # the first is gone: no error
     assert found(store) == []
     assert store.get(f"{FOLDERS[0]}/a.pack", max_bytes=9) == b"whole"
+
+
+def test_gc_aborts_only_writes_of_its_own_repository(store: ObjectStore, uri: str, begin: Callable[[str], None]) -> None:
+    repository = create_repository(uri)
+    pack = f"{FOLDERS[0]}/weights-00000-00000.pack"
+    for key in (pack, "data/train.bin", f"nested/{pack}"):
+        begin(key)
+    repository.plan_collection(grace=0).execute()
+    assert [write.key.partition("/")[0] for write in found(store)] == ["data", "nested"]
 
 
 def test_unfinished_writes_of_one_key_are_aborted_separately(store: ObjectStore, begin: Callable[[str], None]) -> None:

@@ -8,7 +8,6 @@ from processes import Zygote
 from trial_cluster import TrialCluster
 from trial_store import Place
 
-from raystow.storage import probe
 from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
@@ -58,7 +57,7 @@ def _litter(uri: str) -> None:
         store.put(keys.segment_entries(number, attempt, 0), [bytes(100)])
         store.put(keys.segment_record(number, attempt), [b"{}"])
     store.put(keys.lease(1, root.versions[0].attempt, SYSTEM.token()), [b"{}"])
-    store.put(f"{probe.PREFIX}{SYSTEM.token()}", [b"left"])
+    store.put(keys.trial(SYSTEM.token()), [b"left"])
     if uri.startswith("file://"):
         folder = Path(uri.removeprefix("file://"))
         for place in (folder, folder / keys.prefix(9, SYSTEM.token())):

@@ -291,10 +291,37 @@ def test_an_interrupted_collection_is_completed_by_the_next(run):
 
 def test_only_stale_probe_objects_are_deleted_as_scraps(run):
     run.store.put("probe/0123456789abcdef", [b"left over"])
-    run.store.put("somebody/elses.txt", [b"not ours"])
     run.clock.time += GRACE
     assert run.repository.plan_collection().execute().scraps == 1
-    assert run.left() == {keys.ROOT, "somebody/elses.txt"}
+    assert run.left() == {keys.ROOT}
+
+
+def test_objects_of_other_programs_and_repositories_are_never_deleted(run):
+    """Also not in the folder of an attempt that is deleted."""
+    id, attempt = leftover(run)
+    foreign = {
+        "data/train.bin",
+        "leases/contract.pdf",
+        "probe/results.csv",
+        "versions/notes.txt",
+        f"{keys.prefix(id, attempt)}notes.txt",
+        "nested/root.json",
+        f"nested/{keys.pack(id, attempt, 0, 'weights', 0)}",
+        f"nested/{keys.lease(id, attempt, attempt)}",
+    }
+    for key in foreign:
+        run.store.put(key, [b"not ours"])
+    run.clock.time += 2 * SECONDS
+    assert run.repository.plan_collection(grace=0).execute().objects == 1
+    assert run.left() == {keys.ROOT, *foreign}
+    assert not run.repository.plan_collection(grace=0).garbage
+
+
+def test_an_attempt_that_is_discarded_keeps_objects_of_other_programs(run):
+    id, attempt = leftover(run)
+    run.store.put(f"{keys.prefix(id, attempt)}notes.txt", [b"not ours"])
+    run.committer.discard(id, attempt)
+    assert run.left() == {keys.ROOT, f"{keys.prefix(id, attempt)}notes.txt"}
 
 
 def test_without_a_root_nothing_is_collected(run):

@@ -35,6 +35,51 @@ def test_attempt_of_returns_the_attempt_of_each_object(id, attempt, node, number
     assert len(set(made)) == 3
 
 
+ATTEMPT = "0123456789abcdef"
+LAYOUT = [
+    keys.MARKER,
+    keys.ROOT,
+    keys.record(7, ATTEMPT),
+    keys.signature(7, ATTEMPT),
+    keys.fragment(7, ATTEMPT, 12),
+    keys.pack(7, ATTEMPT, 12, "weights", 3),
+    keys.segment_record(3, ATTEMPT),
+    keys.segment_signature(3, ATTEMPT),
+    keys.segment_entries(3, ATTEMPT, 5),
+    keys.lease(7, ATTEMPT, "f" * 16),
+    keys.trial("f" * 16),
+    f"probe/doctor-{ATTEMPT}/{ATTEMPT}",
+]
+"""A key of each kind of object."""
+
+FOREIGN = [
+    "data/train.bin",
+    "root.json.bak",
+    "versions/notes.txt",
+    f"versions/00000007-{ATTEMPT}/notes.txt",
+    f"versions/00000007-{ATTEMPT}/deeper/weights-00000-00000.pack",
+    f"versions/0000007-{ATTEMPT}/version.json",
+    f"versions/0000000000-{ATTEMPT}/version.json",
+    f"segments/00000003-{ATTEMPT}/entries-5.bin",
+    f"segments/00000003-{ATTEMPT}/entries.csv",
+    "leases/contract.json",
+    "probe/results.csv",
+    "probe/doctor-notes/a",
+]
+"""Keys of other programs."""
+
+
+@pytest.mark.parametrize("key", LAYOUT)
+def test_the_layout_contains_each_kind_of_object_and_its_folders(key):
+    folders = [key[:at] for at, character in enumerate(key) if character == "/"]
+    assert all(map(keys.in_layout, [key, "", *folders]))
+
+
+@pytest.mark.parametrize("key", [*FOREIGN, *(f"nested/{key}" for key in LAYOUT), *(f"versions/{key}" for key in LAYOUT)])
+def test_the_layout_contains_no_object_of_another_program_or_repository(key):
+    assert not keys.in_layout(key)
+
+
 @pytest.mark.parametrize(
     "key", ["root.json", "raystow.json", "versions/", "versions/7-x/a", "probe/0123", "versions/00000007-0123456789abcdef/"]
 )

@@ -11,14 +11,17 @@ ROOT = "root.json"
 VERSIONS = "versions/"
 LEASES = "leases/"
 SEGMENTS = "segments/"
+PROBE = "probe/"
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _GROUP = re.compile(r"[a-z][a-z0-9_]{0,31}")
-_PREFIX = re.compile(r"versions/([0-9]{8,19})-([0-9a-f]{16})/.")
+_OBJECT = re.compile(r"versions/([0-9]{8,19})-([0-9a-f]{16})/([^/]+)")
 _FRAGMENT = re.compile(r"tensors-([0-9]{5,9})\.parquet")
 _PACK = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,9})-([0-9]{5,9})\.pack")
-_SEGMENT = re.compile(r"segments/([0-9]{8,19})-([0-9a-f]{16})/.")
+_SEGMENT = re.compile(r"segments/([0-9]{8,19})-([0-9a-f]{16})/(?:segment\.(?:json|sig)|entries-[0-9]{5,9}\.bin)")
 _LEASE = re.compile(r"leases/([0-9]{8,19})-([0-9a-f]{16})-[0-9a-f]{16}\.json")
+_TRIAL = re.compile(r"probe/(?:[0-9a-f]{16}|doctor-[0-9a-f]{16}/.+)")
+_FOLDER = re.compile(r"(?:(?:versions|segments)(?:/[0-9]{8,19}-[0-9a-f]{16})?|leases|probe(?:/doctor-[0-9a-f]{16}(?:/.+)?)?)?")
 
 
 def prefix(version: int, attempt: str) -> str:
@@ -60,10 +63,12 @@ def place_of(key: str) -> tuple[int] | tuple[int, str, int] | None:
 
 
 def attempt_of(key: str) -> tuple[int, str] | None:
-    """The version id and attempt of a key; None for other keys."""
-    match = _PREFIX.match(key)
-    found = (int(match[1]), match[2]) if match else None
-    return found if found and found[0] and key.startswith(prefix(*found)) else None
+    """The version id and attempt of a record, signature, fragment or pack; None for other keys."""
+    match = _OBJECT.fullmatch(key)
+    if match is None or not (match[3] in ("version.json", "version.sig") or place_of(key)):
+        return None
+    found = int(match[1]), match[2]
+    return found if found[0] and key.startswith(prefix(*found)) else None
 
 
 def lease(version: int, attempt: str, token: str) -> str:
@@ -103,9 +108,28 @@ def segment_entries(number: int, attempt: str, rank: int) -> str:
 
 def segment_of(key: str) -> tuple[int, str] | None:
     """The number and attempt of a segment's object; None for other keys."""
-    match = _SEGMENT.match(key)
+    match = _SEGMENT.fullmatch(key)
     found = (int(match[1]), match[2]) if match else None
     return found if found and found[0] and key.startswith(segment(*found)) else None
+
+
+def trial(token: str) -> str:
+    """An object that tests the store, and is removed at once."""
+    if not _ATTEMPT.fullmatch(token):
+        raise Damaged(f"not a token: {token!r}")
+    return f"{PROBE}{token}"
+
+
+def is_trial(key: str) -> bool:
+    """Whether the key is that of an object that tests the store."""
+    return _TRIAL.fullmatch(key) is not None
+
+
+def in_layout(key: str) -> bool:
+    """Whether the key is that of an object or a folder of a repository. Others below its address belong to other programs or to
+    repositories within it, and are never deleted."""
+    found = key in (MARKER, ROOT) or _FOLDER.fullmatch(key) or is_trial(key) or leased(key) or attempt_of(key) or segment_of(key)
+    return bool(found)
 
 
 def _count(number: int) -> int:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .. import leases, probe, scan, segments
+from .. import leases, scan, segments
 from ..arguments import refused
 from ..catalog import Catalog
 from ..format import keys
@@ -185,8 +185,10 @@ def _plan_all(catalog: Catalog, grace: float) -> CollectionPlan:
     noted = {(d.id, d.attempt) for d in root.dropped} | {(r.id, r.attempt) for r in root.rewrites}
     unlisted = ((attempt, found.get(attempt, [])) for attempt in sorted((noted | found.keys()) - listed))
     garbage = [*_judged(root, now, unlisted), *_segments(store, root, now)]
-    scraps = leases.ended(store, now) + [info.key for info in store.list(probe.PREFIX) if now - info.modified >= grace]
-    unfinished = tuple(write for write in store.unfinished() if now - write.started >= grace)
+    trials = (info for info in store.list(keys.PROBE) if keys.is_trial(info.key))
+    scraps = leases.ended(store, now) + [info.key for info in trials if now - info.modified >= grace]
+    unfinished = (write for write in store.unfinished() if keys.in_layout(write.key))
+    unfinished = tuple(write for write in unfinished if now - write.started >= grace)
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)), tuple(scraps), unfinished)
 
 
@@ -248,7 +250,7 @@ def _kept(garbage: list[Garbage], held: set[tuple[int, str]], grace: float) -> I
 
 def _batches(store: ObjectStore, garbage: Garbage) -> Iterator[list[ObjectInfo]]:
     """The objects as they are now, the record first and alone."""
-    infos = list(store.list(garbage.prefix))
+    infos = [info for info in store.list(garbage.prefix) if keys.in_layout(info.key)]
     if first := [info for info in infos if info.key == garbage.record]:
         yield first
     rest = [info for info in infos if info.key != garbage.record]

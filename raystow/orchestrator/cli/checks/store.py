@@ -17,8 +17,9 @@ from blake3 import blake3
 
 from ....storage.clock import SYSTEM, Clock
 from ....storage.errors import NotARepository, RaystowError, StoreError
+from ....storage.format import keys
 from ....storage.object_store import ObjectStore
-from ....storage.probe import PREFIX, probe_conditional_writes
+from ....storage.probe import probe_conditional_writes
 from ....storage.repository import open_repository
 from ....storage.stores import direct_io, open_store
 from ..output import count, size
@@ -128,7 +129,7 @@ def _workspace(store: ObjectStore, token: str) -> Iterator[tuple[ObjectStore, st
 
     The store is separate from the repository's: on a file system its lock file can be deleted too, unlike the repository's.
     """
-    below = f"{PREFIX}doctor-{token}"
+    below = f"{keys.PROBE}doctor-{token}"
     kind = urlsplit(store.uri).scheme
     if kind == "memory":
         place, folder = store, f"{below}/"
@@ -142,7 +143,7 @@ def _workspace(store: ObjectStore, token: str) -> Iterator[tuple[ObjectStore, st
         place.delete([info.key for info in place.list(folder)])
         if root:
             shutil.rmtree(root / below, ignore_errors=True)
-            for path in (root / PREFIX, *made):  # deepest first; one that is in use by now stays
+            for path in (root / keys.PROBE, *made):  # deepest first; one that is in use by now stays
                 with contextlib.suppress(OSError):
                     os.rmdir(path)
 
