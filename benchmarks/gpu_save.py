@@ -201,7 +201,7 @@ def idle_rate(contestant: Raystow, state: State) -> dict[str, Any]:
         synchronize()
         start = now()
         pending = contestant.checkpointer.save(state, step=turn + 2)
-        pending.staged()
+        contestant.checkpointer.fence()
         read = now()
         pending.result()
         durable = now()

@@ -62,7 +62,7 @@ THREAD_ERRORS = Metric("raystow_thread_errors", MetricKind.COUNTER, "Unexpected 
 
 # Training processes.
 STALL = _counter("raystow_stall_seconds", "Time for which save and fence have held up the training loop.", "call")
-STAGED = _seconds("raystow_staged_seconds", "From save until the tensors may change.", _LONG)
+STAGED = _seconds("raystow_staged_seconds", "From save until the node worker has all of it.", _LONG)
 DURABLE = _seconds("raystow_durable_seconds", "From save until there is a version.", _LONG)
 FAILED_SAVES = _counter("raystow_failed_saves", "Saves of a rank that became no version.")
 RESTORE = _seconds("raystow_restore_seconds", "From restore until the state of a rank is filled.", _LONG)

@@ -127,7 +127,7 @@ def train(address: str, opening: OpenSession, layers: int) -> None:
     state = {f"layer{i}": weights(64 * MIB, torch.float32) for i in range(layers)}
     staging = Staging(address, replace(opening, pid=os.getpid(), process="node"))
     plan = plan_save(state, rank=opening.rank, world_size=opening.world_size)
-    staging.submit(SaveOrder(first_save(opening, step=1), plan, on_staged=lambda: None, on_end=lambda outcome: None))
+    staging.submit(SaveOrder(first_save(opening, step=1), plan, on_read=lambda: None, on_end=lambda outcome: None))
     threading.Event().wait(600)
 
 

@@ -91,7 +91,7 @@ def stage(rank: int, n: int, address: str, openings: list[OpenSession], layout: 
     state = trained(layout, n, 1)
     plan, ended = plan_save(state, rank=rank, world_size=n), queue.SimpleQueue[Entry | RaystowError]()
     staging = Staging(address, openings[rank])
-    staging.submit(SaveOrder(first_save(openings[rank], step=7), plan, on_staged=lambda: None, on_end=ended.put))
+    staging.submit(SaveOrder(first_save(openings[rank], step=7), plan, on_read=lambda: None, on_end=ended.put))
     outcome = ended.get(timeout=60)
     staging.close()
     assert isinstance(outcome, Entry), outcome

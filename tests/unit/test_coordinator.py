@@ -83,6 +83,46 @@ def test_a_restarted_rank_ends_attempts_that_wait_for_it(run: CoordinatedRun) ->
         run.begin(1, process="a")
 
 
+def test_what_dead_ranks_have_delivered_becomes_a_version(run: CoordinatedRun) -> None:
+    """Their node workers have all of it. They may be restarted, as more ranks, before it is coded."""
+    tickets = [run.begin(0)]
+    run.core.rank_disconnected(0, "a0", "it was killed")
+    tickets += [run.begin(1)]
+    run.core.rank_disconnected(1, "a1", "it was killed")
+    for rank in range(3):
+        run.core.join(rank, f"b{rank}", 3)
+    run.seal(tickets)
+    run.commit()
+    assert run.phase(tickets[0]) is Phase.COMMITTED
+
+
+def test_a_restarted_rank_ends_attempts_with_a_part_that_another_rank_never_completes(run: CoordinatedRun) -> None:
+    """Rank 1 has delivered its part, but rank 0 is replaced while its own part still comes."""
+    old = [run.begin(0), run.begin(1)]
+    run.core.rank_disconnected(1, "a1", "it was killed")
+    run.core.join(1, "b1", 2)
+    assert run.phase(old[0]) is Phase.GATHERING
+    run.core.join(0, "b0", 2)
+    assert (run.phase(old[0]), run.reason(old[0])) == (Phase.ABORTED, "rank 0 was restarted")
+
+
+def test_a_restarted_rank_does_not_wait_for_what_its_predecessor_delivered(run: CoordinatedRun) -> None:
+    """Versions have the order of saves: an attempt that stays incomplete, since a node worker died too, would hold up the next."""
+    old = run.begin(0)
+    run.core.rank_disconnected(0, "a0", "it was killed")
+    run.core.join(0, "b0", 2)
+    new = run.begin(0, process="b")  # also the first save of rank 0, of the same step
+    assert (run.phase(old), run.reason(old)) == (Phase.ABORTED, "rank 0 was restarted")
+    assert run.begin(1).attempt == new.attempt != old.attempt
+
+
+def test_a_process_that_connects_again_completes_what_it_delivered_before(run: CoordinatedRun) -> None:
+    first = run.begin(0, 10, save=1)
+    run.core.rank_disconnected(0, "a0", "it connects again")
+    run.begin(0, 20, save=2)
+    assert run.begin(1, 10, save=1).attempt == first.attempt
+
+
 def test_the_error_names_both_processes_of_one_rank(run: CoordinatedRun) -> None:
     run.core.join(0, "t0@process 17 on first-host")
     run.core.join(0, "t1@process 4 on other-host")

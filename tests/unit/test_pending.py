@@ -34,6 +34,20 @@ def test_waiting_raises_the_priority_and_polling_does_not() -> None:
     assert pending._urgent.is_set()
 
 
+def test_a_fence_waits_for_the_reading_only() -> None:
+    """The node worker's answer comes later."""
+    pending, late = Pending(1), list[str]()
+    in_flight = saves(600.0)
+    in_flight.add(pending, pending._set_outcome)
+    threading.Timer(0, pending._read.set).start()
+    assert in_flight.wait_until_read(late.append)
+    assert not in_flight.wait_until_read(late.append)
+    assert not pending.staged(0)
+    pending._set_outcome(SaveFailed("a disk is full"))
+    assert pending.staged()
+    assert late == []
+
+
 def saves(timeout: float) -> SavesInFlight:
     return SavesInFlight(2, timeout, lambda pending, error: None, logging.getLogger("raystow"))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -39,6 +40,7 @@ from raystow.workers.protocol.messages import (
     RawChunk,
     SaveDone,
     SaveLost,
+    SaveStaged,
     SessionOpened,
     SlotsFilled,
     SlotsFree,
@@ -245,6 +247,24 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
     assert len(host.gone) == 1
 
 
+@pytest.mark.parametrize("began", [True, False])
+def test_a_save_is_acknowledged_once_all_of_it_has_come(began: bool) -> None:
+    """Before the coordinator is told, which may take long. A save that cannot begin is never acknowledged."""
+    attempt = FakeAttempt()
+    reported: list[list[Message]] = []
+
+    def script(scripted: ScriptedConnection) -> Iterator[Message]:
+        attempt.finished = lambda rank: reported.append(list(scripted.sent))  # type: ignore[method-assign]
+        yield BEGIN
+        yield raw("w", 0, 0, 4)
+        assert SaveStaged(5) not in scripted.sent
+        yield END
+
+    scripted, _ = serve(script, attempt if began else SaveFailed("no"))
+    assert [message for message in scripted.sent if isinstance(message, SaveStaged)] == [SaveStaged(5)] * began
+    assert [SaveStaged(5) in sent for sent in reported] == [True] * began
+
+
 def test_chunks_are_read_at_the_positions_of_their_parts() -> None:
     attempt = FakeAttempt()
 
@@ -416,9 +436,9 @@ def test_a_rank_that_does_not_read_holds_up_no_shared_thread() -> None:
     thread.start()
     thread.join(10)
     held_up = thread.is_alive()
-    expected = [AttemptJoined(5, attempt.id, attempt.name), *(SlotsFree((slot,)) for slot in range(slots))]
+    expected = [AttemptJoined(5, attempt.id, attempt.name), SaveStaged(5), *(SlotsFree((slot,)) for slot in range(slots))]
     expected += [SaveLost(5, reason, "", "") for reason in ("first", "second")]
-    received = [there.receive(AttemptJoined, SlotsFree, SaveLost) for _ in expected]
+    received = [there.receive(AttemptJoined, SaveStaged, SlotsFree, SaveLost) for _ in expected]
     assert [one and one[0] for one in received] == expected
     there.close()
     serving.join(10)

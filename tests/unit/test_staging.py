@@ -127,7 +127,7 @@ def within(seconds: float, work: Callable[[], None]) -> bool:
 def staged(address: str, chunks: list[Chunk]) -> tuple[Staging, threading.Event, queue.SimpleQueue[Entry | RaystowError]]:
     made, done = Staging(address, OPENING), threading.Event()
     outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-    made.submit(SaveOrder(BEGIN, Plan(chunks), on_staged=done.set, on_end=outcomes.put))
+    made.submit(SaveOrder(BEGIN, Plan(chunks), on_read=done.set, on_end=outcomes.put))
     return made, done, outcomes
 
 
@@ -151,7 +151,7 @@ def test_each_slot_of_a_save_that_fails_is_released_once() -> None:
     """Else it would be free twice, and a later save would write two chunks to it at the same time."""
     filled = list[Any]()
     slots = StagingSlots(Ring.create(2 * SLOT), filled.append)
-    slots.order = SaveOrder(BEGIN, None, on_staged=lambda: None, on_end=lambda outcome: None, failed=True)
+    slots.order = SaveOrder(BEGIN, None, on_read=lambda: None, on_end=lambda outcome: None, failed=True)
     plan = Plan([Chunk() for _ in range(3)])
     with pytest.raises(SaveFailed):  # the third chunk has no slot
         stage_host(plan, plan, slots, lambda message: None)
@@ -162,7 +162,7 @@ def test_each_slot_of_a_save_that_fails_is_released_once() -> None:
 def test_slots_that_could_not_be_lent_stay_with_the_process() -> None:
     """The save fails while an earlier one still has slots."""
     slots = StagingSlots(Ring.create(8 * SLOT), lambda message: None)
-    slots.order = SaveOrder(BEGIN, None, on_staged=lambda: None, on_end=lambda outcome: None, failed=True)
+    slots.order = SaveOrder(BEGIN, None, on_read=lambda: None, on_end=lambda outcome: None, failed=True)
     earlier = [slots.take() for _ in range(3)]
     with pytest.raises(SaveFailed):
         slots.lend()
@@ -230,7 +230,7 @@ def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeyp
 
     made = Staging(frozen, OPENING)
     made._devices._encoder = IdleEncoder()
-    made.submit(SaveOrder(BEGIN, plan, on_staged=staged, on_end=lambda outcome: None, urgent=urgent))
+    made.submit(SaveOrder(BEGIN, plan, on_read=staged, on_end=lambda outcome: None, urgent=urgent))
     assert urgent.waited_for.wait(5)
     plan.seen.append("fence")
     urgent.set()
@@ -251,7 +251,7 @@ def test_a_gpu_tensor_may_change_once_all_chunks_are_read(
     monkeypatch.setattr(plan, "changed", lambda: after if released.is_set() else before, raising=False)
     made = Staging(frozen, OPENING)
     made._devices._encoder = IdleEncoder()
-    made.submit(SaveOrder(BEGIN, plan, on_staged=released.set, on_end=outcomes.put))
+    made.submit(SaveOrder(BEGIN, plan, on_read=released.set, on_end=outcomes.put))
     assert released.wait(5)
     if before:
         error = outcomes.get(timeout=5)
@@ -275,7 +275,7 @@ def test_compared_chunks_are_described_if_the_save_has_failed() -> None:
         def encode(self, *_: Any) -> None:
             order.check()
 
-    order = SaveOrder(replace(BEGIN, delta=1), OnGpu([]), on_staged=lambda: None, on_end=lambda outcome: None)
+    order = SaveOrder(replace(BEGIN, delta=1), OnGpu([]), on_read=lambda: None, on_end=lambda outcome: None)
     devices = gpu.DeviceStaging(StagingSlots(Ring.create(SLOT), posted.append), posted.append, "auto", "training", 0.0)
     devices._encoder = Comparing()
 

@@ -209,7 +209,7 @@ def test_a_dead_node_worker_with_all_bytes_is_unknown(begun: bool, complete: boo
     thread.start()
     staging = Staging(listener.name, OPENING)
     plan = Plan([])
-    order = SaveOrder(BEGIN, plan, on_staged=lambda: None, on_end=outcomes.put)
+    order = SaveOrder(BEGIN, plan, on_read=lambda: None, on_end=outcomes.put)
     if not complete:
         plan.look_again = lambda: wait_until(lambda: staging.lost, "the end of the node worker")  # type: ignore[method-assign]
     staging.submit(order)
@@ -228,7 +228,7 @@ def test_a_save_after_the_death_of_the_node_worker_ends() -> None:
         staging._connection.shut()
         wait_until(lambda: staging.lost, "the end of the connection")
         ended: list[object] = []
-        staging.submit(SaveOrder(BEGIN, Plan([]), on_staged=lambda: ended.append("staged"), on_end=ended.append))
+        staging.submit(SaveOrder(BEGIN, Plan([]), on_read=lambda: ended.append("staged"), on_end=ended.append))
         assert ended[0] == "staged"
         assert isinstance(ended[1], SaveFailed)
         staging.close(patience=1)

@@ -238,8 +238,9 @@ class Checkpointer:
         order = SaveOrder(
             begin,
             plan,
-            on_staged=lambda: self._staged(pending),
+            on_read=pending._read.set,
             on_end=lambda outcome: self._ended(pending, order, outcome),
+            on_staged=lambda: self._staged(pending),
             on_warning=pending._warn,
             urgent=pending._urgent,
             stall=lambda: pending.stall,
@@ -267,16 +268,7 @@ class Checkpointer:
             Fenced: Another run has taken over the repository.
         """
         start = SYSTEM.monotonic()
-        waited = self._in_flight.unstaged()
-        for pending in waited:
-            left = max(0.0, start + self._timeout - SYSTEM.monotonic())
-            with pending._blocking(start):
-                if not pending.staged(left):
-                    # Ends the save, unless the node worker has got all of it by now.
-                    self._node.reset(
-                        patience=0, why=f"nothing staged within {self._timeout:.0f} s: the node worker accepts no data"
-                    )
-        if waited:
+        if self._in_flight.wait_until_read(self._stop_reading):
             record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="fence")
         self.failures.check()
 
@@ -469,6 +461,10 @@ class Checkpointer:
         if not pending.staged(0):
             record(STAGED, SYSTEM.monotonic() - pending.begun, repository=self.uri)
         pending._staged.set()
+
+    def _stop_reading(self, why: str) -> None:
+        """End all saves, except for those of which the node worker has everything by now."""
+        self._node.reset(patience=0, why=why)
 
     def _ended(self, pending: Pending, order: SaveOrder, outcome: Entry | RaystowError) -> None:
         if isinstance(outcome, OutcomeUnknown):  # to ask may take as long as a frozen coordinator does

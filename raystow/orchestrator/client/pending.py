@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pending:
-    """A save in flight: first *staged* (its tensors have been read), then *durable* (it is a version) or failed.
+    """A save in flight: first *staged* (the node worker has all of it), then *durable* (it is a version) or failed.
 
     Attributes:
         step: The step given to ``save``.
@@ -33,7 +33,7 @@ class Pending:
         self.begun = SYSTEM.monotonic()
         self.warnings: tuple[str, ...] = ()
         self._blocked: tuple[float, float | None] = 0.0, None  # seconds so far, and since when the caller waits
-        self._staged = threading.Event()
+        self._read, self._staged = threading.Event(), threading.Event()
         self._urgent = threading.Event()
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._outcome: Version | RaystowError | None = None
@@ -68,19 +68,23 @@ class Pending:
         return self._ended.is_set()
 
     def staged(self, timeout: float | None = None) -> bool:
-        """Wait until the tensors of the save may change.
+        """Wait until the node worker has all that this rank saves: it completes the save even if this process is killed then.
 
-        A wait raises the priority of reading them over other work of the GPU.
+        The tensors may change as well. ``fence`` returns earlier, when they have been read. A wait raises the priority of reading
+        them over other work of the GPU.
 
         Args:
             timeout: Seconds to wait. None: no limit. 0 polls, without raising the priority.
 
         Returns:
-            Whether the tensors may change. True for a save that has failed.
+            Whether the node worker has it. True for a save that has failed.
         """
+        return self._wait(self._staged, timeout)
+
+    def _wait(self, event: threading.Event, timeout: float | None) -> bool:
         if timeout != 0:
             self._urgent.set()
-        return self._staged.wait(timeout)
+        return event.wait(timeout)
 
     def result(self, timeout: float | None = None) -> Version:
         """Wait for the version.
@@ -143,6 +147,7 @@ class Pending:
                 note(before)
             finally:
                 self._ended.set()
+                self._read.set()
                 self._staged.set()
                 if self._timer is not None:
                     self._timer.cancel()

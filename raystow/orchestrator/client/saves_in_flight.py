@@ -35,9 +35,15 @@ class SavesInFlight:
         """Return the steps of the saves that have not ended."""
         return [pending.step for pending in self._saves if not pending.done()]
 
-    def unstaged(self) -> list[Pending]:
-        """Return the saves whose tensors have not all been read, oldest first."""
-        return [pending for pending in self._saves if not pending.staged(0)]
+    def wait_until_read(self, give_up: Callable[[str], None]) -> bool:
+        """Wait until the tensors of all saves have been read. Call ``give_up``, with a reason, if one has not been after
+        ``timeout`` seconds. Return whether there was anything to wait for."""
+        start, waited = SYSTEM.monotonic(), [pending for pending in self._saves if not pending._read.is_set()]
+        for pending in waited:
+            with pending._blocking(start):
+                if not pending._wait(pending._read, max(0.0, start + self._timeout - SYSTEM.monotonic())):
+                    give_up(f"nothing staged within {self._timeout:.0f} s: the node worker accepts no data")
+        return bool(waited)
 
     def wait_for_oldest(self) -> None:
         """Wait until one more save may begin."""

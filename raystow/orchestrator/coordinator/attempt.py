@@ -35,7 +35,8 @@ NodeResult = tuple[FragmentInfo, tuple[PackInfo, ...]]
 class Attempt:
     """One attempt to make a version.
 
-    ``ranks``: rank -> its node. ``saves``: rank -> the number of its save. ``owned_dtensors``: DTensor -> the first rank of its
+    ``ranks``: rank -> its node. ``saves``: rank -> the number of its save. ``delivered``: rank -> its process, which has ended
+    after its node worker had all of the save. ``owned_dtensors``: DTensor -> the first rank of its
     mesh. ``nodes``: node -> its number in the attempt. ``staged`` and ``stored``: results by node number, complete in memory and
     durable. ``failure``: why it was aborted. ``created``: when all was staged. ``promised``: the record that it will have.
     ``restores``: restores that its record reports. ``base``: the version that it is compared with; ``deltas``: whether changed
@@ -57,6 +58,7 @@ class Attempt:
     retention: Policy | None = None
     ranks: dict[int, str] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
+    delivered: dict[int, str] = field(default_factory=dict)
     replicated: dict[int, int] = field(default_factory=dict)
     owned_dtensors: dict[str, int] = field(default_factory=dict)
     nodes: dict[str, int] = field(default_factory=dict)
@@ -99,7 +101,7 @@ class Attempt:
 
     def forget_parts(self) -> None:
         """Drop the data of ranks and nodes: 100 MB for thousands of nodes, and the newest attempts are kept."""
-        self.ranks, self.saves, self.replicated, self.owned_dtensors, self.nodes = {}, {}, {}, {}, {}
+        self.ranks, self.saves, self.delivered, self.replicated, self.owned_dtensors, self.nodes = {}, {}, {}, {}, {}, {}
         self.covered, self.staged, self.stored, self.promised = {}, {}, {}, None
 
 

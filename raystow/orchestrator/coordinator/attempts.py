@@ -79,7 +79,7 @@ class Coordinator:
         return named if self._group is None else named | {self._group.whole.id}
 
     def join(self, rank: int, incarnation: str, world_size: int | None = None) -> None:
-        """A process has taken a rank. Attempts that wait for the rank's previous process, or have a part of it, are aborted.
+        """A process has taken a rank. Attempts that wait for the rank's previous process are aborted.
 
         The first rank that joins again, or with another world size, starts a new generation. Attempts of the new generation
         continue while its other ranks join.
@@ -97,7 +97,8 @@ class Coordinator:
         self._world_size = world_size or self._world_size
         self._joined[rank] = self._generation
         for attempt in self._open(Phase.GATHERING):
-            if rank in attempt.ranks or (previous is not None and attempt.generation < self._generation):
+            missing = previous is not None and attempt.generation < self._generation
+            if rank not in attempt.delivered and (rank in attempt.ranks or missing):
                 self._abort(attempt, f"rank {rank} was restarted")
 
     def check_member(self, message: Begin | AskNextSave | RestoreVote | JournalVote) -> None:
@@ -136,6 +137,8 @@ class Coordinator:
         for attempt in self._open(Phase.GATHERING):
             if attempt.world_size != begin.world_size:
                 self._abort(attempt, f"the world size changed from {attempt.world_size} to {begin.world_size}")
+            elif attempt.delivered.get(begin.rank, begin.incarnation) != begin.incarnation:
+                self._abort(attempt, f"rank {begin.rank} was restarted")  # not complete yet: a node worker has died, too
         self._abort_skipped(begin)
         attempt = self._joinable(begin) or self._new(begin)
         if begin.rank not in attempt.ranks:
@@ -239,10 +242,13 @@ class Coordinator:
         return first
 
     def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
-        """The process of a rank has ended. Data that it had delivered still counts."""
+        """The process of a rank has ended, or connects again. Its node worker has all of the saves that it has begun and not
+        reported as failed: they still count."""
         if self._members.get(rank) == incarnation:
             for attempt in self._open(Phase.GATHERING):
-                if rank not in attempt.ranks:
+                if rank in attempt.ranks:
+                    attempt.delivered[rank] = incarnation
+                else:
                     self._abort(attempt, reason)
 
     def nodes_alive(self, alive: set[str]) -> None:

@@ -37,6 +37,7 @@ from ..protocol.messages import (
     OpenSession,
     SaveDone,
     SaveLost,
+    SaveStaged,
     SessionOpened,
     SlotsFilled,
     SlotsFree,
@@ -234,6 +235,9 @@ class Session:
     def _end(self, attempt: NodeAttempt, message: EndSave) -> None:
         attempt.stalled(message.stall)
         attempt.rounded(message.rounded)
+        # Everything that the save needs is in memory of this process now: the ring, and slots of device memory with
+        # ``process="node"``. Not sent after ``finished``, which waits for the coordinator.
+        self._connection.post(SaveStaged(message.save))
         if self._coder is not None:
             self._coder.end(attempt)
         else:

@@ -28,6 +28,7 @@ from ..protocol.messages import (
     OpenSession,
     SaveDone,
     SaveLost,
+    SaveStaged,
     SessionOpened,
     SlotsFree,
     shortened,
@@ -79,7 +80,7 @@ class Staging:
                 self._open[order.begin.save] = order
                 self._orders.put(order)
                 return
-        order.on_staged()  # the node worker died after the caller has looked, and nobody else would end this save
+        order.on_read()  # the node worker died after the caller has looked, and nobody else would end this save
         order.on_end(SaveFailed(self._why, subject=order.subject))
 
     def prepare(self, plan: StagingPlan) -> None:
@@ -124,7 +125,7 @@ class Staging:
                 if order.plan is not None:
                     order.plan.let_go()
                 order.plan = None
-                order.on_staged()
+                order.on_read()
 
     def _prepare(self, plan: StagingPlan) -> None:
         try:
@@ -177,7 +178,7 @@ class Staging:
         self._end(order.begin.save, error.with_traceback(None))  # which refers to the tensors, and to an encoder's memory
 
     def _listen(self) -> None:
-        received: tuple[SlotsFree | AttemptJoined | SaveDone | SaveLost | BaseDigests | DeviceAnswer, int | None] | None
+        received: tuple[SlotsFree | AttemptJoined | SaveStaged | SaveDone | SaveLost | BaseDigests | DeviceAnswer, int | None] | None
         try:
             while (received := self._connection.receive(*STAGING_ANSWERS)) is not None:
                 match received[0]:
@@ -187,6 +188,8 @@ class Staging:
                         self._end(save, entry, warnings)
                     case AttemptJoined(save, id, attempt):
                         self._begun(save, id, attempt)
+                    case SaveStaged(save):
+                        self._staged(save)
                     case SaveLost(save) as lost:
                         self._end(save, lost.error)
                     case BaseDigests(device) as digests:
@@ -215,6 +218,12 @@ class Staging:
             if save in self._open:
                 self._open[save].attempt = id, attempt
 
+    def _staged(self, save: int) -> None:
+        with self._lock:
+            order = self._open.get(save)
+        if order is not None:
+            order.on_staged()
+
     def _end(self, save: int, outcome: Entry | RaystowError, warnings: Sequence[str] = ()) -> None:
         with self._lock:
             order = self._open.pop(save, None)
@@ -223,4 +232,6 @@ class Staging:
         order.failed = isinstance(outcome, RaystowError)
         for text in warnings:
             order.on_warning(text)
+        if not order.failed:
+            order.on_staged()
         order.on_end(outcome)

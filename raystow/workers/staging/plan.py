@@ -116,8 +116,9 @@ class SaveOrder:
 
     Args:
         begin: What to announce; the staging thread fills in what it learns from the plan.
-        on_staged: Called when all tensors have been read. All callbacks run on threads of the staging.
+        on_read: Called when all tensors have been read. All callbacks run on threads of the staging.
         on_end: Called with the version's entry or the error.
+        on_staged: Called when the node worker has said that it has all of the save, or that the save is a version.
         urgent: Set while the training waits for the staging.
         stall: Returns for how many seconds the training has waited; None if unknown.
         failed: Whether the save has failed.
@@ -128,8 +129,9 @@ class SaveOrder:
 
     begin: Begin
     plan: StagingPlan | None
-    on_staged: Callable[[], None]
+    on_read: Callable[[], None]
     on_end: Callable[[Entry | RaystowError], None]
+    on_staged: Callable[[], None] = lambda: None
     on_warning: Callable[[str], None] = logger.warning
     urgent: threading.Event = field(default_factory=threading.Event)
     stall: Callable[[], float | None] = lambda: None
@@ -147,7 +149,7 @@ class SaveOrder:
         """Look whether a tensor has changed, and let the training change them from now on. Further calls do nothing."""
         if self.changed is None and self.plan is not None:
             self.changed = self.plan.changed()
-            self.on_staged()
+            self.on_read()
 
     def check(self) -> None:
         """Raise ``SaveFailed`` if the save has failed meanwhile."""

@@ -30,7 +30,7 @@ STAGING = (
 """What a training process sends after ``OpenSession``."""
 
 STAGING_ANSWERS = (
-    *(SlotsFree, AttemptJoined, SaveDone, SaveLost, BaseDigests),
+    *(SlotsFree, AttemptJoined, SaveStaged, SaveDone, SaveLost, BaseDigests),
     *(DeviceOpened, DeviceChecked, DeviceReady, DeviceRefused, DeviceSlotFree),
 )
 """What a node worker sends to a training process after ``SessionOpened``."""
@@ -45,7 +45,7 @@ COORDINATOR_REQUESTS = (
 MESSAGES = tuple(Message.__subclasses__())
 """All messages."""
 
-PROTOCOL = "2.6d77c3575249859f"
+PROTOCOL = "2.11c40107ac9c7f34"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

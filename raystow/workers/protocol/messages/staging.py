@@ -148,6 +148,12 @@ class AttemptJoined(Message, frozen=True):
     attempt: Text
 
 
+class SaveStaged(Message, frozen=True):
+    """The node worker has all of a save, and completes it also if the training process ends."""
+
+    save: int
+
+
 class SaveDone(Message, frozen=True):
     """A save is a version."""
 

@@ -1,0 +1,90 @@
+"""A training process that is killed once ``Pending.staged`` is true loses no save."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from local_cluster import LocalCluster, first_save
+from msgspec.structs import replace
+from polling import wait_until
+from ranks import Rank, every, start
+from state_equality import same
+
+import raystow
+from raystow.orchestrator.coordinator.attempt import Phase
+from raystow.orchestrator.save.planner import plan_save
+from raystow.workers.protocol.messages import OpenSession
+from raystow.workers.staging.client import Staging
+from raystow.workers.staging.plan import SaveOrder
+
+STATES: dict[str, Callable[[], dict[str, Any]]] = {
+    "tensors": lambda: {"w": torch.arange(3 << 20), "small": torch.ones(3), "step": 7},  # 24 MiB
+    "plain values": lambda: {"step": 7, "name": "a", "rate": 2.5},
+    "nothing": dict,
+}
+ENDS: dict[str, Callable[[], object]] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "os._exit": lambda: os._exit(0),
+}
+
+
+def train(address: str, opening: OpenSession, state: str, end: str) -> None:
+    """Save as a training process, and die once the save is staged."""
+    staging = Staging(address, replace(opening, pid=os.getpid()))
+    plan = plan_save(STATES[state](), rank=opening.rank, world_size=opening.world_size)
+    order = SaveOrder(first_save(opening, step=1), plan, lambda: None, lambda outcome: None, on_staged=lambda: ENDS[end]())
+    staging.submit(order)
+    signal.pause()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Any]:
+    """Start processes that have imported torch, without any threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "ray", "raystow.workers.node.node", "raystow.orchestrator.save.planner", "torch"])
+    yield context
+
+
+@pytest.fixture
+def node() -> Iterator[LocalCluster]:
+    with LocalCluster("memory://killed") as cluster:
+        yield cluster
+
+
+def save_and_die(processes: Any, node: LocalCluster, state: str, end: str, ranks: int) -> None:
+    """Each rank dies as soon as its part is staged, whether or not the others have begun."""
+    before, dying = {version.id for version in node.repository.versions()}, []
+    for rank in range(ranks):
+        dying.append(processes.Process(target=train, args=(node.address(0), node.opening(rank, ranks), state, end)))
+        dying[-1].start()
+    for one in dying:
+        one.join(60)
+        assert one.exitcode is not None
+    wait_until(lambda: all(a.phase.over for a in node.coordinator.attempts), "the save ends")
+    assert [a.reason for a in node.coordinator.attempts if a.phase is Phase.ABORTED] == []
+    (version,) = [version for version in node.repository.versions() if version.id not in before]
+    into = {key: torch.zeros_like(value) if torch.is_tensor(value) else None for key, value in STATES[state]().items()}
+    raystow.restore_latest(node.uri, into=into)
+    assert same(into, STATES[state]())
+    assert version.world_size == ranks
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("state", STATES)
+def test_a_staged_save_survives_its_ranks(processes: Any, node: LocalCluster, state: str, end: str) -> None:
+    save_and_die(processes, node, state, end, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+def test_two_hundred_staged_saves_survive_their_ranks(processes: Any, node: LocalCluster, end: str) -> None:
+    for trial in range(200):
+        save_and_die(processes, node, [*STATES][trial % len(STATES)], end, 1 + trial % 3)
