@@ -39,13 +39,22 @@ def test_a_fence_waits_for_the_reading_only() -> None:
     pending, late = Pending(1), list[str]()
     in_flight = saves(600.0)
     in_flight.add(pending, pending._set_outcome)
-    threading.Timer(0, pending._read.set).start()
-    assert in_flight.wait_until_read(late.append)
+    pending._read.set()
     assert not in_flight.wait_until_read(late.append)
     assert not pending.staged(0)
     pending._set_outcome(SaveFailed("a disk is full"))
     assert pending.staged()
     assert late == []
+
+
+def test_a_fence_gives_up_reading_after_the_timeout() -> None:
+    pending, told = Pending(1), list[str]()
+    in_flight = saves(0.01)
+    in_flight.add(pending, lambda unknown: None)
+    assert in_flight.wait_until_read(told.append)
+    assert told == ["nothing staged within 0 s: the node worker accepts no data"]
+    pending._set_outcome(SaveFailed("the node worker accepts no data"))
+    assert not in_flight.wait_until_read(told.append)
 
 
 def saves(timeout: float) -> SavesInFlight:
