@@ -5,8 +5,11 @@ A lint rule bans ``time.time``, ``time.sleep``, ``random``, ``secrets`` and ``uu
 
 from __future__ import annotations
 
+import contextlib
+import random
 import secrets
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -43,3 +46,13 @@ class SystemClock:
 
 
 SYSTEM: Clock = SystemClock()
+
+
+@contextlib.contextmanager
+def same_random_state() -> Iterator[None]:
+    """Restore the state of Python's generator afterwards. Numbers that other threads draw meanwhile are drawn again."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)

@@ -31,11 +31,11 @@ def drain(
     from .. import ray_cluster
     from ..coordinator import drain
 
-    ray_cluster.connect()
-    id = node or ray_cluster.node_here()
+    connection = ray_cluster.connect()
+    id = node or connection.node
 
     def announce() -> None:
-        ray_cluster.announce_end(id, within, reason)
+        ray_cluster.announce_end(connection, id, within, reason)
         if not json:
             out.print(f"node {id} ends in {within:,.0f} s")
 

@@ -47,7 +47,7 @@ from .pending import Pending
 from .rank_discovery import placement
 from .save_outcome import find_outcome
 from .saves_in_flight import SOON, SavesInFlight
-from .startup import Startup, node_address
+from .startup import Startup
 from .version_callbacks import VersionCallback, VersionCallbacks
 
 if TYPE_CHECKING:
@@ -138,9 +138,9 @@ class Checkpointer:
         self._delta: Delta = compression.delta or 0
         self._lossy, self._codec = Lossy.of(compression.lossy), usable_codec(compression.codec)
         self._callbacks = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
-        ray_cluster.connect()
+        connection = ray_cluster.connect()
         ray_metrics.export()
-        here(node=ray_cluster.node_here())
+        here(node=connection.node)
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
         self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
@@ -149,7 +149,7 @@ class Checkpointer:
         self._closed = False
         self._reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
-        self._startup = Startup(self.uri, self.rank, self.world_size, messages.StartRun(ray_cluster.job_here(), self._on_fenced))
+        self._startup = Startup(self.uri, self.rank, self.world_size, connection, on_fenced=self._on_fenced)
         self._port = self._startup.port
         groups = self._memory, self._compression, self._replication
         self._node = NodeConnection(self._startup, groups, codec=self._codec)
@@ -310,7 +310,7 @@ class Checkpointer:
         repository = self._startup.wait().repository
         who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._startup.member.incarnation, self._timeout)
         opening = OpenJournal(self.uri, repository, self.rank, self._replication.replicas, self._memory.journal, durable_every)
-        self._journal = Journal(TrackedState(model, optimizers), ClusterPort(opening, node_address, self._port), who)
+        self._journal = Journal(TrackedState(model, optimizers), ClusterPort(opening, self._startup.node_address, self._port), who)
         self._journal.restored(*self._restored)
         return self._journal
 
@@ -363,7 +363,8 @@ class Checkpointer:
             version=asked,
         )
         repository = self._repository()
-        agreement = ClusterAgreement(repository, self._port, vote, self._restores, node_address, here=ray_cluster.node_here())
+        node, address = self._startup.connection.node, self._startup.node_address
+        agreement = ClusterAgreement(repository, self._port, vote, self._restores, address, here=node)
         options = RestoreOptions(self.rank, self.world_size, strict, cast)
         restored = restore_agreed(repository, into, agreement, options, progress=progress)
         self._restored = (START if restored is None else restored.step), asked == LATEST
@@ -420,10 +421,13 @@ class Checkpointer:
         Afterwards ``save`` and ``restore_latest`` raise ``StateError``.
         """
         self._closed = True
+        if self._startup.forked:
+            return  # its saves, connections and threads are those of the parent
         if self._journal is not None:
             self._journal.close()
         self._in_flight.wait_for_all()
         self._node.close()
+        self._startup.close()
         self._reports.flush(_REPORTS)
         self._callbacks.close()
 
@@ -436,6 +440,7 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this Checkpointer is closed", subject=self.uri, remedy="make another one")
+        self._startup.check()
 
     def _conclude(self, pending: Pending, outcome: Version | RaystowError) -> None:
         pending._set_outcome(outcome, functools.partial(self._note, pending, outcome))

@@ -15,7 +15,7 @@ from ...workers.staging.client import Staging
 from .. import ray_cluster
 from ..save.planner import SavePlan
 from .options import Compression, Memory, Replication, default_staging
-from .startup import Startup, node_address
+from .startup import Startup
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class NodeConnection:
                 self.reset()
             if self._staging is None:
                 opening = self._opening(plan)
-                self._staging = Staging(node_address(), opening, codec=self._codec)
+                self._staging = Staging(self._startup.node_address(), opening, codec=self._codec)
             return self._staging
 
     def prepare(self, plan: SavePlan) -> None:
@@ -81,7 +81,7 @@ class NodeConnection:
     def _opening(self, plan: SavePlan) -> OpenSession:
         """The first message: who the rank is, and how much memory its saves may take."""
         member, in_training, machine = self._startup.member, self._compression.process == "training", memory_limit()
-        gpus = max(1, ray_cluster.gpus_here()) if plan.ready else 0
+        gpus = max(1, ray_cluster.gpus_here(self._startup.connection)) if plan.ready else 0
         staging = self._memory.staging or default_staging(plan.nbytes if plan.ready else 0, gpus=gpus, machine=machine)
         coded = staging // 8 if plan.ready else staging // 2  # what a GPU has coded stays in the ring until it is uploaded
         # If the rank's share of the node's memory for versions allows.

@@ -3,58 +3,94 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FuturesTimeout
+from weakref import WeakValueDictionary
 
 from ...storage import background
 from ...storage.errors import ClusterError, StateError
 from ...workers.node.actor import node_actor
-from ...workers.protocol.messages import PROTOCOL, CoordinatorStarted, JoinRun, StartRun
+from ...workers.protocol.messages import PROTOCOL, CoordinatorStarted, JoinRun, OnFenced, StartRun
+from ...workers.ray_connection import RayConnection
 from .. import ray_cluster
 from ..coordinator.ray_client import RayCoordinatorClient
 
 ACTOR_START = 120.0
 """Seconds that an actor may take to start."""
 
+_JOIN = 10.0  # seconds that ``close`` waits for the coordinator, which has answered this rank before
 
-def node_address() -> str:
+_newest: WeakValueDictionary[str, Future[CoordinatorStarted]] = WeakValueDictionary()
+_making = threading.Lock()
+
+
+def node_address(connection: RayConnection) -> str:
     """Return the address of this node's worker, which is started if there is none."""
-    address: str = ray_cluster.call(node_actor(RayCoordinatorClient).address.remote(PROTOCOL), ACTOR_START, "node worker")
+    worker = connection.ask(lambda: node_actor(RayCoordinatorClient), ACTOR_START)
+    address: str = connection.call(lambda: worker.address.remote(PROTOCOL), ACTOR_START, "node worker")
     return address
 
 
 class Startup:
     """Starts the coordinator of ``uri`` and this node's worker, and registers the rank, on a thread of its own.
 
+    Those of one process register in the order in which they were made: the newest one has the rank.
+
     Attributes:
         uri: The repository.
+        connection: This process's connection to Ray.
         port: The coordinator.
     """
 
-    def __init__(self, uri: str, rank: int, world_size: int, run: StartRun) -> None:
+    def __init__(self, uri: str, rank: int, world_size: int, connection: RayConnection, *, on_fenced: OnFenced) -> None:
         self.uri, self._rank, self._world_size = uri, rank, world_size
         self._pid, self._process = os.getpid(), ray_cluster.run_here()
-        self.port = RayCoordinatorClient(uri)
-        node_actor(RayCoordinatorClient)  # is ready when the first save connects to it
+        self.connection, self.port = connection, RayCoordinatorClient(uri)
         self._started: Future[CoordinatorStarted] = Future()
-        background.start("raystow-startup", self._run, run)
+        self._joining, self._closed, self._lock = False, False, threading.Lock()
+        with _making:
+            before, _newest[uri] = _newest.get(uri), self._started
+        background.start("raystow-startup", self._run, StartRun(connection.job, on_fenced), before)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that made the Checkpointer. It has none of its threads."""
+        return os.getpid() != self._pid
+
+    def check(self) -> None:
+        """Raise what ``wait`` would raise without waiting: ``StateError`` in a child, ``ClusterError`` without a connection."""
+        if self.forked:
+            what = f"this Checkpointer belongs to process {self._pid}, from which this one was forked"
+            raise StateError(what, subject=self.uri, remedy="make another one, in a process that is started by spawn")
+        self.connection.check()
 
     def wait(self) -> CoordinatorStarted:
         """Wait until the coordinator has started and knows this rank.
 
         Raises:
-            ClusterError: It does not start.
+            ClusterError: It does not start, or this process has disconnected from its cluster.
             StoreError: It cannot read or write the store.
             UnsafeStore: The store has no atomic conditional writes.
-            StateError: This is a child of the process that made the Checkpointer. It has none of its threads.
+            StateError: This is a child of the process that made the Checkpointer.
         """
-        if os.getpid() != self._pid:
-            what = f"this Checkpointer belongs to process {self._pid}, from which this one was forked"
-            raise StateError(what, subject=self.uri, remedy="make another one, in a process that is started by spawn")
+        if not self._started.done() or self.forked:
+            self.check()
         try:
             return self._started.result(2 * ACTOR_START)
         except FuturesTimeout:
             raise ClusterError(f"did not start within {2 * ACTOR_START:.0f} s", subject=f"coordinator of {self.uri}") from None
+
+    def close(self) -> None:
+        """Register no more: another Checkpointer that is made from now on, in any process, has the rank."""
+        with self._lock:
+            self._closed, joining = True, self._joining
+        if joining:
+            wait([self._started], _JOIN)
+
+    def node_address(self) -> str:
+        """Return the address of this node's worker, which is started if there is none."""
+        return node_address(self.connection)
 
     @property
     def member(self) -> JoinRun:
@@ -62,10 +98,17 @@ class Startup:
         self.wait()
         return self._member
 
-    def _run(self, run: StartRun) -> None:
+    def _run(self, run: StartRun, before: Future[CoordinatorStarted] | None) -> None:
         try:
+            self.connection.ask(lambda: node_actor(RayCoordinatorClient), ACTOR_START)  # ready when the first save connects to it
+            if before is not None:
+                wait([before], ACTOR_START)
             answer = self.port.start(run, ACTOR_START)
             self._member = JoinRun(self._rank, f"{answer.turn}@{self._process}", self._world_size)
+            with self._lock:
+                if self._closed:
+                    raise StateError("this Checkpointer is closed", subject=self.uri, remedy="make another one")
+                self._joining = True
             self.port.join(self._member)
             self._started.set_result(answer)
         except BaseException as error:

@@ -1,4 +1,5 @@
-"""Asks the coordinators and node workers of a running cluster for their status. Starts nothing, and waits 2 s at most."""
+"""Asks the coordinators and node workers of a running cluster for their status. Starts nothing, and waits 2 s at most,
+or 10 s for a frozen head node."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import ray
 from ray.exceptions import RayError
 
 from ...storage.clock import SYSTEM
+from ...storage.errors import ClusterError
 from ...workers.node.actor import NAMESPACE, NODE
 from ...workers.protocol.messages import CoordinatorStatus, NodeStatus
 from .. import ray_cluster
@@ -13,6 +15,7 @@ from .ray_client import COORDINATOR
 from .status import ClusterStatus
 
 _TIMEOUT = 2.0  # seconds for all answers together
+_HEAD = 10.0  # seconds for the head node's answers and those
 
 
 class ClusterProbe:
@@ -20,11 +23,17 @@ class ClusterProbe:
     requests would pile up."""
 
     def __init__(self, address: str = "auto") -> None:
-        ray_cluster.connect(address)
+        self._ray = ray_cluster.connect(address)
         self._pending: dict[str, ray.ObjectRef] = {}
 
     def look(self) -> ClusterStatus:
         """The status now. Never raises for a part of the cluster that is down."""
+        try:
+            return self._ray.ask(self._look, _HEAD)
+        except ClusterError as error:
+            return _trouble(error)
+
+    def _look(self) -> ClusterStatus:
         try:
             actors = ray.util.list_named_actors(all_namespaces=True)
             names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
@@ -34,7 +43,7 @@ class ClusterProbe:
             ready = ray.wait(waiting, num_returns=len(waiting), timeout=_TIMEOUT)[0] if waiting else []
         except (RayError, ConnectionError, RuntimeError) as error:
             self._pending.clear()
-            return ClusterStatus(SYSTEM.now(), {}, {}, trouble=f"the head node does not answer: {error}")
+            return _trouble(error)
         coordinators: dict[str, CoordinatorStatus | None] = {}
         nodes: dict[str, NodeStatus | None] = {}
         for name, request in requests.items():
@@ -47,6 +56,10 @@ class ClusterProbe:
             elif name.startswith(NODE):
                 nodes[name.removeprefix(NODE)] = answer
         return ClusterStatus(SYSTEM.now(), coordinators, nodes)
+
+
+def _trouble(error: Exception) -> ClusterStatus:
+    return ClusterStatus(SYSTEM.now(), {}, {}, trouble=f"the head node does not answer: {error}")
 
 
 def _request(name: str) -> ray.ObjectRef | None:

@@ -31,7 +31,7 @@ from ...workers.protocol.messages import (
     StartRun,
     Ticket,
 )
-from ..ray_cluster import call
+from ...workers.ray_connection import RayConnection
 from .actor import UNUSED, CoordinatorActor
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class RayCoordinatorClient:
     """The coordinator of one repository, as ranks and node workers call it: a ``CoordinatorClient``."""
 
     def __init__(self, uri: str) -> None:
-        self._uri, self._actor = uri, coordinator_actor(uri)
+        self._uri, self._ray = uri, RayConnection.here()
+        self._actor: ActorHandle | None = None
 
     def start(self, run: StartRun, timeout: float) -> CoordinatorStarted:
         """See ``CoordinatorActor.start``. ``timeout``: seconds."""
@@ -97,11 +98,11 @@ class RayCoordinatorClient:
             return None
         if records is None:
             return answer
-        return answer.with_records(call(records, _ANSWER, f"coordinator of {self._uri}"))
+        return answer.with_records(self._ray.call(lambda: records, _ANSWER, self._who))
 
     def reading(self, rank: RankReading) -> None:
         """Tell that a rank reads on, without waiting for an answer, since that would delay its reads."""
-        self._actor.handle.remote(PROTOCOL, messages.encode(rank))
+        self._ray.send(lambda: self._known().handle.remote(PROTOCOL, messages.encode(rank)), self._who)
 
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
         report = messages.RankSaveFailed(rank, incarnation, save, step, messages.shortened(reason))
@@ -130,14 +131,29 @@ class RayCoordinatorClient:
         return messages.decode(self._call("handle", request, timeout), expected)
 
     def _call(self, method: str, request: messages.Message, timeout: float) -> Any:
-        who, data = f"coordinator of {self._uri}", messages.encode(request)
+        data = messages.encode(request)
+
+        def answer() -> Any:
+            actor = self._known()
+            return self._ray.call(lambda: getattr(actor, method).remote(PROTOCOL, data), timeout, self._who)
+
         try:
-            return call(getattr(self._actor, method).remote(PROTOCOL, data), timeout, who)
+            return answer()
         except ClusterError as error:
             if not isinstance(error.__cause__, ActorDiedError):
                 raise
-        self._actor = coordinator_actor(self._uri)  # Ray does not restart one that was unused and has ended itself
-        return call(getattr(self._actor, method).remote(PROTOCOL, data), timeout, who)
+        self._actor = None  # Ray does not restart one that was unused and has ended itself
+        return answer()
+
+    def _known(self) -> ActorHandle:
+        """The coordinator, which is started if there is none."""
+        if (actor := self._actor) is None:
+            actor = self._actor = self._ray.ask(lambda: coordinator_actor(self._uri), _ANSWER)
+        return actor
+
+    @property
+    def _who(self) -> str:
+        return f"coordinator of {self._uri}"
 
 
 def coordinator_name(uri: str) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from typing import Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError
 from ...storage.gc_pause import freeze
@@ -30,6 +28,7 @@ from ..protocol.messages import (
     Saves,
     check_protocol,
 )
+from ..ray_connection import RayConnection
 from ..replication.peers import Peers
 from .node import Node
 
@@ -105,21 +104,10 @@ class RayPeers(Peers):
 
     def __init__(self) -> None:
         super().__init__(lambda node: _ask(node, NodeActor.contact, _START), SYSTEM)
-        self._census: futures.Future[dict[str, str]] | None = None
 
     def nodes(self) -> Mapping[str, str]:
-        """See ``replication.ReplicationPeers``. Asks on another thread, since Ray waits for a frozen head node without end."""
-        if (census := self._census) is None:
-            census = self._census = futures.Future()
-            background.start("raystow-census", _count, census)
-        try:
-            return census.result(_ANSWER)
-        except (RayError, futures.TimeoutError) as error:
-            what = str(error) or f"does not say which nodes there are within {_ANSWER:.0f} s"
-            raise ClusterError(what, subject="the head node") from error
-        finally:
-            if census.done():
-                self._census = None
+        """See ``replication.ReplicationPeers``."""
+        return RayConnection.here().ask(_nodes_with_workers, _ANSWER)
 
     def holdings(self, node: str, repository: str) -> Sequence[Holding]:
         """See ``replication.ReplicationPeers``."""
@@ -134,14 +122,10 @@ class RayPeers(Peers):
         _ask(node, NodeActor.given_up, _ANSWER, attempt)
 
 
-def _count(census: futures.Future[dict[str, str]]) -> None:
-    """Find the nodes alive with a worker, and their failure domains."""
-    try:
-        workers = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-        alive = {node["NodeID"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
-        census.set_result({node: _zone(labels) for node, labels in alive.items() if _name(node) in workers})
-    except Exception as error:
-        census.set_exception(error)
+def _nodes_with_workers() -> dict[str, str]:
+    workers = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+    alive = {node["NodeID"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
+    return {node: _zone(labels) for node, labels in alive.items() if _name(node) in workers}
 
 
 def _ask(
@@ -152,12 +136,13 @@ def _ask(
     **kwargs: _Parameters.kwargs,
 ) -> _Answer:
     """Call a method of a node's worker once. ``ClusterError`` if there is no worker, or it does not answer in time."""
-    try:
-        remote = getattr(_worker(node), method.__name__).options(max_task_retries=0)
-        answer: _Answer = ray.get(remote.remote(*args, **kwargs), timeout=timeout)
-        return answer
-    except (ValueError, RayError) as error:
-        raise ClusterError(f"{type(error).__name__}: {error}".splitlines()[0], subject=f"node {node}") from error
+    connection, end = RayConnection.here(), SYSTEM.monotonic() + timeout
+    if (worker := connection.ask(lambda: _worker(node), timeout)) is None:
+        raise ClusterError("has no worker", subject=f"node {node}")
+    remote = getattr(worker, method.__name__).options(max_task_retries=0)
+    left = max(0.0, end - SYSTEM.monotonic())
+    answer: _Answer = connection.call(lambda: remote.remote(*args, **kwargs), left, f"node {node}")
+    return answer
 
 
 def node_actor(connect: Callable[[str], CoordinatorClient]) -> ActorHandle:
@@ -193,9 +178,7 @@ def contact_of(node: str, timeout: float) -> Contact:
 
 def saves_on(node: str) -> dict[str, Saves] | None:
     """See ``Node.saves``; None where there is no node worker. ``ClusterError`` if it does not answer."""
-    try:
-        _worker(node)
-    except ValueError:
+    if RayConnection.here().ask(lambda: _worker(node), _ANSWER) is None:
         return None
     return _ask(node, NodeActor.saves, _ANSWER)
 
@@ -203,7 +186,11 @@ def saves_on(node: str) -> dict[str, Saves] | None:
 async def holders(repository: str) -> dict[str, dict[int, tuple[str, ...]]]:
     """Attempt -> number of a node in it -> the nodes that have all its objects in memory, as far as they answer in time."""
     found: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for node, held in (await _held_by_each(NodeActor.holdings, repository)).items():
+    try:
+        by_node = await _held_by_each(NodeActor.holdings, repository)
+    except ClusterError:
+        return {}  # the head node is frozen: the store has the version, or none is found in memory
+    for node, held in by_node.items():
         for holding in held:
             for number in holding.whole:
                 found[holding.attempt.token][number].append(node)
@@ -221,21 +208,29 @@ async def ranks_connected(uri: str) -> bool:
 
 
 async def _held_by_each(method: Callable[[NodeActor, str], list[_Answer]], repository: str) -> dict[str, list[_Answer]]:
-    alive = [node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    nodes = await asyncio.to_thread(RayConnection.here().ask, ray.nodes, _SURVEY)
+    alive = [node["NodeID"] for node in nodes if node["Alive"]]
     return dict(zip(alive, await asyncio.gather(*(_held(node, method, repository) for node in alive)), strict=True))
 
 
 async def _held(node: str, method: Callable[[NodeActor, str], list[_Answer]], repository: str) -> list[_Answer]:
+    connection = RayConnection.here()
     try:
-        worker = await asyncio.to_thread(_worker, node)
-        held: list[_Answer] = await asyncio.wait_for(getattr(worker, method.__name__).remote(repository), _SURVEY)
+        if (worker := await asyncio.to_thread(connection.ask, lambda: _worker(node), _SURVEY)) is None:
+            return []
+        answer = connection.send(lambda: getattr(worker, method.__name__).remote(repository), f"node {node}")
+        held: list[_Answer] = await asyncio.wait_for(answer, _SURVEY)
         return held
-    except (ValueError, RayError, asyncio.TimeoutError):
-        return []  # it has no worker, or one that is dead or frozen
+    except (ClusterError, RayError, asyncio.TimeoutError):
+        return []  # its worker is dead or frozen
 
 
-def _worker(node: str) -> ActorHandle:
-    return ray.get_actor(_name(node), NAMESPACE)
+def _worker(node: str) -> ActorHandle | None:
+    """None if there is none."""
+    try:
+        return ray.get_actor(_name(node), NAMESPACE)
+    except ValueError:
+        return None
 
 
 def _zone(labels: Mapping[str, str]) -> str:

@@ -74,8 +74,8 @@ class CheckpointTransport(transport.CheckpointTransport[State]):
     """
 
     def __init__(self, state_dict: Callable[[], State] | None = None) -> None:
-        ray_cluster.connect()
-        self._state_dict, self._name, self._node = state_dict, SYSTEM.token(), ray_cluster.node_here()
+        self._ray = ray_cluster.connect()
+        self._state_dict, self._name, self._node = state_dict, SYSTEM.token(), self._ray.node
         self._client: StateClient | None = None
         self.received = 0
         self._connected()
@@ -138,7 +138,7 @@ class CheckpointTransport(transport.CheckpointTransport[State]):
     def _connected(self) -> StateClient:
         """Connect again if the node worker has died: replicas that ask the new one must find this sender."""
         if self._client is None or self._client.lost:
-            self._client = StateClient(node_address(), self._name)
+            self._client = StateClient(node_address(self._ray), self._name)
         return self._client
 
 
