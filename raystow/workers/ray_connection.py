@@ -26,9 +26,7 @@ from . import head_node
 
 _Answer = TypeVar("_Answer")
 
-HEAD_GONE = 60.0
-"""Seconds after which a head node that does not answer is given up, as Ray does."""
-
+_HEAD_GONE = 30.0  # seconds in which the head node must answer; after a minute, Ray itself ends the processes of its nodes
 _LOOK = 5.0  # seconds of waiting after which the head node is asked whether it is there
 _NEW = "make another Checkpointer; without Ray, read with raystow.open and raystow.restore"
 
@@ -38,7 +36,7 @@ _connect = auto_init_hook.auto_init_ray
 
 
 def _auto_init_ray() -> None:
-    """What Ray's functions call first. A check before them would be too early: another thread may call ``ray.shutdown`` between."""
+    """What Ray's functions call first. A check before them would be too early: another thread may disconnect meanwhile."""
     if not getattr(_within, "call", False):
         _connect()
 
@@ -79,6 +77,9 @@ class RayConnection:
             what = "this process was forked from one that uses Ray, which does not work in it"
             raise ClusterError(what, remedy="start it by spawn, or fork before Ray is used")
         found = _found()
+        if found is None and ray.is_initialized():
+            what = "this process is connected to Ray as a client (ray://)"
+            raise ClusterError(what, remedy="run it on a node of the cluster: as a job, a task or an actor")
         if found is None:
             raise ClusterError("this process is not connected to Ray", remedy="call ray.init() first")
         return found
@@ -105,7 +106,7 @@ class RayConnection:
             who: The actor, for errors.
 
         Raises:
-            ClusterError: It has failed or does not answer, its head node has not answered for a minute, or this process has
+            ClusterError: It has failed or does not answer, its head node has not answered for half a minute, or this process has
                 disconnected.
             RaystowError: The actor raised it.
         """
@@ -165,8 +166,8 @@ class RayConnection:
                 silent = None
             except OSError as error:
                 silent = SYSTEM.monotonic() if silent is None else silent
-                if SYSTEM.monotonic() >= silent + HEAD_GONE:
-                    what = f"does not answer, and {error}, for {HEAD_GONE:.0f} s"
+                if SYSTEM.monotonic() >= silent + _HEAD_GONE:
+                    what = f"does not answer, and {error}, for {_HEAD_GONE:.0f} s"
                     raise ClusterError(what, subject=who, remedy="start the cluster and this process again") from error
 
     @contextlib.contextmanager

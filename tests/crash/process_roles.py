@@ -20,7 +20,7 @@ import crash_points
 import ray
 import trial_journal
 from node_process import PortServer
-from remote_calls import Blocking, CoordinatorPort, NodePeers
+from remote_calls import Blocking, CoordinatorPort, NoConnection, NodePeers
 from trial_state import blank, same_bits, state_at
 from tripwire import Control, Message, Tripwire
 
@@ -29,7 +29,6 @@ from raystow.orchestrator.cli import app
 from raystow.orchestrator.client import checkpointer, startup
 from raystow.orchestrator.client.options import Compression
 from raystow.orchestrator.coordinator import actor as coordinator_actor
-from raystow.orchestrator.coordinator import ray_client
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.orchestrator.coordinator.segments import OpenedSegment, Segments
 from raystow.storage.clock import SYSTEM
@@ -40,6 +39,7 @@ from raystow.storage.stores import open_store
 from raystow.workers.node import actor as node_actor
 from raystow.workers.node.node import Node, NoPeers
 from raystow.workers.protocol.messages import START, OpenJournal
+from raystow.workers.ray_connection import RayConnection
 from raystow.workers.replication.peers import Peers
 from raystow.workers.shm.ring import SLOT
 
@@ -61,6 +61,8 @@ def play(request: Message, end: socket.socket) -> None:
     ray.nodes = lambda: [{"NodeID": node, "Alive": True, "Labels": {}} for node in request["nodes"]]
     ray.put = lambda records: records
     ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: request["node"], get_job_id=lambda: "1")
+    connection = NoConnection("nowhere", "trial", "1", request["node"])
+    RayConnection.here = lambda: connection
     threading.excepthook = lambda failure: control.send(error="".join(traceback.format_exception(failure.exc_value)))
     try:
         _ROLES[request["role"]](request, control, trip)
@@ -125,8 +127,7 @@ def _node(request: Message, control: Control, trip: Tripwire) -> None:
 
 def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
     rank, port = request["rank"], CoordinatorPort(request["port"], trip)
-    ray_cluster.connect, ray_cluster.call = lambda: None, lambda answer, *_: answer
-    ray_client.call = ray_cluster.call
+    ray_cluster.connect = RayConnection.here
     startup.RayCoordinatorClient = lambda uri: port
     startup.node_actor = _actor("address", lambda *_: control.ask(where=request["node"])["address"])
     checkpointer.Checkpointer.prepare = lambda self, state: None  # it would ask for the address on another thread
@@ -148,7 +149,7 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
         repository = ckpt._startup.wait().repository
         opening = OpenJournal(request["uri"], repository, rank, replicas=0, durable_every=trial_journal.EVERY)
         base = START if version is None else version.step
-        journal = trial_journal.TrialJournal(opening, startup.node_address(), port, ckpt._startup.member, base)
+        journal = trial_journal.TrialJournal(opening, ckpt._startup.node_address(), port, ckpt._startup.member, base)
         found = {**found, "whole": found["whole"] and journal.whole, "step": journal.step, "generation": journal.generation}
     control.send(ready=found)
     while True:

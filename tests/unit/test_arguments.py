@@ -11,8 +11,8 @@ import pytest
 
 import raystow
 from raystow import dcp
+from raystow.orchestrator import ray_cluster
 from raystow.orchestrator.argument_checks import metrics_of
-from raystow.orchestrator.client import checkpointer
 from raystow.orchestrator.client.failures import Failures
 from raystow.storage.errors import StateError
 from raystow.workers.cache.host_memory import memory_limit
@@ -27,7 +27,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect() -> None:
         raise ConnectionRefusedError("all arguments are valid")
 
-    monkeypatch.setattr(checkpointer.ray_cluster, "connect", connect)
+    monkeypatch.setattr(ray_cluster, "connect", connect)
 
 
 @pytest.mark.parametrize(

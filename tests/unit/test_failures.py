@@ -172,7 +172,9 @@ def test_the_journal_learns_of_a_save_before_its_failure() -> None:
     rank._in_flight = SavesInFlight(1, 60.0, rank._conclude, rank._log)
     started = SimpleNamespace(repository="r")
     parts = {
-        "_startup": SimpleNamespace(wait=lambda: started, member=SimpleNamespace(incarnation="i"), store=None),
+        "_startup": SimpleNamespace(
+            check=lambda: None, wait=lambda: started, member=SimpleNamespace(incarnation="i"), store=None
+        ),
         "_store": None,
         "_reports": SimpleNamespace(report=lambda *_: None),
         "_journal": SimpleNamespace(

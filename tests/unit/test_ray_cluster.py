@@ -7,6 +7,7 @@ import ray
 
 from raystow.orchestrator import ray_cluster
 from raystow.storage.errors import ClusterError
+from raystow.workers import head_node
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ def test_a_refused_connection_names_its_remedy(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray_cluster, "_knock", lambda address: None)
+    monkeypatch.setattr(head_node, "reach", lambda address: None)
     with pytest.raises(ClusterError, match=said):
         ray_cluster.connect()
 
@@ -33,6 +34,6 @@ def test_another_version_of_the_cluster_is_no_traceback(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray_cluster, "_knock", lambda address: None)
+    monkeypatch.setattr(head_node, "reach", lambda address: None)
     with pytest.raises(ClusterError, match=r"cannot join the Ray cluster .*Python: 3\.11\.7.*use the cluster's versions"):
         ray_cluster.connect()

@@ -14,21 +14,19 @@ from ...storage import background
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
 from ...storage.errors import Fenced, OutcomeUnknown, RaystowError, StateError
-from ...storage.format import key_files, values
+from ...storage.format import values
 from ...storage.format.root import Entry
-from ...storage.log import about, here
+from ...storage.log import about
 from ...storage.metrics import DURABLE, FAILED_SAVES, RESTORE, STAGED, STALL, record
 from ...storage.notebook import facts_table
-from ...storage.repository import Repository
 from ...storage.retention.policy import Policy
 from ...storage.stores import open_store
 from ...storage.version import Version
 from ...storage.version_selector import LATEST, VersionSelector, selector_text
-from ...workers import ray_metrics
 from ...workers.protocol import messages
 from ...workers.protocol.messages import START, Begin, OpenJournal, RestoreVote
 from ...workers.staging.plan import SaveOrder
-from .. import argument_checks, ray_cluster
+from .. import argument_checks
 from ..argument_checks import LONGEST, one_of, positive
 from ..coordinator.delta_schedule import Delta
 from ..coordinator.housekeeping import kept_by_a_run
@@ -38,6 +36,7 @@ from ..restore.agreement import ClusterAgreement
 from ..restore.planner import RestoreOptions
 from ..save.planner import Planner, plan_save
 from ..save.state_tree import State
+from . import exit_notice
 from .due_steps import DueSteps
 from .failure_reports import FailureReports
 from .failures import Failures
@@ -138,9 +137,6 @@ class Checkpointer:
         self._delta: Delta = compression.delta or 0
         self._lossy, self._codec = Lossy.of(compression.lossy), usable_codec(compression.codec)
         self._callbacks = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
-        connection = ray_cluster.connect()
-        ray_metrics.export()
-        here(node=connection.node)
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
         self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
@@ -149,10 +145,11 @@ class Checkpointer:
         self._closed = False
         self._reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
-        self._startup = Startup(self.uri, self.rank, self.world_size, connection, on_fenced=self._on_fenced)
+        self._startup = Startup(self.uri, self.rank, self.world_size, on_fenced=self._on_fenced)
         self._port = self._startup.port
         groups = self._memory, self._compression, self._replication
         self._node = NodeConnection(self._startup, groups, codec=self._codec)
+        exit_notice.watch(self._in_flight)
 
     def __repr__(self) -> str:
         return f"Checkpointer({self.uri!r}, {', '.join(f'{name} {value}' for name, value in self._facts().items())})"
@@ -250,8 +247,8 @@ class Checkpointer:
             self._journal.saved(step)
         with pending._blocking(start):
             try:
-                self._node.staging(plan).submit(order)
                 self._in_flight.add(pending, functools.partial(self._learn, pending, order))
+                self._node.staging(plan).submit(order)
             except RaystowError as error:
                 self._ended(pending, order, error)
         record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="save")
@@ -267,6 +264,7 @@ class Checkpointer:
             OutcomeUnknown: The same, for a save that may or may not be a version.
             Fenced: Another run has taken over the repository.
         """
+        self._startup.check_process()
         start = SYSTEM.monotonic()
         if self._in_flight.wait_until_read(self._stop_reading):
             record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="fence")
@@ -310,7 +308,9 @@ class Checkpointer:
         repository = self._startup.wait().repository
         who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._startup.member.incarnation, self._timeout)
         opening = OpenJournal(self.uri, repository, self.rank, self._replication.replicas, self._memory.journal, durable_every)
-        self._journal = Journal(TrackedState(model, optimizers), ClusterPort(opening, self._startup.node_address, self._port), who)
+        self._journal = Journal(
+            TrackedState(model, optimizers), ClusterPort(opening, self._startup.node_address, self._port), who
+        )
         self._journal.restored(*self._restored)
         return self._journal
 
@@ -362,9 +362,9 @@ class Checkpointer:
             allow_uncommitted=allow_uncommitted,
             version=asked,
         )
-        repository = self._repository()
-        node, address = self._startup.connection.node, self._startup.node_address
-        agreement = ClusterAgreement(repository, self._port, vote, self._restores, address, here=node)
+        repository = self._startup.repository(self._store)
+        here, address = self._startup.connection.node, self._startup.node_address
+        agreement = ClusterAgreement(repository, self._port, vote, self._restores, address, here=here)
         options = RestoreOptions(self.rank, self.world_size, strict, cast)
         restored = restore_agreed(repository, into, agreement, options, progress=progress)
         self._restored = (START if restored is None else restored.step), asked == LATEST
@@ -480,7 +480,7 @@ class Checkpointer:
 
     def _find(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown, timeout: float = SOON) -> None:
         ask = functools.partial(self._port.outcome, timeout=timeout)
-        self._conclude(pending, find_outcome(self._repository(), ask, order.attempt, unknown))
+        self._conclude(pending, find_outcome(self._startup.repository(self._store), ask, order.attempt, unknown))
 
     def _learn(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown) -> None:
         """Let the coordinator give the save up if it waits for this rank, and learn the outcome."""
@@ -494,8 +494,3 @@ class Checkpointer:
 
     def _report_failure(self, number: int, step: int, reason: str) -> bool:
         return self._port.save_failed(self.rank, self._startup.member.incarnation, number, step, reason)
-
-    def _repository(self) -> Repository:
-        """Not by ``open``, which reads the store: a version in memory can be restored while the store is down."""
-        started = self._startup.wait()
-        return Repository(self._store, started.repository, trust=key_files.trust(), signed_by=started.signed_by)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from ...storage.clock import SYSTEM
 from ...storage.committer import UNKNOWN
 from ...storage.errors import DeadlineExceeded, OutcomeUnknown, RaystowError
 from ...storage.log import Log
+from ...storage.version import Version
 from .pending import Pending
 
 SOON = 10.0
@@ -18,13 +20,19 @@ _LATE = 10.0  # seconds after the deadline of a save in which its outcome may st
 
 
 class SavesInFlight:
-    """At most ``limit`` saves. ``conclude`` ends a save that has not ended ``timeout`` seconds after it began."""
+    """At most ``limit`` saves. ``conclude`` ends a save that has not ended ``timeout`` seconds after it began.
+
+    Attributes:
+        closed: Whether somebody has waited for all saves, at their end.
+    """
 
     def __init__(
         self, limit: int, timeout: float, conclude: Callable[[Pending, RaystowError], None], log: logging.Logger | Log
     ) -> None:
         self._limit, self._timeout, self._conclude, self._log = limit, timeout, conclude, log
         self._saves: list[Pending] = []
+        self.closed = False
+        self._newest: Version | None = None  # of the saves that have ended
 
     def add(self, pending: Pending, learn: Callable[[OutcomeUnknown], None]) -> None:
         """Note a save that has begun. ``learn`` is called in the background if it has not ended by its deadline."""
@@ -47,6 +55,7 @@ class SavesInFlight:
 
     def wait_for_oldest(self) -> None:
         """Wait until one more save may begin."""
+        self._newest = self._newest_version()
         self._saves = [pending for pending in self._saves if not pending.done()]
         while len(self._saves) >= self._limit:
             oldest = self._saves[0]
@@ -56,9 +65,30 @@ class SavesInFlight:
             self._saves = self._saves[1:]
 
     def wait_for_all(self) -> None:
-        """Wait until every save has ended."""
+        """Wait until every save has ended; there will be no other."""
         for pending in self._saves:
             self._wait(pending)
+        self.closed = True
+
+    def wait_until(self, time: float) -> None:
+        """Wait until every save has ended, or until a ``time`` in monotonic seconds."""
+        for pending in self._saves:
+            pending._ended.wait(max(0.0, time - SYSTEM.monotonic()))
+
+    def log_unsaved(self) -> None:
+        """Log an error if the newest save is not a version: of which steps there is none, and which version is the newest."""
+        unsaved = list(itertools.takewhile(lambda pending: not isinstance(pending._outcome, Version), reversed(self._saves)))
+        if not unsaved:
+            return
+        steps = ", ".join(str(pending.step) for pending in reversed(unsaved))
+        version = self._newest_version()
+        newest = "this process has saved no version" if version is None else f"the newest version is that of step {version.step}"
+        what = "the process ends without close(), and these steps are not durable: %s; %s. Call close(), which waits for saves"
+        self._log.error(what, steps, newest, extra={"step": unsaved[0].step})
+
+    def _newest_version(self) -> Version | None:
+        versions = [pending._outcome for pending in self._saves if isinstance(pending._outcome, Version)]
+        return versions[-1] if versions else self._newest
 
     def _wait(self, pending: Pending) -> None:
         """Wait until a save has ended, but not past its deadline; then its outcome is unknown."""

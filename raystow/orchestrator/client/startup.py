@@ -1,4 +1,4 @@
-"""Starts the actors that a rank needs while its program goes on."""
+"""Connects a rank to its cluster, and starts the actors that it needs while its program goes on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from weakref import WeakValueDictionary
 
 from ...storage import background
 from ...storage.errors import ClusterError, StateError
+from ...storage.format import key_files
+from ...storage.log import here
+from ...storage.object_store import ObjectStore
+from ...storage.repository import Repository
+from ...workers import ray_metrics
 from ...workers.node.actor import node_actor
 from ...workers.protocol.messages import PROTOCOL, CoordinatorStarted, JoinRun, OnFenced, StartRun
 from ...workers.ray_connection import RayConnection
@@ -33,7 +38,8 @@ def node_address(connection: RayConnection) -> str:
 
 
 class Startup:
-    """Starts the coordinator of ``uri`` and this node's worker, and registers the rank, on a thread of its own.
+    """Connects to Ray; then starts the coordinator of ``uri`` and this node's worker, and registers the rank, on a thread of its
+    own.
 
     Those of one process register in the order in which they were made: the newest one has the rank.
 
@@ -43,15 +49,18 @@ class Startup:
         port: The coordinator.
     """
 
-    def __init__(self, uri: str, rank: int, world_size: int, connection: RayConnection, *, on_fenced: OnFenced) -> None:
+    def __init__(self, uri: str, rank: int, world_size: int, *, on_fenced: OnFenced) -> None:
         self.uri, self._rank, self._world_size = uri, rank, world_size
+        self.connection = ray_cluster.connect()
+        ray_metrics.export()
+        here(node=self.connection.node)
         self._pid, self._process = os.getpid(), ray_cluster.run_here()
-        self.connection, self.port = connection, RayCoordinatorClient(uri)
+        self.port = RayCoordinatorClient(uri)
         self._started: Future[CoordinatorStarted] = Future()
         self._joining, self._closed, self._lock = False, False, threading.Lock()
         with _making:
             before, _newest[uri] = _newest.get(uri), self._started
-        background.start("raystow-startup", self._run, StartRun(connection.job, on_fenced), before)
+        background.start("raystow-startup", self._run, StartRun(self.connection.job, on_fenced), before)
 
     @property
     def forked(self) -> bool:
@@ -59,11 +68,15 @@ class Startup:
         return os.getpid() != self._pid
 
     def check(self) -> None:
-        """Raise what ``wait`` would raise without waiting: ``StateError`` in a child, ``ClusterError`` without a connection."""
+        """Raise as ``wait``, but do not wait."""
+        self.check_process()
+        self.connection.check()
+
+    def check_process(self) -> None:
+        """Raise ``StateError`` in a child of the process that made the Checkpointer."""
         if self.forked:
             what = f"this Checkpointer belongs to process {self._pid}, from which this one was forked"
             raise StateError(what, subject=self.uri, remedy="make another one, in a process that is started by spawn")
-        self.connection.check()
 
     def wait(self) -> CoordinatorStarted:
         """Wait until the coordinator has started and knows this rank.
@@ -74,12 +87,19 @@ class Startup:
             UnsafeStore: The store has no atomic conditional writes.
             StateError: This is a child of the process that made the Checkpointer.
         """
-        if not self._started.done() or self.forked:
-            self.check()
+        self.check_process()
+        if not self._started.done():
+            self.connection.check()
         try:
             return self._started.result(2 * ACTOR_START)
         except FuturesTimeout:
             raise ClusterError(f"did not start within {2 * ACTOR_START:.0f} s", subject=f"coordinator of {self.uri}") from None
+
+    def repository(self, store: ObjectStore) -> Repository:
+        """Return the repository in its store; waits as ``wait``. ``open`` would read the store, but a version in memory can be
+        restored while that is down."""
+        started = self.wait()
+        return Repository(store, started.repository, trust=key_files.trust(), signed_by=started.signed_by)
 
     def close(self) -> None:
         """Register no more: another Checkpointer that is made from now on, in any process, has the rank."""
