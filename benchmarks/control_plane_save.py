@@ -33,6 +33,7 @@ from raystow.storage.repository import Repository, create_repository
 from raystow.workers.packing.packer import PACK
 from raystow.workers.protocol.coordinator_client import MODULUS, coverage
 from raystow.workers.protocol.messages import AwaitRanks, Begin, PartStaged, RankFinished, Ticket
+from raystow.workers.ray_connection import RayConnection
 
 T = TypeVar("T")
 
@@ -115,6 +116,8 @@ async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
     ray.nodes = lambda: alive
     here = SimpleNamespace(get_node_id=lambda: "node-0", get_job_id=lambda: "1")
     ray.get_runtime_context = lambda: here  # Ray's function would start a cluster
+    connection = RayConnection("nowhere", "none", "1", "node-0")
+    RayConnection.here = lambda: connection
     actor = CoordinatorActor(uri)
     await actor.start()
     pipe.send(peak_memory())

@@ -121,34 +121,44 @@ class RayConnection:
     def ask(self, question: Callable[[], _Answer], timeout: float) -> _Answer:
         """Return the answer of a function of Ray that asks the head node, within ``timeout`` seconds.
 
-        It runs on another thread: Ray waits for a head node that is frozen without end, and Python handles no signal meanwhile.
-
         Raises:
             ClusterError: The head node does not answer, or this process has disconnected.
         """
-        answer: Future[_Answer] = Future()
         end = SYSTEM.monotonic() + timeout
+        if not _asking.acquire(timeout=timeout):
+            raise self._silent(timeout)
+        answer = self.question(question)
+        answer.add_done_callback(lambda _: _asking.release())
+        return self.answer(answer, max(0.0, end - SYSTEM.monotonic()))
+
+    def question(self, question: Callable[[], _Answer]) -> Future[_Answer]:
+        """Start ``question`` on another thread: Ray waits for a frozen head node without end, and Python handles no signal
+        meanwhile."""
+        answer: Future[_Answer] = Future()
+        background.start("raystow-ray", self._put_question, question, answer)
+        return answer
+
+    def answer(self, answer: Future[_Answer], timeout: float) -> _Answer:
+        """Return the answer to a question. Raises ``ClusterError`` as ``ask``."""
         try:
-            if not _asking.acquire(timeout=timeout):
-                raise FuturesTimeout
-            background.start("raystow-ray", self._answer, question, answer)
-            return answer.result(max(0.0, end - SYSTEM.monotonic()))
+            return answer.result(timeout)
         except FuturesTimeout:
-            what = f"does not answer within {timeout:.0f} s"
-            raise ClusterError(what, subject=self._head, remedy="look at its gcs_server.out") from None
+            raise self._silent(timeout) from None
+
+    def _silent(self, timeout: float) -> ClusterError:
+        what = f"does not answer within {timeout:.0f} s"
+        return ClusterError(what, subject=self._head, remedy="look at its gcs_server.out")
 
     @property
     def _head(self) -> str:
         return f"the head node at {self.address}"
 
-    def _answer(self, question: Callable[[], _Answer], answer: Future[_Answer]) -> None:
+    def _put_question(self, question: Callable[[], _Answer], answer: Future[_Answer]) -> None:
         try:
             with self._calling(self._head):
                 answer.set_result(question())
         except BaseException as error:
             answer.set_exception(error)
-        finally:
-            _asking.release()
 
     def _get(self, answer: Any, timeout: float, who: str) -> Any:
         until = SYSTEM.monotonic() + timeout

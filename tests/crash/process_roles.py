@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 import crash_points
 import ray
 import trial_journal
+from no_ray import without_ray
 from node_process import PortServer
-from remote_calls import Blocking, CoordinatorPort, NoConnection, NodePeers
+from remote_calls import Blocking, CoordinatorPort, NodePeers
 from trial_state import blank, same_bits, state_at
 from tripwire import Control, Message, Tripwire
 
@@ -61,8 +62,7 @@ def play(request: Message, end: socket.socket) -> None:
     ray.nodes = lambda: [{"NodeID": node, "Alive": True, "Labels": {}} for node in request["nodes"]]
     ray.put = lambda records: records
     ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: request["node"], get_job_id=lambda: "1")
-    connection = NoConnection("nowhere", "trial", "1", request["node"])
-    RayConnection.here = lambda: connection
+    RayConnection.here = without_ray(request["node"])
     threading.excepthook = lambda failure: control.send(error="".join(traceback.format_exception(failure.exc_value)))
     try:
         _ROLES[request["role"]](request, control, trip)

@@ -19,21 +19,6 @@ _RESTARTS = 60.0  # seconds that a call waits for a restart of the coordinator, 
 _RETRY = 0.005
 
 
-class NoConnection(RayConnection):
-    """Calls of actors that answer themselves."""
-
-    def check(self) -> None: ...
-
-    def call(self, send: Callable[[], Any], timeout: float, who: str) -> Any:
-        return send()
-
-    def send(self, send: Callable[[], Any], who: str) -> Any:
-        return send()
-
-    def ask(self, question: Callable[[], Any], timeout: float) -> Any:
-        return question()
-
-
 class CoordinatorPort(RayCoordinatorClient):
     """The client of a coordinator in another process; calls wait and are repeated while that restarts."""
 

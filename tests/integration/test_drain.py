@@ -16,6 +16,7 @@ from raystow.orchestrator.coordinator.drain import Drained, drain
 from raystow.orchestrator.ray_cluster import announce_end
 from raystow.storage.clock import SYSTEM
 from raystow.workers.node.actor import saves_on
+from raystow.workers.ray_connection import RayConnection
 
 
 def save_on_notice(rank: Rank, node: str) -> None:
@@ -36,7 +37,7 @@ def test_drain_waits_for_saves_started_on_notice(cluster: Cluster, tmp_path: Pat
             done = hook.submit(
                 drain,
                 lambda: saves_on(leaving.node_id),
-                lambda: announce_end(leaving.node_id, 60, "a test"),
+                lambda: announce_end(RayConnection.here(), leaving.node_id, 60, "a test"),
                 SYSTEM,
                 seconds=60,
             )

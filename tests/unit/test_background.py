@@ -52,7 +52,7 @@ OF_ONE = {
     "raystow-alarm": "reports one attempt that is too late; the coordinator has a deadline, too",
     "raystow-late": "learns the outcome of one save that has not ended by its deadline; result() asks again",
     "raystow-states": "listens for one sender of a state, or ends a wait for one",
-    "raystow-census": "asks Ray once which nodes there are; an error is raised where the answer is awaited",
+    "raystow-ray": "asks the head node once; an error is raised where the answer is awaited",
     "raystow-callbacks": "calls the callbacks of one rank; the error of each is logged",
     "raystow-report": "reports one failed save",
     "raystow-due": "asks the coordinator once; an error is raised where the answer is awaited",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 from coordinated_run import part
+from no_ray import without_ray
 
 from raystow.orchestrator.coordinator.actor import CoordinatorActor
 from raystow.storage.clock import SYSTEM
@@ -17,6 +18,7 @@ from raystow.storage.committer import Committer
 from raystow.storage.errors import OutcomeUnknown, SaveFailed
 from raystow.storage.format.root import Entry
 from raystow.workers.protocol.messages import Begin, PartFailed, RankFinished, Ticket
+from raystow.workers.ray_connection import RayConnection
 
 PATIENCE = 30.0
 
@@ -25,6 +27,7 @@ PATIENCE = 30.0
 def uri(monkeypatch: pytest.MonkeyPatch) -> str:
     here = SimpleNamespace(get_node_id=lambda: "node-0", get_job_id=lambda: "1")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    monkeypatch.setattr(RayConnection, "here", without_ray("node-0"))
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "node-0", "Alive": True}])
     return f"memory://{SYSTEM.token()}"
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import ray
+from no_ray import without_ray
 
 from raystow.storage.errors import ClusterError
 from raystow.workers.node import actor
 from raystow.workers.node.actor import NODE, RayPeers
 from raystow.workers.node.node import Node
+from raystow.workers.ray_connection import RayConnection
 
 
 class NoCoordinator:
@@ -55,11 +57,12 @@ def test_a_frozen_head_node_does_not_stop_the_copies(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [{"name": f"{NODE}a"}])
     monkeypatch.setattr(ray, "nodes", nodes)
     monkeypatch.setattr(actor, "_ANSWER", 0.1)
+    monkeypatch.setattr(RayConnection, "here", without_ray("a"))
     peers = RayPeers()
     with ThreadPoolExecutor() as pool:
         try:
             for _ in range(2):
-                with pytest.raises(ClusterError, match="the head node: does not say which nodes there are"):
+                with pytest.raises(ClusterError, match="the head node at nowhere: does not answer within"):
                     pool.submit(peers.nodes).result(10)
         finally:
             end.set()

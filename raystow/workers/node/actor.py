@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Concatenate, ParamSpec, TypeVar
 
 import ray
@@ -104,10 +105,18 @@ class RayPeers(Peers):
 
     def __init__(self) -> None:
         super().__init__(lambda node: _ask(node, NodeActor.contact, _START), SYSTEM)
+        self._census: Future[dict[str, str]] | None = None
 
     def nodes(self) -> Mapping[str, str]:
-        """See ``replication.ReplicationPeers``."""
-        return RayConnection.here().ask(_nodes_with_workers, _ANSWER)
+        """See ``replication.ReplicationPeers``. A frozen head node is asked once."""
+        connection = RayConnection.here()
+        if (census := self._census) is None:
+            census = self._census = connection.question(_nodes_with_workers)
+        try:
+            return connection.answer(census, _ANSWER)
+        finally:
+            if census.done():
+                self._census = None
 
     def holdings(self, node: str, repository: str) -> Sequence[Holding]:
         """See ``replication.ReplicationPeers``."""
