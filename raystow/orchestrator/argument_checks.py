@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from ..storage import addresses
 from ..storage.arguments import integer, refused
 from ..storage.errors import StateError
 from ..storage.format import values
@@ -17,11 +18,12 @@ LONGEST = 1e9
 
 
 def address(uri: object) -> str:
-    """That of a repository, a string or a path."""
+    """That of a repository, a string or a path. ``StateError`` if it looks like a mistyped one."""
     if isinstance(uri, os.PathLike):
         uri = os.fspath(uri)
     if not isinstance(uri, str):  # bytes may hold what must not be repeated
         raise StateError(f"uri is of type {type(uri).__name__}", remedy="give an address or a path, as text")
+    addresses.parse(uri)
     return uri
 
 

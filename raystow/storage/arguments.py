@@ -3,9 +3,6 @@ number."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from .errors import StateError
 
 
@@ -14,22 +11,6 @@ def integer(name: str, value: object, *, least: int, instead: str = "", subject:
     if type(value) is not int or not least <= value < 1 << 63:
         raise refused(name, value, f"an integer of at least {least} and below 2**63", instead, subject)
     return value
-
-
-def path_text(name: str, value: object) -> str:
-    """A path, as text."""
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(text, str):
-        raise refused(name, value, "a path, as text")
-    return text
-
-
-def expanded(path: Path) -> Path:
-    """Replace ``~`` or ``~user`` at the beginning of a path. ``StateError`` if there is no such user."""
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise StateError(str(error), subject=str(path), remedy="give the path without ~") from None
 
 
 def refused(name: str, value: object, valid: str, instead: str = "", subject: str = "") -> StateError:

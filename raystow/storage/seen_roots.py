@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from .arguments import expanded
+from .addresses import local_path
 from .clock import SYSTEM
 from .coding.digest import stored_digest
 from .errors import Damaged, StateError
@@ -44,7 +44,7 @@ class SeenRoot:
             raise StateError("is set, but empty", subject=SEEN_ROOTS, remedy="unset it, or set it to a folder")
         name = stored_digest(f"{uri} {repository}".encode("utf-8", "surrogatepass")).hex()[:32]
         self._uri = uri
-        self._path = expanded(Path(folder)) / f"{name}.json" if folder is not None else None
+        self._path = local_path(SEEN_ROOTS, folder) / f"{name}.json" if folder is not None else None
         self._before = _load(self._path) if self._path is not None else {}
 
     def check(self, root: Root) -> None:

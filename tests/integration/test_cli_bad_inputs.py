@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from bad_inputs import ADDRESSES, FILES, PLACES, check_command, command_lines, make, texts
+from cli_runner import ran
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -216,3 +217,26 @@ def test_stores_refuse_strange_keys(store: ObjectStore, key: str) -> None:
 def test_an_unprintable_output_path_is_escaped(base: Path, tmp_path: Path) -> None:
     check_command(base, tmp_path / "copy", ["restore", "@good", "--output", str(tmp_path / "out\udcff")])
     assert (tmp_path / "out\udcff" / "weights.safetensors").is_file()
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/x", "s3:bucket/x", "s3//bucket/x", "file:///x", "$RUN/x"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("restore", "@good", "-o"),
+        ("export", "@good", "--hf"),
+        ("export", "@good", "--torch"),
+        ("export", "@good", "--hf", "out", "--files"),
+        ("report", "@good", "-o"),
+        ("keygen",),
+        ("import", "@good", "@source"),
+    ],
+)
+def test_an_address_in_place_of_a_local_path_is_refused(base: Path, tmp_path: Path, words: tuple[str, ...], address: str) -> None:
+    command = [str(base / "good") if word == "@good" else word for word in words if word != "@source"]
+    command.insert(1 if "@source" in words else len(command), address)
+    before = sorted(base.glob("good/**/*"))
+    refused = ran(*command, code=2)
+    assert "give a path on this machine" in " ".join(refused.output.replace("│", " ").split())
+    assert not any(tmp_path.iterdir())
+    assert sorted(base.glob("good/**/*")) == before

@@ -53,17 +53,15 @@ def export(
     uri: Uri,
     version: Which = LATEST,
     hf: Annotated[
-        Path | None, typer.Option("--hf", metavar="DIR", help="New or empty folder for from_pretrained.", show_default=False)
+        Path | None, options.folder("--hf", help="New or empty folder for from_pretrained.", show_default=False)
     ] = None,
-    torch: Annotated[
-        Path | None, typer.Option("--torch", metavar="FILE", help="New file for torch.load.", show_default=False)
-    ] = None,
+    torch: Annotated[Path | None, options.file("--torch", help="New file for torch.load.", show_default=False)] = None,
     prefix: Annotated[
         str | None,
         typer.Option(metavar="PREFIX", help="Export the tensors with this prefix; by default, the only mapping of weights."),
     ] = None,
     dtype: Annotated[FloatType | None, typer.Option(metavar="DTYPE", help="Convert to float32, bfloat16 or float16.")] = None,
-    files: Annotated[Path | None, typer.Option(metavar="DIR", help="Copy this folder's config and tokenizer files.")] = None,
+    files: Annotated[Path | None, options.folder(help="Copy this folder's config and tokenizer files.")] = None,
     max_shard_size: Annotated[int, options.size(help="Split model.safetensors between tensors above this size.")] = "5GB",  # type: ignore[assignment]
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Upload the folder to the Hugging Face Hub.")] = None,
     json: Json = False,

@@ -22,7 +22,7 @@ from ..save.shards import Shard
 from ..save.state_tree import Leaf
 from ..standalone.commit import StandaloneCommit
 from ..standalone.writer import StandaloneWriter, cores
-from .options import Json, Uri, number
+from .options import Json, Uri, local, number
 from .output import count, emit, out, size
 from .progress import progress_bar
 from .safetensors_file import SourceTensor, header_size, source_tensors
@@ -33,7 +33,9 @@ _INDEX = ".safetensors.index.json"
 
 
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Safetensors file, index of several, or folder.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", parser=local, help="Safetensors file, index of several, or folder.")
+    ],
     uri: Uri,
     step: Annotated[int | None, number(min=0, help="Step of the version; by default the newest version's plus one.")] = None,
     json: Json = False,

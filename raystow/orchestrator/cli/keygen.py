@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
-from ...storage.arguments import expanded
 from ...storage.format.key_files import SIGNING_KEY, TRUSTED_KEYS, public_path, write_pair
-from .options import Json
+from .options import Json, local
 from .output import emit, out
 
 
 def keygen(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File for the private key; FILE.pub gets the public key.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", parser=local, help="File for the private key; FILE.pub gets the public key.")
+    ],
     json: Json = False,
 ) -> None:
     """Create an Ed25519 key pair to sign versions with.
@@ -26,7 +27,7 @@ def keygen(
 
     Example:  raystow keygen ~/llama-signing.pem
     """
-    file = expanded(file).absolute()
+    file = file.absolute()
     public = public_path(file)
     key = write_pair(file)
     if json:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import re
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ...storage.addresses import local_path
+from ...storage.errors import StateError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _BYTES = {"": 1, "b": 1} | {
@@ -59,6 +63,14 @@ def finite(text: str) -> float:
     return value
 
 
+def local(text: str | Path) -> Path:
+    """Parse a local path, and refuse an address."""
+    try:
+        return local_path("it", text)
+    except StateError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def _quantity(text: str, units: dict[str, int], what: str, *, limit: float) -> float:
     found = _NUMBER.fullmatch(text.strip().lower())
     value = float(found[1]) * units[found[2]] if found is not None and found[2] in units else math.inf
@@ -74,6 +86,8 @@ size = partial(typer.Option, metavar="SIZE", parser=nbytes)
 seconds = partial(typer.Option, metavar="SECONDS", parser=finite)
 ratio = partial(typer.Option, metavar="RATIO", parser=stored_ratio)
 dollars = partial(typer.Option, metavar="USD", parser=finite)
+file = partial(typer.Option, metavar="FILE", parser=local)
+folder = partial(typer.Option, metavar="DIR", parser=local)
 """Options with a unit. The parser also converts a default, which is text; mypy cannot know that."""
 
 store_price = dollars(help="Price of a GB (10^9 bytes) in the store per month.")

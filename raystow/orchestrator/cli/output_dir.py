@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from ...storage.arguments import expanded
 from ...storage.clock import SYSTEM
 from ...storage.errors import StateError
 from .output import size
 
 
 def resolved(path: Path) -> Path:
-    """Return the absolute path without ``~`` and links. Unlike ``Path.resolve``, it raises no error if links are a loop."""
-    return Path(os.path.realpath(expanded(path)))
+    """Return the absolute path without links. Unlike ``Path.resolve``, it raises no error if links are a loop."""
+    return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager

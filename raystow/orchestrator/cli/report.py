@@ -22,9 +22,7 @@ from .target import open_target
 
 def report(
     uri: Uri,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The page; an existing file is replaced.", dir_okay=False)
-    ] = Path("report.html"),
+    output: Annotated[Path, options.file("--output", "-o", help="The page; an existing file is replaced.")] = Path("report.html"),
     store_price: Annotated[float | None, options.store_price] = None,
     gpu_price: Annotated[float | None, options.gpu_price] = None,
     gpus: Annotated[int | None, options.gpus(help="GPUs that wait during a stall; by default one per rank.")] = None,

@@ -6,8 +6,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ...storage.version_selector import LATEST
 from . import options, version_files
 from .options import Json, Uri, Which
@@ -22,7 +20,7 @@ _LISTED = 10  # notes on single tensors; the others are counted
 
 def restore(
     uri: Uri,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="New or empty folder.")],
+    output: Annotated[Path, options.folder("--output", "-o", help="New or empty folder.")],
     version: Which = LATEST,
     max_file_size: Annotated[int, options.size(help="Split a group's file between tensors above this size.")] = "5GiB",  # type: ignore[assignment]
     json: Json = False,

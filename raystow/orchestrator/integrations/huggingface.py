@@ -18,6 +18,7 @@ from safetensors.torch import save_model
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from ...storage.addresses import local_path
 from ...storage.arguments import integer
 from ...storage.errors import StateError
 from ...storage.version_selector import LATEST, VersionSelector
@@ -104,7 +105,7 @@ class Checkpointing(TrainerCallback):
     def _resume_from(self, trainer: Trainer, model: torch.nn.Module | None, restored: State, attempt: str) -> str:
         """Load ``restored`` when the training begins; return the folder for the Trainer, which one process of a machine makes."""
         self._restored = restored
-        self._folder = Path(trainer.args.output_dir) / f"raystow-{platform.node()}-{attempt}"
+        self._folder = local_path("output_dir", trainer.args.output_dir) / f"raystow-{platform.node()}-{attempt}"
         with trainer.args.main_process_first(local=True):
             if not self._folder.exists():
                 _write(self._folder, model, json.loads(restored["trainer"])["state"])

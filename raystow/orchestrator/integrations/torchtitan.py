@@ -43,6 +43,8 @@ class CheckpointManager(checkpoint.CheckpointManager):
         """The options of TorchTitan's ``CheckpointManager``."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
+        if config.enable:
+            address(config.folder)  # refuses a mistyped one, which TorchTitan would put below the dump folder
         super().__init__(config, **parts)
         if self.enable:
             self._uri: str = address(self.folder)

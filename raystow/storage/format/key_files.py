@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 from .. import extras
-from ..arguments import expanded, path_text
+from ..addresses import local_path
 from ..errors import StateError
 from .signature import PublicKey, Signer, Trust
 
@@ -54,7 +54,7 @@ def trust(path: str | os.PathLike[str] | None = None) -> Trust | None:
 
     ``StateError`` if there is no key, or something else than Ed25519 public keys (PEM).
     """
-    place = _named(TRUSTED_KEYS) if path is None else expanded(Path(path_text("trusted_keys", path)))
+    place = _named(TRUSTED_KEYS) if path is None else local_path("trusted_keys", path)
     if place is None:
         return None
     try:
@@ -104,7 +104,7 @@ def _named(variable: str) -> Path | None:
     name = os.environ.get(variable)
     if name == "":
         raise StateError("is set, but empty", subject=variable, remedy="unset it, or set it to a file")
-    return expanded(Path(name)) if name is not None else None
+    return local_path(variable, name) if name is not None else None
 
 
 def _public_keys(path: Path) -> list[PublicKey]:

@@ -6,18 +6,16 @@ Each store is imported only when its address needs it: a local folder needs no b
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from urllib.parse import unquote
 
+from ..addresses import VALID, local_path, parse
 from ..errors import StateError
 from ..object_store import ObjectStore
 
 __all__ = ["open_store"]
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_REMEDY = "use s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path, a plain path, or memory://name"
 _CONFIGURATION = {"s3": "AWS", "az": "Azure", "gs": "Google"}
 
 
@@ -29,23 +27,12 @@ def open_store(uri: str, *, kept: bool = False) -> ObjectStore:
     """
     if not uri or any(ord(character) < 32 for character in uri):
         raise _bad("an address must not be empty or hold control characters", "the address")
-    scheme = _SCHEME.match(uri)
-    if scheme is None:
-        try:
-            return _local(str(Path(uri).expanduser()), kept)
-        except RuntimeError as error:  # there is no such user
-            raise _bad(str(error), uri) from None
-    kind = scheme[1].lower()
-    if kind == "file":
-        return _local(_file_path(uri[len("file:") :]), kept)
-    if not uri[len(scheme[0]) :].startswith("/"):
-        raise _bad(f"two slashes must follow {kind}:", f"{kind}:")
-    rest = uri[len(scheme[0]) + 1 :]
-    if kind in _CONFIGURATION:
-        return _in_bucket(kind, rest)
-    if kind == "memory":
-        return _memory(rest)
-    raise _bad(f"raystow has no store for {kind}:// addresses", f"{kind}://")
+    address = parse(uri)
+    if address.scheme == "":
+        return _local(str(local_path("uri", uri)), kept)
+    if address.scheme == "file":
+        return _local(_file_path(address.rest), kept)
+    return _memory(address.rest) if address.scheme == "memory" else _in_bucket(address.scheme, address.rest)
 
 
 def _local(path: str, kept: bool) -> ObjectStore:
@@ -97,4 +84,4 @@ def _memory(name: str) -> ObjectStore:
 
 
 def _bad(what: str, subject: str) -> StateError:
-    return StateError(what, subject=subject, remedy=_REMEDY)
+    return StateError(what, subject=subject, remedy=VALID)

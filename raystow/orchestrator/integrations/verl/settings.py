@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+from ....storage.addresses import local_path
 from ...save.state_tree import State
 
 VARIABLE = "RAYSTOW_VERL"
@@ -30,7 +32,12 @@ def configure(uri: str | os.PathLike[str] | None = None, **options: object) -> N
 
 def repository_of(root: str) -> str:
     """The address of the repository of a run with this ``trainer.default_local_dir``."""
-    return str(_configured.get("uri") or os.environ.get(VARIABLE) or os.path.join(os.path.abspath(root), "raystow"))
+    return str(_configured.get("uri") or os.environ.get(VARIABLE) or os.path.join(os.path.abspath(local_dir(root)), "raystow"))
+
+
+def local_dir(root: str) -> Path:
+    """``trainer.default_local_dir`` as a path. Raises ``StateError`` if it is an address, of which verl would make a folder."""
+    return local_path("trainer.default_local_dir", root)
 
 
 def settings() -> State:

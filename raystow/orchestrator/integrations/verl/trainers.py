@@ -18,7 +18,7 @@ from ....storage.errors import NotARepository, NotFound
 from ....storage.repository import latest_version, open_repository
 from ....storage.version import Version
 from ...save.state_tree import State
-from .settings import configure, repository_of, settings
+from .settings import configure, local_dir, repository_of, settings
 from .step_folder import read_files, restored_folder, step_folder, write_files
 from .training_process import PROCESS, Commit
 
@@ -66,6 +66,7 @@ def loading_ppo(load: Callable[[RayPPOTrainer], None]) -> Callable[[RayPPOTraine
 
     @functools.wraps(load)
     def load_checkpoint(self: RayPPOTrainer) -> None:
+        local_dir(self.config.trainer.default_local_dir)
         _configure(self.actor_rollout_wg)
         if self.config.trainer.resume_mode == "resume_path":
             fetch_files(self.config.trainer.resume_from_path)
@@ -81,7 +82,7 @@ def loading_sft(load: Callable[[CheckpointHandler], int]) -> Callable[[Checkpoin
     def load_checkpoint(self: CheckpointHandler) -> int:
         if self.mode == OrchestrationMode.RAY:
             _configure(self.engine)
-        Path(self.default_local_dir).mkdir(parents=True, exist_ok=True)  # without it verl looks for no checkpoint
+        local_dir(self.default_local_dir).mkdir(parents=True, exist_ok=True)  # without it verl looks for no checkpoint
         if self.resume_mode != "disable" and self.resume_from_path is not None:
             fetch_files(self.resume_from_path)
         return load(self)
