@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 
 from .catalog import Catalog
-from .errors import InvariantError, NotFound, OutcomeUnknown, SaveFailed, StoreError
+from .errors import InvariantError, NotARepository, NotFound, OutcomeUnknown, SaveFailed, StoreError
 from .format import keys
 from .format.root import Entry, Root, Segment
 from .format.segment_record import SegmentRecord
@@ -98,7 +99,7 @@ class Committer:
         """Write a record, then swap the root: the attempt becomes a version. Fragments and packs are durable before.
 
         Raises ``Fenced`` if a newer epoch was taken, ``SaveFailed`` if the id is spent, a base is gone, or there was a rollback
-        since the id was reserved, ``StoreError`` if the record could not be stored, and ``OutcomeUnknown`` if the store did not
+        since the id was reserved, ``NotARepository`` if the repository was deleted or replaced, ``StoreError`` if the record could not be stored, and ``OutcomeUnknown`` if the store did not
         confirm the swap: the version may exist then, and another call with the same record settles it.
         """
         entry, data = put_record(self.catalog.store, record, self._signer)
@@ -158,12 +159,13 @@ class Committer:
 
         Safe because only the epoch that reserved an attempt can commit it, and decides once. It may have been a version although
         its commit raised ``Fenced``: if that had no answer, and newer epochs have committed and dropped since. A collection
-        deletes it then.
+        deletes it then. In place of a repository that was deleted nobody lists the attempt.
         """
-        root = self.catalog.root()
-        were = [(entry.id, entry.attempt) for entry in root.listed] + [(d.id, d.attempt) for d in root.dropped]
-        if (id, attempt) in were:
-            return
+        with contextlib.suppress(NotARepository):
+            root = self.catalog.root()
+            were = [(entry.id, entry.attempt) for entry in root.listed] + [(d.id, d.attempt) for d in root.dropped]
+            if (id, attempt) in were:
+                return
         store = self.catalog.store
         store.delete([info.key for info in store.list(keys.prefix(id, attempt)) if keys.in_layout(info.key)])
 

@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterator
 
 from . import invariants
 from .clock import Clock
-from .errors import Damaged, NotFound, StateError, StoreError
+from .errors import Damaged, NotARepository, NotFound, RaystowError, StateError, StoreError
 from .format import keys
+from .format.marker import Marker
 from .format.root import REPAIR, Root
 from .invariants import Claims
-from .limits import MAX_ROOT
+from .limits import MAX_MARKER, MAX_ROOT
 from .object_store import ObjectStore
 from .register import Register
 from .seen_roots import SeenRoot
 
 logger = logging.getLogger(__name__)
+
+BEGIN_ANEW = "put it back, or begin anew there with a new Checkpointer"
+"""The remedy if a repository was deleted or replaced while it was in use."""
 
 
 class RootRegister:
@@ -28,8 +32,9 @@ class RootRegister:
         self._register = Register(store, keys.ROOT, self._load, clock, max_bytes=MAX_ROOT)
 
     def read(self) -> Root:
-        """The root now. Raises ``NotFound``, or ``Damaged`` if it cannot be read, is of another repository, or older than one
-        that this machine remembers (``seen_roots``)."""
+        """The root now. Raises ``NotFound``, ``NotARepository`` if another repository has taken the place of this one, or
+        ``Damaged`` if it cannot be read, is not of the marker's repository, or older than one that this machine remembers
+        (``seen_roots``)."""
         with _remedy():
             seen = SeenRoot(self._store.uri, self._repository)
             root = self._register.read()
@@ -39,15 +44,16 @@ class RootRegister:
 
     def read_or_empty(self) -> Root:
         """As ``read``, but an empty root if none was created yet: a creator has written the marker, and maybe died. Raises
-        ``Damaged`` if a root was lost, which is so if objects of versions exist."""
+        ``Damaged`` if a root was lost, which is so if objects of versions exist, and ``NotARepository`` if the marker, too."""
         seen, empty = SeenRoot(self._store.uri, self._repository), Root(repository=self._repository)
         for _ in range(2):  # a root that is created meanwhile is written before the first of these objects
             with contextlib.suppress(NotFound):
                 return self.read()
+            self._check_marker()
             if not any(keys.attempt_of(info.key) for info in self._store.list(keys.VERSIONS)):
                 seen.check(empty)
                 return empty
-        raise Damaged("the repository's root is missing, but versions exist", subject=keys.ROOT, remedy=REPAIR)
+        raise self._lost()
 
     def create(self, root: Root) -> Root:
         """Write the first root, or return the one that another writer created first."""
@@ -58,8 +64,8 @@ class RootRegister:
     def update(self, change: Callable[[Root], Root], claims: Claims = Claims()) -> Root:  # noqa: B008  # immutable
         """Replace the root by ``change(root)``, as ``Register.update`` does. ``claims``: what else the change relies on.
 
-        Raises ``Fenced`` if another epoch is in charge, and ``InvariantError`` if the change would break an invariant: nothing
-        was written.
+        Raises ``Fenced`` if another epoch is in charge, ``InvariantError`` if the change would break an invariant, and
+        ``NotARepository`` or ``Damaged`` if there is no root any more: nothing was written.
         """
 
         seen = SeenRoot(self._store.uri, self._repository)
@@ -72,7 +78,11 @@ class RootRegister:
             return new
 
         with _remedy():
-            root = self._register.update(checked)
+            try:
+                root = self._register.update(checked)
+            except NotFound:
+                self._check_root()
+                raise  # of the change
         try:
             seen.note(root)
         except (StateError, StoreError) as error:  # the swap was made all the same
@@ -82,9 +92,33 @@ class RootRegister:
     def _load(self, data: bytes) -> Root:
         root = Root.load(data)
         if root.repository != self._repository:
+            self._check_marker()
             what = f"belongs to repository {root.repository}, but {keys.MARKER} names {self._repository}"
             raise Damaged(what, subject=keys.ROOT, remedy="move away the wrong one, then run `raystow repair URI`")
         return root
+
+    def _check_root(self) -> None:
+        """Raise if there is no root."""
+        try:
+            self._register.read()
+        except NotFound:
+            self._check_marker()
+            raise self._lost() from None
+
+    def _check_marker(self) -> None:
+        """Raise ``NotARepository`` unless the marker is that of this repository."""
+        try:
+            marker = Marker.load(self._store.get(keys.MARKER, max_bytes=MAX_MARKER))
+        except NotFound:
+            what = f"{keys.MARKER} and {keys.ROOT} of repository {self._repository} do not exist any more: it was deleted"
+        else:
+            if marker.repository == self._repository:
+                return
+            what = f"repository {marker.repository} has taken the place of repository {self._repository}"
+        raise NotARepository(what, subject=self._store.uri, remedy=BEGIN_ANEW)
+
+    def _lost(self) -> RaystowError:
+        return Damaged("the repository's root is missing", subject=keys.ROOT, remedy=REPAIR)
 
 
 @contextlib.contextmanager
