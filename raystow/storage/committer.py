@@ -9,7 +9,7 @@ from dataclasses import replace
 from .catalog import Catalog
 from .errors import InvariantError, NotARepository, NotFound, OutcomeUnknown, SaveFailed, StoreError
 from .format import keys
-from .format.root import Entry, Root, Segment
+from .format.root import REPAIRER, Entry, Root, Segment
 from .format.segment_record import SegmentRecord
 from .format.signature import VERSION, Signer
 from .format.version_record import VersionRecord
@@ -36,6 +36,8 @@ class Committer:
         self._ids = threading.Lock()  # ids are reserved while another thread commits
         self.root: Root
         """The newest root that was read or written here."""
+        self.replaced = False
+        """Whether the root that the last commit found was ``outdated``."""
         # Numbers of rollbacks, each with the first id that was reserved after it was noticed.
         self._noticed: tuple[tuple[int, int], ...] = ((0, 0),)
         self.take_over(owner)
@@ -57,6 +59,11 @@ class Committer:
     def epoch(self) -> int:
         """The epoch under which it commits."""
         return self.fence.epoch
+
+    def outdated(self, root: Root) -> bool:
+        """Whether a root that was read now does not continue the one of this epoch: a repair has made it, or an older one was put
+        back. Every commit raises ``Fenced`` then, although no other run writes here."""
+        return root.owner.startswith(REPAIRER) or root.epoch < self.epoch
 
     @property
     def signs(self) -> bool:
@@ -99,14 +106,16 @@ class Committer:
         """Write a record, then swap the root: the attempt becomes a version. Fragments and packs are durable before.
 
         Raises ``Fenced`` if a newer epoch was taken, ``SaveFailed`` if the id is spent, a base is gone, or there was a rollback
-        since the id was reserved, ``NotARepository`` if the repository was deleted or replaced, ``StoreError`` if the record could not be stored, and ``OutcomeUnknown`` if the store did not
-        confirm the swap: the version may exist then, and another call with the same record settles it.
+        since the id was reserved, ``NotARepository`` if the repository was deleted or replaced, ``StoreError`` if the record
+        could not be stored, and ``OutcomeUnknown`` if the store did not confirm the swap: the version may exist then, and another
+        call with the same record settles it.
         """
         entry, data = put_record(self.catalog.store, record, self._signer)
         self._records = {base: data for base, data in self._records.items() if base.id in entry.bases} | {entry: data}
 
         def add(root: Root) -> Root:
             self._pass(root.next_id)
+            self.replaced = self.outdated(root)
             self.notice(root)
             if entry in root.listed:
                 return root  # done before; the answer was lost

@@ -64,7 +64,8 @@ def writer_in_charge(old: Root, new: Root, claims: Claims) -> Iterator[str]:
     """A swap under an epoch finds this epoch and its owner. A repair may repeat an epoch, never an owner."""
     fence = claims.fence
     if fence is not None and (old.epoch, old.owner) != (fence.epoch, fence.owner):
-        what = f"epoch {old.epoch} of {old.owner!r} has replaced epoch {fence.epoch}"
+        done = "was put back instead of" if old.epoch < fence.epoch else "has replaced"
+        what = f"epoch {old.epoch} of {old.owner!r} {done} epoch {fence.epoch}"
         raise Fenced(what, subject=keys.ROOT, remedy="let the newer coordinator work, or stop it first")
     yield from ()
 

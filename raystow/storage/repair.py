@@ -21,7 +21,7 @@ from .clock import SYSTEM, Clock
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StoreUnavailable
 from .format import keys
 from .format.marker import Marker
-from .format.root import Entry, Root, Segment
+from .format.root import REPAIRER, Entry, Root, Segment
 from .format.signature import PublicKey, Trust
 from .format.version_record import VersionRecord
 from .limits import MAX_MARKER, MAX_ROOT, MAX_SEGMENTS
@@ -77,7 +77,7 @@ class RepairPlan:
             "pins are lost, and so is which version was verified last, and which ones were rolled back: roll back again",
             "saves that were complete but never committed come back as versions: all that they wrote is there",
             "dropped versions that are not collected yet come back, too, until they are dropped again, and thinned ones in full",
-            "a coordinator that is at work can commit no more: restart it, or the job",
+            "saves under way fail; a coordinator that is at work goes on with the next one",
         )
         of_marker = (
             "if the repository required signatures, set RAYSTOW_TRUSTED_KEYS or RAYSTOW_SIGNING_KEY, or the new one does not",
@@ -137,7 +137,7 @@ def plan_repair(store: ObjectStore, clock: Clock = SYSTEM, *, trust: Trust | Non
     new_root = Root(
         repository=repository,
         epoch=1 + max((f.record.epoch for f in found if f.record is not None), default=0),
-        owner=f"repair-{clock.token()}",
+        owner=f"{REPAIRER}{clock.token()}",
         next_id=1 + max([f.id for f in found] + leased, default=0),
         write_id=clock.token(),
         versions=versions,

@@ -327,19 +327,21 @@ def create_repository(
     signer: Signer | None = None,
     first: Root | None = None,
     signed_by: tuple[PublicKey, ...] = (),
+    abandoned: Collection[tuple[int, str]] = (),
 ) -> Repository:
     """Open a repository, and create it if there is none. Several callers at once get the same one.
 
     ``signer``: a new repository requires signatures by its key, or by one that this process trusts; see ``Catalog.trusting``
     for what it reads. ``first``: the root of a new
-    repository that is a copy of another, which requires signatures by ``signed_by``. Raises ``UnsafeStore`` if the
+    repository that is a copy of another, which requires signatures by ``signed_by``. ``abandoned``: attempts of a deleted
+    repository that never were versions, whose objects may be there. Raises ``UnsafeStore`` if the
     store, which is probed before its first use, lets two conditional writes win.
     """
     store = open_store(uri)
     try:
         store.get(keys.MARKER, max_bytes=MAX_MARKER)
     except NotFound:
-        _refuse_lost_marker(store)
+        _refuse_lost_marker(store, abandoned)
         probe_conditional_writes(store, clock)
         id = first.repository if first is not None else clock.token() + clock.token()
         marker = Marker(id, clock.now(), signed_by or _signed_by(signer))
@@ -351,16 +353,18 @@ def create_repository(
     try:
         repository.register.read()
     except NotFound:
-        repository.root()  # raises if a root was lost; otherwise a creator died between marker and root
+        repository.register.read_or_empty(abandoned)  # raises if a root was lost; else a creator died between marker and root
         copied = first is not None and first.repository == repository.id
         repository.register.create(first if first is not None and copied else Root(repository=repository.id))
     return repository.trusting(signer)
 
 
-def _refuse_lost_marker(store: ObjectStore) -> None:
-    """Raise ``Damaged`` if there is a repository without a marker: none may be created over it."""
+def _refuse_lost_marker(store: ObjectStore, abandoned: Collection[tuple[int, str]] = ()) -> None:
+    """Raise ``Damaged`` if there is a repository without a marker: none may be created over it. ``abandoned``: see
+    ``create_repository``."""
     found = any(info.key == keys.ROOT for info in store.list(keys.ROOT))
-    found = found or any(keys.attempt_of(info.key) for info in store.list(keys.VERSIONS))
+    attempts = (keys.attempt_of(info.key) for info in store.list(keys.VERSIONS))
+    found = found or any(attempt is not None and attempt not in abandoned for attempt in attempts)
     # Listed again: another creator may have written it meanwhile, and the root after it.
     if found and not any(info.key == keys.MARKER for info in store.list(keys.MARKER)):
         raise Damaged("the repository's marker is missing", subject=keys.MARKER, remedy=REPAIR) from None

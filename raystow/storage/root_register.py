@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from . import invariants
 from .clock import Clock
@@ -42,15 +42,16 @@ class RootRegister:
             seen.note(root)
             return root
 
-    def read_or_empty(self) -> Root:
+    def read_or_empty(self, abandoned: Collection[tuple[int, str]] = ()) -> Root:
         """As ``read``, but an empty root if none was created yet: a creator has written the marker, and maybe died. Raises
-        ``Damaged`` if a root was lost, which is so if objects of versions exist, and ``NotARepository`` if the marker, too."""
+        ``Damaged`` if a root was lost, which is so if objects of versions exist, and ``NotARepository`` if the marker, too.
+        ``abandoned``: attempts, by id and name, that never were versions: their objects do not count."""
         seen, empty = SeenRoot(self._store.uri, self._repository), Root(repository=self._repository)
         for _ in range(2):  # a root that is created meanwhile is written before the first of these objects
             with contextlib.suppress(NotFound):
                 return self.read()
             self._check_marker()
-            if not any(keys.attempt_of(info.key) for info in self._store.list(keys.VERSIONS)):
+            if all(keys.attempt_of(info.key) in (None, *abandoned) for info in self._store.list(keys.VERSIONS)):
                 seen.check(empty)
                 return empty
         raise self._lost()

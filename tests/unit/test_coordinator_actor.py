@@ -114,8 +114,8 @@ def test_a_late_answer_aborts_no_save_of_a_new_node(uri: str, monkeypatch: pytes
             head.wake.set()
         for _ in range(2):  # until the first answer and the next one have been taken
             await asked()
-        assert actor._core is not None
-        assert not actor._core.attempt(new).phase.over
+        assert actor._opened is not None
+        assert not actor._opened.core.attempt(new).phase.over
         head.alive = {"node-0"}
         assert "node node-1 died" in await lost(actor, new)
 

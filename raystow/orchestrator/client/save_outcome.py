@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...storage.committer import outcome_in
-from ...storage.errors import Fenced, NotFound, OutcomeUnknown, RaystowError, SaveFailed
+from ...storage.errors import Fenced, NotARepository, NotFound, OutcomeUnknown, RaystowError, SaveFailed
 from ...storage.format.root import Entry
 from ...storage.repository import Repository
 from ...storage.version import Version
@@ -30,6 +30,8 @@ def find_outcome(
             return repository.at(outcome_in(repository.root(), id, name) if in_root else ask(id, name))
         except (SaveFailed, Fenced, NotFound) as error:
             return type(error)(error.what, subject=unknown.subject, remedy=error.remedy)
+        except NotARepository as error:  # with the repository, all of its versions are gone
+            return SaveFailed(f"{error.subject}: {error.what}", subject=unknown.subject, remedy=error.remedy)
         except RaystowError:
             pass  # it does not answer, or does not know
     return unknown

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from ...storage.clock import Clock
 from ...storage.committer import Committer
-from ...storage.errors import Damaged, Fenced, OutcomeUnknown, RaystowError, SaveFailed
+from ...storage.errors import Damaged, Fenced, NotARepository, OutcomeUnknown, RaystowError, SaveFailed
 from ...storage.format import values
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord, check_part, check_restore
 from ...storage.log import Log, about
 from ...storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
+from ...storage.root_register import BEGIN_ANEW
 from ...workers.protocol.coordinator_client import MODULUS
 from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RestoreVote, Ticket
 from .attempt import Attempt, Phase, version_record
@@ -84,6 +85,7 @@ class Coordinator:
         The first rank that joins again, or with another world size, starts a new generation. Attempts of the new generation
         continue while its other ranks join.
         """
+        self._refuse_former(incarnation)
         self._assumed.discard(rank)
         previous = self._members.get(rank)
         if previous == incarnation:
@@ -103,8 +105,9 @@ class Coordinator:
 
     def check_member(self, message: Begin | AskNextSave | RestoreVote | JournalVote) -> None:
         """Raise ``Fenced`` if another process has taken the rank of the one that sends a message, or another run the
-        repository."""
+        repository, and ``NotARepository`` if the process began with one that is gone."""
         rank, incarnation = message.rank, message.incarnation
+        self._refuse_former(incarnation)
         takes_over = isinstance(message, Begin | AskNextSave) and message.on_fenced == "takeover"
         other_size = self._world_size not in (None, message.world_size)
         if other_size and not takes_over and incarnation < (newest := max(self._members.values())):
@@ -223,7 +226,10 @@ class Coordinator:
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
         """A save of a rank has failed. Its attempt is aborted, and any other attempt that would wait for it until its deadline,
         also one that another rank opens later. Returns whether this rank reports it first, and so logs it for all."""
-        self._assume(rank, incarnation)
+        try:
+            self._assume(rank, incarnation)
+        except NotARepository:
+            return True
         if self._members[rank] != incarnation:
             return True
         reports = self._missed.setdefault(step, {})
@@ -310,7 +316,9 @@ class Coordinator:
             for other in self._open(*Phase):
                 self._abort(other, self._fenced(attempt, outcome))
             return
-        if isinstance(outcome, OutcomeUnknown):
+        if isinstance(outcome, NotARepository):
+            self.give_up(outcome)
+        elif isinstance(outcome, OutcomeUnknown):
             self._abort(attempt, OutcomeUnknown(outcome.what, subject=attempt.subject, remedy=outcome.remedy))
         else:
             self._abort(attempt, f"the commit failed: {outcome}")
@@ -318,11 +326,17 @@ class Coordinator:
             self._group = None
         # Unless the root refused it, a pending write may still make it a version: its objects must stay until a collection has
         # spent the id.
-        attempt.swept = not isinstance(outcome, SaveFailed)
+        attempt.swept = not isinstance(outcome, SaveFailed | NotARepository)
+
+    def give_up(self, error: RaystowError) -> None:
+        """End all attempts, and forget what is in memory only: the repository was deleted, or another one has taken its place."""
+        for attempt in self._open(*Phase):
+            self._abort(attempt, SaveFailed(f"{error.subject}: {error.what}", subject=attempt.subject, remedy=error.remedy))
+        self._lost = self._group = None
 
     def _fenced(self, attempt: Attempt, outcome: Fenced) -> RaystowError:
         uri = self._committer.catalog.uri
-        if attempt.takes_over:
+        if attempt.takes_over or self._committer.replaced:
             return SaveFailed(f"{outcome.what}; this run takes over again", subject=uri, remedy="nothing; later saves go on")
         return Fenced(outcome.what, subject=uri, remedy=ANOTHER_RUN)
 
@@ -358,6 +372,13 @@ class Coordinator:
         if known is None or (rank in self._assumed and incarnation > known):
             self.join(rank, incarnation, world_size)
             self._assumed.add(rank)
+
+    def _refuse_former(self, incarnation: str) -> None:
+        """Raise ``NotARepository`` if a process began with a repository that was here before: see ``CoordinatorStarted.turn``."""
+        catalog, turn = self._committer.catalog, incarnation.partition("@")[0].split(".")
+        if len(turn) == 3 and turn[0] != catalog.id:
+            what = f"{_process(incarnation)} began with repository {turn[0]}, in whose place is repository {catalog.id} now"
+            raise NotARepository(what, subject=catalog.uri, remedy=BEGIN_ANEW)
 
     def _joinable(self, begin: Begin) -> Attempt | None:
         """The oldest attempt for the step that this rank is not part of, so that the saves of all ranks match in order; or the

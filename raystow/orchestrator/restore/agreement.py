@@ -69,12 +69,12 @@ class LocalAgreement:
         self._lease.close()
         if tried is not None and not damage:
             return tried
+        root = self._repository.root()  # first: a version that was deleted with its repository is not damaged
         if tried is not None and self._version != LATEST:
             raise none_left(self._repository.uri, self._version, tried, damage, whole=whole)
         if tried is not None and not self._fall_back:
             remedy = "restore through a Checkpointer, with which all ranks fall back together"
             raise Damaged(damage, subject=f"version {tried.id}", remedy=remedy)
-        root = self._repository.root()
         self._siblings = root.versions
         if self._version != LATEST:
             chosen = select(root, self._version, self._repository.uri)

@@ -14,7 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...storage.clock import Clock
-from ...storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RankRestarted, RaystowError, StateError
+from ...storage.errors import (
+    ClusterError,
+    Damaged,
+    DeadlineExceeded,
+    NotARepository,
+    NotFound,
+    RankRestarted,
+    RaystowError,
+    StateError,
+)
 from ...storage.format.root import Entry
 from ...storage.format.version_record import RestoreInfo
 from ...storage.log import about
@@ -180,6 +189,11 @@ class RestoreRounds:
         if round is not None and rank in round.members and round.members[rank][0] != incarnation:
             self._fail(round, RankRestarted(f"rank {rank} was restarted during the restore", remedy="restore again"))
 
+    def give_up(self, error: RaystowError) -> None:
+        """Fail the round: the repository was deleted, or another one has taken its place."""
+        if self._open is not None:
+            self._fail(self._open, error)
+
     def tick(self) -> None:
         """Fail the round if it is past its deadline."""
         round = self._open
@@ -240,6 +254,13 @@ class RestoreRounds:
         self._close(round)
 
     def _fall_back(self, round: RestoreRound, entry: Entry, damage: dict[int, str]) -> None:
+        try:  # a version that was deleted with its repository is not damaged
+            self._repository.root()
+        except NotARepository as error:
+            self._fail(round, error)
+            return
+        except RaystowError:
+            pass  # the lease says so
         texts = "; ".join(f"rank {rank}: {text}" for rank, text in damage.items())
         whole, older = not round.damaged, round.candidates[1:]
         round.lease.close()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from ... import __version__
 from ...storage.clock import SYSTEM
 from ...storage.committer import Committer
-from ...storage.errors import SaveFailed
+from ...storage.errors import NotARepository, SaveFailed
 from ...storage.format import key_files
 from ...storage.repository import create_repository
 from ...storage.retention.policy import Policy
@@ -25,18 +25,27 @@ _committers: dict[tuple[int, str], Committer] = {}  # by process, which may have
 
 
 def committer_of(uri: str) -> Committer:
-    """This process's committer for a repository, which is created if it does not exist.
+    """This process's committer for a repository, which is created if it does not exist, or not any more.
 
     All saves of the process share it: an epoch for each save would fence an asynchronous save in flight, and a process that is
     thought dead would take over again with its next save.
     """
     with _lock:
         here = os.getpid(), uri
-        if here not in _committers:
+        if here not in _committers or _is_outdated(_committers[here]):
             signer = key_files.signer()
             owner = f"direct-{platform.node()}-{SYSTEM.token()}"
             _committers[here] = Committer(create_repository(uri, signer=signer), owner, signer)
         return _committers[here]
+
+
+def _is_outdated(committer: Committer) -> bool:
+    try:
+        root = committer.catalog.root()
+        committer.notice(root)
+        return committer.outdated(root)
+    except NotARepository:
+        return True
 
 
 class StandaloneCommit:
@@ -46,7 +55,6 @@ class StandaloneCommit:
     def __init__(self, uri: str, step: int | None, attempt: str | None = None) -> None:
         self._committer = committer_of(uri)
         self.repository = self._committer.catalog
-        self._committer.notice(self.repository.root())
         if step is None:
             versions = self._committer.root.versions
             step = versions[-1].step + 1 if versions else 0

@@ -9,6 +9,8 @@ from ..errors import Damaged
 from . import keys, records
 
 REPAIR = "`raystow repair URI` makes it anew from the version records"
+REPAIRER = "repair-"
+"""What the owner of a root begins with that a repair has made."""
 """The remedy for a lost root or marker."""
 
 

@@ -1,0 +1,58 @@
+"""What a coordinator does with the store, on threads: it commits, keeps house and deletes. Never touches attempts in progress."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+from ...storage import background, metrics
+from ...storage.clock import SYSTEM
+from ...storage.committer import UNKNOWN, Committer
+from ...storage.errors import OutcomeUnknown, RaystowError
+from ...storage.format.root import Entry
+from ...storage.format.version_record import VersionRecord
+from ...storage.log import about
+from ...storage.retention.policy import Policy
+from .housekeeping import Housekeeping
+
+logger = logging.getLogger(__name__)
+
+
+class Upkeep:
+    """The store operations for the repository of a committer. No method raises."""
+
+    def __init__(self, committer: Committer) -> None:
+        self._committer, self._uri = committer, committer.catalog.uri
+        self._housekeeping = Housekeeping(committer)
+        self._errors = background.ErrorLog("housekeeping")
+
+    def commit(self, version: VersionRecord) -> Entry | RaystowError:
+        """Make a complete attempt a version. Returns its entry, or the error."""
+        begun = SYSTEM.monotonic()
+        try:
+            return self._committer.commit(version).entry
+        except RaystowError as error:
+            return error
+        except Exception as error:  # an attempt that is not over would be committed again and again
+            about(logger, repository=self._uri, version=version.id, attempt=version.attempt).exception("the commit failed")
+            return OutcomeUnknown(f"the commit failed: {error!r}", subject=f"version {version.id}", remedy=UNKNOWN)
+        finally:
+            metrics.record(metrics.COMMIT, SYSTEM.monotonic() - begun, repository=self._uri)
+
+    def keep_house(self, policy: Policy, bases: Collection[int]) -> None:
+        """Apply a policy: see ``Housekeeping.run``."""
+        try:
+            self._housekeeping.run(policy, bases)
+        except Exception as error:
+            self._errors.note(error)
+
+    def discard(self, attempts: Sequence[tuple[int, str]]) -> None:
+        """Delete the objects of attempts that were given up."""
+        for id, attempt in attempts:
+            try:
+                self._committer.discard(id, attempt)
+            except RaystowError as error:
+                log = about(logger, repository=self._uri, version=id, attempt=attempt)
+                log.warning("objects of the abandoned attempt %d stay until the next collection: %s", id, error)
+            except Exception as error:
+                self._errors.note(error)
