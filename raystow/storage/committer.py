@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 
 from .catalog import Catalog
-from .errors import InvariantError, NotARepository, NotFound, OutcomeUnknown, SaveFailed, StoreError
+from .errors import Damaged, InvariantError, NotARepository, NotFound, OutcomeUnknown, SaveFailed, StoreError
 from .format import keys
 from .format.root import REPAIRER, Entry, Root, Segment
 from .format.segment_record import SegmentRecord
@@ -107,8 +107,8 @@ class Committer:
 
         Raises ``Fenced`` if a newer epoch was taken, ``SaveFailed`` if the id is spent, a base is gone, or there was a rollback
         since the id was reserved, ``NotARepository`` if the repository was deleted or replaced, ``StoreError`` if the record
-        could not be stored, and ``OutcomeUnknown`` if the store did not confirm the swap: the version may exist then, and another
-        call with the same record settles it.
+        could not be stored, and ``OutcomeUnknown`` if the store did not confirm the swap, or the root is lost: the version may
+        exist then, or come back, and another call with the same record settles it.
         """
         entry, data = put_record(self.catalog.store, record, self._signer)
         self._records = {base: data for base, data in self._records.items() if base.id in entry.bases} | {entry: data}
@@ -125,7 +125,7 @@ class Committer:
             root = self.catalog.register.update(add, Claims(self.fence, rollbacks=self.rollbacks_at(entry.id)))
         except InvariantError as error:
             raise SaveFailed(error.what, subject=error.subject) from error
-        except StoreError as error:
+        except (Damaged, StoreError) as error:  # a repair may make it a version: all of it is stored
             what = f"the store did not confirm the commit: {error}"
             raise OutcomeUnknown(what, subject=f"version {entry.id}", remedy=UNKNOWN) from error
         self.notice(root)

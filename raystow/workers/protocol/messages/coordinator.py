@@ -70,8 +70,8 @@ class Ticket(Message, frozen=True):
 
 
 class CoordinatorStarted(Message, frozen=True):
-    """The repository of a coordinator. ``signed_by``: the keys with which it takes versions to be signed. ``turn``: sorts after
-    those of all processes that started earlier, also with earlier coordinators of the repository."""
+    """The repository of a coordinator. ``signed_by``: the keys with which it takes versions to be signed. ``turn``: the id
+    of the repository, and what sorts after the turns of all processes that started earlier, also with earlier coordinators."""
 
     repository: Text
     signed_by: Column[PublicKey]
