@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 from coordinated_run import part
+from fake_clock import FakeClock
 from no_ray import without_ray
+from s3_server import make_bucket, s3_server
 
+from raystow.orchestrator.coordinator import actor as actor_module
 from raystow.orchestrator.coordinator.actor import CoordinatorActor
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.errors import OutcomeUnknown, SaveFailed
+from raystow.storage.errors import NotARepository, OutcomeUnknown, SaveFailed, StoreUnavailable
+from raystow.storage.format import keys
 from raystow.storage.format.root import Entry
-from raystow.workers.protocol.messages import Begin, PartFailed, RankFinished, Ticket
+from raystow.storage.object_store import ObjectStore
+from raystow.storage.repository import open_repository
+from raystow.storage.stores import open_store
+from raystow.storage.stores.memory import MemoryStore
+from raystow.workers.protocol.messages import Begin, PartFailed, PartStaged, RankFinished, StartRun, Ticket
 from raystow.workers.ray_connection import RayConnection
 
 PATIENCE = 30.0
@@ -142,3 +153,114 @@ def test_no_commit_waits_for_the_deletion_of_a_failed_save(uri: str, monkeypatch
 
     monkeypatch.setattr(Committer, "discard", discard)
     assert asyncio.run(run()).step == 2
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def stores(request: pytest.FixtureRequest, uri: str, tmp_path: Path) -> Iterator[ObjectStore]:
+    """A store of each kind."""
+    if request.param == "s3":
+        with s3_server():
+            yield open_store(f"s3://{make_bucket('raystow-tests')}/{SYSTEM.token()}")
+    else:
+        yield open_store(uri if request.param == "memory" else tmp_path.as_uri())
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_a_training_begins_anew_where_all_was_deleted(stores: ObjectStore, under_way: bool) -> None:
+    """Also while the old training saves, whose uploads come back into the new repository and count for nothing there."""
+
+    async def run() -> None:
+        actor = CoordinatorActor(stores.uri)
+        old = await actor.start(StartRun("1"))
+        await save(actor, 1)
+        waiting = None
+        if under_way:
+            ticket = await actor.begin(begin(2))
+            stores.put(keys.pack(ticket.id, ticket.attempt, 0, "weights", 0), [b"uploaded"])
+            waiting = asyncio.create_task(actor._until(ticket, lambda attempt: attempt.phase.over))
+        stores.delete([info.key for info in list(stores.list("")) if under_way is False or "weights" not in info.key])
+        if not under_way:
+            with pytest.raises(SaveFailed, match=rf"{stores.uri}: .* of repository {old.repository} do not exist any more"):
+                await save(actor, 2)
+            await until(lambda: not list(stores.list(keys.VERSIONS)))
+        new, again = await asyncio.gather(actor.start(StartRun("2")), actor.start(StartRun("2")))
+        if waiting is not None:
+            with pytest.raises(SaveFailed, match="do not exist any more"):
+                await asyncio.wait_for(waiting, PATIENCE)
+        assert old.repository != new.repository == again.repository
+        assert open_repository(stores.uri).versions() == []
+        former = msgspec.structs.replace(begin(3), incarnation=f"{old.turn}@process 7 on host")
+        with pytest.raises(NotARepository, match=f"process 7 on host began with repository {old.repository}"):
+            await actor.begin(former)
+        assert (await save(actor, 4)).id == 1
+        assert [version.step for version in open_repository(stores.uri).versions()] == [4]
+
+    asyncio.run(run())
+
+
+def test_a_store_that_is_down_is_no_deleted_repository(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def down(*_: object, **__: object) -> None:
+        raise StoreUnavailable("503", subject="root.json")
+
+    async def run() -> None:
+        actor = CoordinatorActor(uri)
+        before = await actor.start(StartRun("1"))
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryStore, "get_tagged", down)
+            assert (await actor.start(StartRun("2"))).repository == before.repository
+        assert (await save(actor, 1)).id == 1
+
+    asyncio.run(run())
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    for _ in range(round(PATIENCE / 0.05)):
+        if reached():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("not reached")
+
+
+class Cluster:
+    """Time, the ranks that are connected to node workers, and whether the coordinator has ended itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.connected, self.ended = FakeClock(), True, asyncio.Event()
+        here = SimpleNamespace(get_node_id=lambda: "node-0", get_job_id=lambda: "1", current_actor=None)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+        monkeypatch.setattr(ray, "kill", lambda actor: self.ended.set())
+        monkeypatch.setattr(actor_module, "SYSTEM", self.clock)
+        monkeypatch.setattr(actor_module, "ranks_connected", self._ranks_connected)
+        self.questions = 0
+
+    async def _ranks_connected(self, uri: str) -> bool:
+        self.questions += 1
+        return self.connected
+
+
+def test_a_coordinator_ends_within_a_minute_after_its_last_training(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are connected keep it for days, and so does a save that only memory has."""
+
+    async def run() -> None:
+        cluster = Cluster(monkeypatch)
+        actor = CoordinatorActor(uri)
+        await save(actor, 1)
+        for _ in range(3):  # a training that does not save for long
+            asked = cluster.questions
+            cluster.clock.time += 86400
+            await until(lambda asked=asked: cluster.questions > asked)
+        assert not cluster.ended.is_set()
+        cluster.connected = False
+        ticket = await actor.begin(begin(2))
+        await actor.answer(RankFinished(ticket, 0, 0))
+        await actor.answer(PartStaged(ticket, part(0), ()))
+        await actor.answer(PartFailed(ticket, "the store is down"))
+        asked = cluster.questions
+        cluster.clock.time += 86400
+        await save(actor, 3)  # is newer than the save in memory
+        assert (cluster.questions, cluster.ended.is_set()) == (asked, False)
+        await until(lambda: not actor._is_in_use())  # the objects of the failed save are deleted
+        cluster.clock.time += 59
+        await asyncio.wait_for(cluster.ended.wait(), PATIENCE)
+
+    asyncio.run(run())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -30,6 +31,7 @@ from ...workers.protocol.messages import (
     CoordinatorStarted,
     CoordinatorStatus,
     EntryInfo,
+    JournalChoice,
     JournalVote,
     NoVersion,
     RankReading,
@@ -50,8 +52,10 @@ from .status import failed_attempts, open_attempts
 
 logger = logging.getLogger(__name__)
 
-UNUSED = 3600.0
+UNUSED = 30.0
 """Seconds without any call after which a coordinator ends, unless ranks are connected to node workers."""
+
+_FENCED = 3600.0  # the same for one that was fenced: another one would take the repository back from the other run
 
 _TICK = 0.5  # seconds between checks of deadlines and nodes
 _SOON = 5.0  # seconds that a run that starts waits for the store to say whether the repository is still there
@@ -88,7 +92,9 @@ class CoordinatorActor:
         self._fenced: tuple[Fenced, str] | None = None  # by another run, with the job that was fenced
         self._job = ""
         self._starts = 0
-        self._unused, self._used = unused, SYSTEM.monotonic()
+        self._unused, self._used, self._calls = unused, SYSTEM.monotonic(), 0
+        self._farewell: asyncio.Task[None] | None = None  # ends this actor, unless ranks are connected
+        self._errors = background.ErrorLog("coordinator")
 
     async def start(self, run: StartRun | None = None) -> CoordinatorStarted:
         """Make or open the repository and take the next epoch. Only the first call does anything, and that of a ``run`` that
@@ -199,12 +205,18 @@ class CoordinatorActor:
 
     async def handle(self, protocol: str, data: bytes) -> bytes:
         """Answer a request of a rank or node worker: one of ``COORDINATOR_REQUESTS``, encoded."""
-        self._check(protocol)
-        return messages.encode(await self.answer(messages.decode(data, *messages.COORDINATOR_REQUESTS)))
+        with self._serving(protocol):
+            return messages.encode(await self.answer(messages.decode(data, *messages.COORDINATOR_REQUESTS)))
 
-    def _check(self, protocol: str) -> None:
-        self._used = SYSTEM.monotonic()
+    @contextlib.contextmanager
+    def _serving(self, protocol: str) -> Iterator[None]:
         messages.check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._used = SYSTEM.monotonic()
 
     async def answer(self, request: messages.Message) -> messages.Message:
         """Answer one of ``COORDINATOR_REQUESTS``."""
@@ -250,8 +262,8 @@ class CoordinatorActor:
     async def handle_vote(self, protocol: str, data: bytes) -> tuple[bytes, ray.ObjectRef | None]:
         """As ``settle``, encoded. Records that are known here come through the object store: once to each node, and not to each
         rank."""
-        self._check(protocol)
-        choice = await self.settle(messages.decode(data, RestoreVote))
+        with self._serving(protocol):
+            choice = await self.settle(messages.decode(data, RestoreVote))
         if not isinstance(choice, RestoreChoice) or not any(records := choice.records):
             return messages.encode(choice), None
         if records != self._shared[0]:
@@ -281,9 +293,12 @@ class CoordinatorActor:
             return replace(choice, group=round.group)
 
     async def handle_journal(self, protocol: str, data: bytes) -> bytes:
+        """As ``replay``, encoded."""
+        with self._serving(protocol):
+            return messages.encode(await self.replay(messages.decode(data, JournalVote)))
+
+    async def replay(self, vote: JournalVote) -> JournalChoice | RanksReading:
         """Take a rank's vote on the step to replay to, and answer when all ranks have voted, or with ``RanksReading``."""
-        self._check(protocol)
-        vote = messages.decode(data, JournalVote)
         at = await self._started()
         at.core.check_member(vote)
         async with self._restoring:
@@ -291,10 +306,9 @@ class CoordinatorActor:
             round = at.replays.vote(vote, lambda: held)
         await self._tell(at)
         if not await self._within(vote.timeout, lambda: round.answers(vote)):
-            return messages.encode(RanksReading())
+            return RanksReading()
         choice = round.answer(vote)
-        entries = tuple(replace(place, stored=self._in_store.get(place.info)) for place in choice.entries)
-        return messages.encode(replace(choice, entries=entries))
+        return replace(choice, entries=tuple(replace(one, stored=self._in_store.get(one.info)) for one in choice.entries))
 
     async def _journal_entries(self, catalog: Catalog) -> Mapping[str, Sequence[EntryInfo]]:
         """The entries that nodes and the store have."""
@@ -368,14 +382,13 @@ class CoordinatorActor:
 
     async def _keep(self) -> None:
         """Look after the saves and this actor: at once for a commit, else periodically."""
-        errors = background.ErrorLog("coordinator")
         while True:
             try:
                 if self._opened is not None:
                     await self._look_after(self._opened)
-                await self._end_if_unused()
+                self._end_if_unused()
             except Exception as error:
-                errors.note(error)
+                self._errors.note(error)
             await self._within(_TICK, self._has_commit)
 
     async def _look_after(self, at: OpenedRepository) -> None:
@@ -423,22 +436,28 @@ class CoordinatorActor:
             self._census = None
             core.nodes_alive({node["NodeID"] for node in answer.result() if node["Alive"]} | (core.nodes - asked))
 
-    async def _end_if_unused(self) -> None:
+    def _end_if_unused(self) -> None:
         """End for good if this coordinator has not been used for long, and has nothing that another one would not find."""
         if self._is_in_use():
             self._used = SYSTEM.monotonic()
-        used = self._used
-        if SYSTEM.monotonic() < used + self._unused:
-            return
-        if await ranks_connected(self._uri):  # they may save after this pause
-            self._used = SYSTEM.monotonic()
-        elif self._used == used:
-            about(logger, repository=self._uri).info("the coordinator ends: unused for %.0f s", self._unused)
-            ray.kill(ray.get_runtime_context().current_actor)
+        patience = self._unused if self._fenced is None else max(self._unused, _FENCED)
+        if SYSTEM.monotonic() >= self._used + patience and (self._farewell is None or self._farewell.done()):
+            self._farewell = asyncio.create_task(self._end_unless_connected(self._used))
+
+    async def _end_unless_connected(self, used: float) -> None:
+        """End unless ranks are connected, which may save after this pause. ``used``: see ``_used``; a later call prevents it."""
+        try:
+            if await ranks_connected(self._uri):
+                self._used = SYSTEM.monotonic()
+            elif self._used == used and not self._is_in_use():
+                about(logger, repository=self._uri).info("the coordinator ends: unused for %.0f s", self._unused)
+                ray.kill(ray.get_runtime_context().current_actor)
+        except Exception as error:
+            self._errors.note(error)
 
     def _is_in_use(self) -> bool:
         at_work = any(task is not None and not task.done() for task in (self._chores, self._sweep))
-        return self._opened is not None and (at_work or self._opened.in_use)
+        return self._calls > 0 or at_work or (self._opened is not None and self._opened.in_use)
 
     def _has_commit(self) -> bool:
         return self._opened is not None and self._opened.has_commit

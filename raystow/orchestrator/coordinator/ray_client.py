@@ -41,6 +41,7 @@ COORDINATOR = "coordinator-"
 """The prefix of the actor names of coordinators."""
 
 _ANSWER = 60.0  # seconds within which a call that does not wait for others must be answered
+_RENEWALS = 3  # coordinators in a row that may end when they are called: each was unused until then
 
 
 _Answer = TypeVar("_Answer", bound=messages.Message)
@@ -137,12 +138,13 @@ class RayCoordinatorClient:
             actor = self._known()
             return self._ray.call(lambda: getattr(actor, method).remote(PROTOCOL, data), timeout, self._who)
 
-        try:
-            return answer()
-        except ClusterError as error:
-            if not isinstance(error.__cause__, ActorDiedError):
-                raise
-        self._actor = None  # Ray does not restart one that was unused and has ended itself
+        for _ in range(_RENEWALS):
+            try:
+                return answer()
+            except ClusterError as error:
+                if not isinstance(error.__cause__, ActorDiedError):
+                    raise
+            self._actor = None  # Ray does not restart one that was unused and has ended itself
         return answer()
 
     def _known(self) -> ActorHandle:

@@ -212,13 +212,23 @@ async def journal_entries(repository: str) -> dict[str, list[EntryInfo]]:
 
 
 async def ranks_connected(uri: str) -> bool:
-    """Whether a node worker that answers in time has ranks connected that save to the repository at ``uri``."""
-    return any((await _held_by_each(NodeActor.saves_to, uri)).values())
+    """Whether a node worker that answers in time has ranks connected that save to the repository at ``uri``. Asks few nodes, then
+    more: while a training goes on, any of them has some."""
+    nodes, number = await _alive(), 1
+    while nodes:
+        if any(await asyncio.gather(*(_held(node, NodeActor.saves_to, uri) for node in nodes[:number]))):
+            return True
+        nodes, number = nodes[number:], 4 * number
+    return False
+
+
+async def _alive() -> list[str]:
+    nodes = await asyncio.to_thread(RayConnection.here().ask, ray.nodes, _SURVEY)
+    return [node["NodeID"] for node in nodes if node["Alive"]]
 
 
 async def _held_by_each(method: Callable[[NodeActor, str], list[_Answer]], repository: str) -> dict[str, list[_Answer]]:
-    nodes = await asyncio.to_thread(RayConnection.here().ask, ray.nodes, _SURVEY)
-    alive = [node["NodeID"] for node in nodes if node["Alive"]]
+    alive = await _alive()
     return dict(zip(alive, await asyncio.gather(*(_held(node, method, repository) for node in alive)), strict=True))
 
 
