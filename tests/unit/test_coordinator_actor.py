@@ -259,7 +259,7 @@ def test_a_coordinator_ends_within_a_minute_after_its_last_training(uri: str, mo
         cluster.clock.time += 86400
         await save(actor, 3)  # is newer than the save in memory
         assert (cluster.questions, cluster.ended.is_set()) == (asked, False)
-        await until(lambda: not actor._is_in_use())  # the objects of the failed save are deleted
+        await until(lambda: actor._sweep is not None and not actor._is_in_use())  # the objects of the failed save are deleted
         cluster.clock.time += 59
         await asyncio.wait_for(cluster.ended.wait(), PATIENCE)
 
