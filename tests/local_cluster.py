@@ -64,13 +64,13 @@ class LocalPort:
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         self._apply(lambda core: core.finished(ticket, rank, covered))
 
-    def wait_complete(self, ticket: Ticket) -> None:
+    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
         self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         self._apply(lambda core: core.staged(ticket, info, packs))
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
         self._apply(lambda core: core.fragment(ticket, info, packs))
         return self._until(ticket, lambda attempt: attempt.phase.over).result()
 

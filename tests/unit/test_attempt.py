@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import functools
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,7 +33,7 @@ TICKET = Ticket(1, "0123456789abcdef", 0, 60.0, 1)
 class GivenUp:
     """A port to a coordinator that has given up the attempt."""
 
-    def wait_complete(self, ticket: Ticket) -> None:
+    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
         raise SaveFailed("given up")
 
     def failed(self, ticket: Ticket, reason: str) -> None:
@@ -57,9 +58,9 @@ def test_a_chunk_that_cannot_be_coded_holds_up_no_other() -> None:
     failed, freed, budget, staged = list[str](), threading.Event(), MemoryBudget(1 << 20), threading.Event()
 
     class Waiting(GivenUp):
-        def wait_complete(self, ticket: Ticket) -> None:
+        def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
             assert staged.wait(10)
-            super().wait_complete(ticket)
+            super().wait_complete(ticket, warn)
 
         def failed(self, ticket: Ticket, reason: str) -> None:
             failed.append(reason)
@@ -170,9 +171,9 @@ def test_chunks_for_which_no_thread_can_be_started_are_released(monkeypatch: pyt
                 raise RuntimeError("can't start new thread")
 
     class Waiting(GivenUp):
-        def wait_complete(self, ticket: Ticket) -> None:
+        def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
             assert ready.wait(10)
-            super().wait_complete(ticket)
+            super().wait_complete(ticket, warn)
 
     with ThreadPoolExecutor(1) as pool:
         port, full = cast(Any, Waiting()), cast(Any, Full())
@@ -197,9 +198,9 @@ def test_nothing_is_kept_for_an_attempt_that_has_ended(monkeypatch: pytest.Monke
             assert packed.wait(10)
             told.set()
 
-        def wait_complete(self, ticket: Ticket) -> None:
+        def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
             assert added.wait(10)
-            super().wait_complete(ticket)
+            super().wait_complete(ticket, warn)
 
     added = threading.Event()
     with ThreadPoolExecutor(1) as pool:

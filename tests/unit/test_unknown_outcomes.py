@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -147,7 +148,7 @@ class LostAnswer:
     def __init__(self, error: Exception) -> None:
         self._error, self.given_up = error, False
 
-    def wait_complete(self, ticket: Ticket) -> None: ...
+    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None: ...
 
     def staged(self, *_: object) -> None: ...
 

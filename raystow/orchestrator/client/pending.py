@@ -24,7 +24,7 @@ class Pending:
         step: The step given to ``save``.
         number: How many saves this rank has begun, with this one.
         begun: When ``save`` was called, in monotonic seconds.
-        warnings: Problems that the node worker found in the state; complete when the save is done, and also logged.
+        warnings: Problems with the state, and ranks that are late. Each is also logged, as soon as it is known.
     """
 
     def __init__(self, step: int, log: logging.Logger | Log = logger, *, number: int = 0) -> None:

@@ -35,6 +35,7 @@ from ...workers.protocol.messages import (
     JournalVote,
     NoVersion,
     RankReading,
+    RanksLate,
     RanksReading,
     RestoreChoice,
     RestoreVote,
@@ -174,12 +175,15 @@ class CoordinatorActor:
             raise self._fenced[0]
         return await self._apply(lambda core: core.begin(begin))
 
-    async def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
-        """Take a node's fragment, and return when the attempt is a version."""
+    async def fragment(
+        self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], told: int | None = None
+    ) -> Entry | RanksLate:
+        """Take a node's fragment, and return when the attempt is a version, or with the warning after the ``told``-th."""
         if (await self._started()).core.find(ticket.attempt) is None:  # an earlier coordinator may have committed it
             return await self.outcome(ticket.id, ticket.attempt)
         await self._apply(lambda core: core.fragment(ticket, info, packs))
-        return (await self._until(ticket, lambda attempt: attempt.phase.over)).result()
+        found = await self._until(ticket, lambda attempt: attempt.phase.over, told)
+        return found if isinstance(found, RanksLate) else found.result()
 
     async def outcome(self, id: int, name: str) -> Entry:
         """Return the entry of the version that an attempt has become, once it is over. Raises what ``outcome_in`` raises."""
@@ -225,14 +229,17 @@ class CoordinatorActor:
                 return await self.start(request)
             case Begin():
                 return await self.begin(request)
-            case messages.PartStored(ticket, info, packs):
-                return messages.Committed(await self.fragment(ticket, info, packs))
+            case messages.PartStored(ticket, info, packs, told):
+                stored = await self.fragment(ticket, info, packs, told)
+                return stored if isinstance(stored, RanksLate) else messages.Committed(stored)
             case messages.JoinRun(rank, incarnation, world_size):
                 await self.join(rank, incarnation, world_size)
             case messages.RankFinished(ticket, rank, covered):
                 await self._apply(lambda core: core.finished(ticket, rank, covered))
-            case messages.AwaitRanks(ticket):
-                await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
+            case messages.AwaitRanks(ticket, told):
+                found = await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, told)
+                if isinstance(found, RanksLate):
+                    return found
             case messages.PartStaged(ticket, info, packs):
                 await self._apply(lambda core: core.staged(ticket, info, packs))
             case messages.PartFailed(ticket, reason):
@@ -372,10 +379,13 @@ class CoordinatorActor:
         except asyncio.TimeoutError:
             return False
 
-    async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool]) -> Attempt:
-        attempt = (await self._started()).core.attempt(ticket)
+    async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], told: int | None = None) -> Attempt | RanksLate:
+        core = (await self._started()).core
+        attempt, late = core.attempt(ticket), lambda: None if told is None else core.late(ticket, told)
         async with self._changed:
-            await self._changed.wait_for(lambda: reached(attempt))
+            await self._changed.wait_for(lambda: reached(attempt) or late())
+        if not reached(attempt) and (warning := late()) is not None:
+            return warning
         if attempt.phase is Phase.ABORTED:
             attempt.result()
         return attempt

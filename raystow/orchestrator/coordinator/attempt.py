@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...storage.committer import Committer
@@ -11,6 +11,7 @@ from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
+from ..late_ranks import LATE, LateWarning, late_text
 
 
 class Phase(enum.Enum):
@@ -41,7 +42,8 @@ class Attempt:
     durable. ``failure``: why it was aborted. ``created``: when all was staged. ``promised``: the record that it will have.
     ``restores``: restores that its record reports. ``base``: the version that it is compared with; ``deltas``: whether changed
     chunks may be deltas to that. ``takes_over``: whether a rank asks to take the repository over from another run. ``opened``,
-    ``deadline``, ``ended``: monotonic seconds.
+    ``deadline``, ``ended``: monotonic seconds. ``progress``: when a rank or node reported last; ``warn_at``: when to look for late
+    ranks; ``warning``: the newest one of them.
     """
 
     id: int
@@ -76,6 +78,9 @@ class Attempt:
     deltas: bool = False
     ended: float = 0.0
     takes_over: bool = False
+    progress: float = 0.0
+    warn_at: float = 0.0
+    warning: LateWarning | None = None
 
     @property
     def subject(self) -> str:
@@ -98,6 +103,23 @@ class Attempt:
     def needs(self, node: int) -> bool:
         """Whether it cannot become a version without more work of a node, by number."""
         return self.phase in (Phase.GATHERING, Phase.SEALING) and node not in self.stored
+
+    def late(self, process_of: Callable[[int], str], now: float) -> LateWarning | None:
+        """The next warning of the ranks that others wait for; None if there are none, or not for long enough. The node of the
+        first rank that waits logs it."""
+        every, quiet = set(range(self.world_size)), now - self.progress
+        unstored = {rank for rank, node in self.ranks.items() if self.nodes[node] not in self.stored}
+        if absent := every - self.ranks.keys():
+            late, waiting, what = absent, {*self.ranks}, f"not called save for {now - self.opened:.0f} s"
+        elif self.phase is Phase.GATHERING:
+            late, waiting = every - self.covered.keys(), {*self.covered}
+            what = f"begun to save, but not delivered all data to the node worker, with no progress for {quiet:.0f} s"
+        else:
+            late, waiting, what = unstored, every - unstored, f"stored nothing more for {quiet:.0f} s: a store may hang"
+        if not late or not waiting or (quiet < LATE and not absent):
+            return None
+        number = 1 if self.warning is None else self.warning.number + 1
+        return LateWarning(number, late_text(late, waiting, what, process_of), self.nodes[self.ranks[min(waiting)]])
 
     def forget_parts(self) -> None:
         """Drop the data of ranks and nodes: 100 MB for thousands of nodes, and the newest attempts are kept."""

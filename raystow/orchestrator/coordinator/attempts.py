@@ -19,7 +19,8 @@ from ...storage.log import Log, about
 from ...storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...storage.root_register import BEGIN_ANEW
 from ...workers.protocol.coordinator_client import MODULUS
-from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RestoreVote, Ticket
+from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksLate, RestoreVote, Ticket
+from ..late_ranks import LATE, next_warning
 from .attempt import Attempt, Phase, version_record
 from .delta_schedule import DeltaGroup, after
 from .save_costs import SaveCosts
@@ -145,6 +146,7 @@ class Coordinator:
         self._abort_skipped(begin)
         attempt = self._joinable(begin) or self._new(begin)
         if begin.rank not in attempt.ranks:
+            attempt.progress = self._clock.monotonic()
             attempt.metrics.update({name: values.loads(text) for name, text in begin.metrics.items()})
             attempt.ranks[begin.rank], attempt.saves[begin.rank] = begin.node, begin.save
             attempt.replicated[begin.rank] = begin.replicated
@@ -164,7 +166,7 @@ class Coordinator:
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         """All shards of a rank are coded on its node."""
         attempt = self._of(ticket, Phase.GATHERING)
-        attempt.covered[rank] = covered
+        attempt.covered[rank], attempt.progress = covered, self._clock.monotonic()
         if len(attempt.covered) < attempt.world_size:
             return
         odd = [r for r, held in sorted(attempt.replicated.items()) if held != attempt.replicated[0]]
@@ -213,7 +215,7 @@ class Coordinator:
             return  # reported before; the answer was lost
         attempt = self._of(ticket, Phase.SEALING)
         self._check_part(attempt, ticket, info, packs)
-        attempt.stored[ticket.node] = info, tuple(packs)
+        attempt.stored[ticket.node], attempt.progress = (info, tuple(packs)), self._clock.monotonic()
         if len(attempt.stored) == len(attempt.nodes):
             self._enter(attempt, Phase.READY)
 
@@ -271,6 +273,7 @@ class Coordinator:
         now = self._clock.monotonic()
         for attempt in self._open(Phase.GATHERING, Phase.SEALING):
             if now < attempt.deadline:
+                self._look_for_late(attempt, now)
                 continue
             seconds = attempt.deadline - attempt.opened
             if attempt.phase is Phase.GATHERING:
@@ -279,6 +282,28 @@ class Coordinator:
             else:
                 late = sorted(node for node, number in attempt.nodes.items() if number not in attempt.stored)
                 self._abort(attempt, f"nodes {late} had not stored their shards after {seconds:.0f} s")
+
+    def late(self, ticket: Ticket, told: int) -> RanksLate | None:
+        """The warning of late ranks that a node has to log, after the ``told``-th."""
+        attempt = self._attempts.get(ticket.attempt)
+        warning = None if attempt is None else attempt.warning
+        if warning is None or warning.number <= told or warning.to != ticket.node:
+            return None
+        return RanksLate(warning.number, warning.text)
+
+    def process_of(self, rank: int) -> str:
+        """The process that has a rank, for people; "" if none has joined."""
+        return _process(self._members[rank]) if rank in self._members else ""
+
+    def _look_for_late(self, attempt: Attempt, now: float) -> None:
+        if now < attempt.warn_at:
+            return
+        if (warning := attempt.late(self.process_of, now)) is None:
+            attempt.warn_at = max(attempt.progress, now - LATE + 1) + LATE
+            return
+        attempt.warning, attempt.warn_at = warning, next_warning(now, attempt.opened)
+        self.changes += 1
+        self._log(attempt).warning("save of step %d: %s", attempt.step, warning.text)
 
     def next_commit(self) -> Attempt | None:
         """The attempt to commit now: it is complete, and no older one is open, so versions have the order of saves."""
@@ -392,7 +417,7 @@ class Coordinator:
         id, token = self._committer.reserve()
         now = self._clock.monotonic()
         attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)
-        attempt.generation = self._generation
+        attempt.generation, attempt.warn_at = self._generation, now + LATE
         if self._group is not None and not self._committer.is_current(self._group.whole.id):
             self._group = None  # its versions may be rolled back: the next one is whole
         if begin.delta and self._group is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -64,14 +64,15 @@ class RayCoordinatorClient:
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         self._tell(messages.RankFinished(ticket, rank, covered))
 
-    def wait_complete(self, ticket: Ticket) -> None:
-        self._tell(messages.AwaitRanks(ticket), ticket.timeout + _ANSWER)
+    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
+        self._wait(lambda told: messages.AwaitRanks(ticket, told), messages.Acknowledged, ticket.timeout + _ANSWER, warn)
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         self._tell(messages.PartStaged(ticket, info, tuple(packs)))
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
-        return self._ask(messages.PartStored(ticket, info, tuple(packs)), messages.Committed, ticket.timeout + 2 * _ANSWER).entry
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
+        timeout, part = ticket.timeout + 2 * _ANSWER, messages.PartStored(ticket, info, tuple(packs))
+        return self._wait(lambda told: replace(part, told=told), messages.Committed, timeout, warn).entry
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._tell(messages.PartFailed(ticket, messages.shortened(reason)))
@@ -124,6 +125,18 @@ class RayCoordinatorClient:
     def outcome(self, id: int, attempt: str, timeout: float = _ANSWER) -> Entry:
         """The entry of the version that an attempt has become, once it is over. Raises ``SaveFailed`` if it has become none."""
         return self._ask(messages.FindOutcome(id, attempt), messages.Committed, timeout).entry
+
+    def _wait(
+        self, ask: Callable[[int], messages.Message], expected: type[_Answer], timeout: float, warn: Callable[[str], None]
+    ) -> _Answer:
+        """Ask until there is an answer and not a warning. ``ask``: makes the question from the number of warnings so far."""
+        told = 0
+        while True:
+            answer = messages.decode(self._call("handle", ask(told), timeout), expected, messages.RanksLate)
+            if not isinstance(answer, messages.RanksLate):
+                return answer
+            told = answer.number
+            warn(answer.text)
 
     def _tell(self, report: messages.Message, timeout: float = _ANSWER) -> None:
         self._ask(report, messages.Acknowledged, timeout)

@@ -38,6 +38,7 @@ from ..protocol.messages import (
     SaveDone,
     SaveLost,
     SaveStaged,
+    SaveWarning,
     SessionOpened,
     SlotsFilled,
     SlotsFree,
@@ -202,7 +203,9 @@ class Session:
         # Sent before the rank can be complete: a process that has not received it knows that its save is no version.
         self._attempt = attempt
         self._connection.send(AttemptJoined(begin.save, attempt.id, attempt.name))
-        attempt.join(begin.rank, message.values, functools.partial(self._tell, begin.save))
+        attempt.join(
+            begin.rank, message.values, functools.partial(self._tell, begin.save), functools.partial(self._warn, begin.save)
+        )
         self._send_base_digests()
 
     def _note_digests(self, attempt: NodeAttempt, message: ChunkDigests) -> None:
@@ -264,6 +267,9 @@ class Session:
     def _tell_free(self, slots: list[int]) -> None:
         if slots:
             self._connection.post(SlotsFree(tuple(slots)))  # the thread may serve other processes, too, and this one may not read
+
+    def _warn(self, save: int, text: str) -> None:
+        self._connection.post(SaveWarning(save, text))
 
     def _tell(self, save: int, outcome: Outcome, warnings: Sequence[str] = ()) -> None:
         """Report what became of a save, as ``_tell_free`` does."""

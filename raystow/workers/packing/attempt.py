@@ -85,6 +85,7 @@ class NodeAttempt:
         self._rounded: dict[str, Rounded] = {}
         self._staged: set[int] = set()
         self._listeners: list[Listener] = []
+        self._on_warning: dict[int, Callable[[str], None]] = {}
         self._ended: tuple[Outcome, Sequence[str]] | None = None
         self._reported = False  # to the coordinator, that everything is stored
         self._coded = 0
@@ -96,10 +97,17 @@ class NodeAttempt:
         self._alarm = background.after(timeout, "raystow-alarm", self._too_late)
         background.start("raystow-attempt", self._drive)
 
-    def join(self, rank: int, values: Iterable[tuple[str, str, str]], on_end: Listener) -> None:
-        """Add a rank with its value rows (name, path, JSON text)."""
+    def join(
+        self,
+        rank: int,
+        values: Iterable[tuple[str, str, str]],
+        on_end: Listener,
+        on_warning: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Add a rank with its value rows (name, path, JSON text). ``on_warning``: receives problems while the save goes on."""
         with self._lock:
             self._ranks.add(rank)
+            self._on_warning[rank] = on_warning
             for row in values:
                 self._values.setdefault(row, []).append(rank)
         self.on_end(on_end)
@@ -280,7 +288,7 @@ class NodeAttempt:
     def _drive(self) -> None:
         """Wait until every rank has finished, store this node's part, report it, and wait for the commit."""
         try:
-            self._port.wait_complete(self._ticket)
+            self._port.wait_complete(self._ticket, self._warn)
             packs = self._packer.seal()
             values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
             key, data, fragment = self._writer.fragment(values, self._rounded)
@@ -290,7 +298,7 @@ class NodeAttempt:
             self._packer.finish(self._left())
             self._store_fragment(key, data)
             self._reported = True
-            outcome: Outcome = self._port.fragment(self._ticket, info, packs)
+            outcome: Outcome = self._port.fragment(self._ticket, info, packs, self._warn)
         except (Fenced, SaveFailed) as error:  # of the coordinator, which decides
             outcome = error
         except Exception as error:
@@ -314,6 +322,12 @@ class NodeAttempt:
             # Once the fragment is reported the attempt may have become a version although we were told otherwise (a lost
             # answer): from then on only the coordinator, which looks at the root, may delete.
             self._packer.discard(delete=not self._reported)
+
+    def _warn(self, text: str) -> None:
+        """Let the first rank of this node log a problem."""
+        with self._lock:
+            warn = self._on_warning[min(self._on_warning)]
+        warn(text)
 
     def _failure(self, error: Exception) -> RaystowError:
         """What an error of this node or of a call means for the save."""

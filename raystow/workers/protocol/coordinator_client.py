@@ -6,7 +6,7 @@ In a cluster ``orchestrator.coordinator.actor`` implements the client; in a test
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...storage.coding.digest import stored_digest
@@ -26,14 +26,14 @@ class CoordinatorClient(Protocol):
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         """Report that all shards of a rank are coded; ``covered`` is their part of the coverage sum."""
 
-    def wait_complete(self, ticket: Ticket) -> None:
-        """Return when every rank of the attempt has finished."""
+    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
+        """Return when every rank of the attempt has finished. ``warn`` is told meanwhile of ranks that are late."""
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         """Report that the node's packs and fragment are complete, in memory, and being uploaded."""
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
-        """Report that the node's packs and fragment are durable; return when the attempt is a version."""
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
+        """Report that the node's packs and fragment are durable; return when the attempt is a version. ``warn``: as above."""
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         """Give the attempt up: the node cannot store its part."""

@@ -29,6 +29,7 @@ from ..protocol.messages import (
     SaveDone,
     SaveLost,
     SaveStaged,
+    SaveWarning,
     SessionOpened,
     SlotsFree,
     shortened,
@@ -178,7 +179,13 @@ class Staging:
         self._end(order.begin.save, error.with_traceback(None))  # which refers to the tensors, and to an encoder's memory
 
     def _listen(self) -> None:
-        received: tuple[SlotsFree | AttemptJoined | SaveStaged | SaveDone | SaveLost | BaseDigests | DeviceAnswer, int | None] | None
+        received: (
+            tuple[
+                SlotsFree | AttemptJoined | SaveStaged | SaveDone | SaveLost | SaveWarning | BaseDigests | DeviceAnswer,
+                int | None,
+            ]
+            | None
+        )
         try:
             while (received := self._connection.receive(*STAGING_ANSWERS)) is not None:
                 match received[0]:
@@ -190,6 +197,8 @@ class Staging:
                         self._begun(save, id, attempt)
                     case SaveStaged(save):
                         self._staged(save)
+                    case SaveWarning(save, text):
+                        self._warn(save, text)
                     case SaveLost(save) as lost:
                         self._end(save, lost.error)
                     case BaseDigests(device) as digests:
@@ -223,6 +232,12 @@ class Staging:
             order = self._open.get(save)
         if order is not None:
             order.on_staged()
+
+    def _warn(self, save: int, text: str) -> None:
+        with self._lock:
+            order = self._open.get(save)
+        if order is not None:
+            order.on_warning(text)
 
     def _end(self, save: int, outcome: Entry | RaystowError, warnings: Sequence[str] = ()) -> None:
         with self._lock:

@@ -30,7 +30,7 @@ STAGING = (
 """What a training process sends after ``OpenSession``."""
 
 STAGING_ANSWERS = (
-    *(SlotsFree, AttemptJoined, SaveStaged, SaveDone, SaveLost, BaseDigests),
+    *(SlotsFree, AttemptJoined, SaveStaged, SaveDone, SaveLost, SaveWarning, BaseDigests),
     *(DeviceOpened, DeviceChecked, DeviceReady, DeviceRefused, DeviceSlotFree),
 )
 """What a node worker sends to a training process after ``SessionOpened``."""

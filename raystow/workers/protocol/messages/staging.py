@@ -162,6 +162,13 @@ class SaveDone(Message, frozen=True):
     warnings: Column[Text] = ()
 
 
+class SaveWarning(Message, frozen=True):
+    """A save that is not over has a problem."""
+
+    save: int
+    text: Text
+
+
 class SaveLost(Message, frozen=True):
     """A save has ended without a version, as far as the node worker knows: the fields of its error.
 

@@ -1,0 +1,55 @@
+"""Warnings of ranks that others wait for, long before a save or restore is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+LATE = 30.0
+"""Seconds after which a rank that others wait for is named in a warning."""
+
+_LISTED = 8  # ranks, or spans of ranks, that a text lists
+
+
+@dataclass(frozen=True)
+class LateWarning:
+    """The ``number``-th warning of a save or restore. ``to``: who logs it for all that wait: a node's number, or a rank."""
+
+    number: int
+    text: str
+    to: int
+
+
+def next_warning(now: float, since: float) -> float:
+    """When to warn again, after a warning now of what has lasted ``since`` then: each takes twice as long as the one before."""
+    return now + max(LATE, now - since)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Name ranks: ``rank 3``, ``ranks 0-2, 4-7``."""
+    spans = list[tuple[int, int]]()
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = spans[-1][0], rank
+        else:
+            spans.append((rank, rank))
+    told = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans[:_LISTED])
+    more = sum(last - first + 1 for first, last in spans[_LISTED:])
+    one = len(spans) == 1 and spans[0][0] == spans[0][1]
+    return f"rank{'' if one else 's'} {told}{f' and {more} more' if more else ''}"
+
+
+def with_processes(ranks: Collection[int], process_of: Callable[[int], str]) -> str:
+    """Name ranks and their processes: ``rank 3 (process 812 on host)``. ``process_of``: "" for a rank that has not started."""
+    listed = sorted(ranks)[:_LISTED]
+    processes = [process_of(rank).partition(",")[0] or "not started" for rank in listed]
+    if len(listed) == 1:
+        return f"{ranks_text(ranks)} ({processes[0]})"
+    told = "; ".join(f"{rank}: {process}" for rank, process in zip(listed, processes, strict=True))
+    return f"{ranks_text(ranks)} ({told}{'; ...' if len(ranks) > len(listed) else ''})"
+
+
+def late_text(late: Collection[int], waiting: Collection[int], what: str, process_of: Callable[[int], str]) -> str:
+    """The warning that some ranks wait for others. ``what``: what these have not done, and for how long."""
+    waits = "waits" if len(waiting) == 1 else "wait"
+    return f"{with_processes(late, process_of)} {'has' if len(late) == 1 else 'have'} {what}; {ranks_text(waiting)} {waits}"
