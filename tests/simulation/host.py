@@ -14,7 +14,7 @@ from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.repository import create_repository
 from raystow.storage.retention.policy import Policy
-from raystow.workers.protocol.messages import Begin, Ticket
+from raystow.workers.protocol.messages import Begin, RanksLate, Ticket
 
 from .invariants import Role
 from .journal import Violation
@@ -59,15 +59,17 @@ class Host:
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         self._apply(lambda core: core.finished(ticket, rank, covered))
 
-    def wait_complete(self, ticket: Ticket) -> None:
-        self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
+    def wait_complete(self, ticket: Ticket, told: int) -> RanksLate | None:
+        found = self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, told)
+        return found if isinstance(found, RanksLate) else None
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         self._apply(lambda core: core.staged(ticket, info, packs))
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry | None:
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], told: int) -> Entry | RanksLate | None:
         self._apply(lambda core: core.fragment(ticket, info, packs))
-        return self._until(ticket, lambda attempt: attempt.phase.over).entry
+        found = self._until(ticket, lambda attempt: attempt.phase.over, told)
+        return found if isinstance(found, RanksLate) else found.entry
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._apply(lambda core: core.failed(ticket, reason))
@@ -139,9 +141,13 @@ class Host:
             self._notified_changes = self._core.changes
             self.process.tell()
 
-    def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool]) -> Attempt:
+    def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], told: int) -> Attempt | RanksLate:
+        assert self._core is not None
         attempt: Attempt = self._apply(lambda core: core.attempt(ticket))
-        self.process.wait(lambda: reached(attempt), _FOR_EVER)
+        core = self._core
+        self.process.wait(lambda: reached(attempt) or core.late(ticket, told) is not None, _FOR_EVER)
+        if not reached(attempt) and (warning := core.late(ticket, told)) is not None:
+            return warning
         if attempt.phase is Phase.ABORTED:
             attempt.result()
         return attempt

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from raystow.storage.errors import ClusterError, RaystowError
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
-from raystow.workers.protocol.messages import Begin, Ticket
+from raystow.workers.protocol.messages import Begin, RanksLate, Ticket
 
 from .scheduler import Process
 
@@ -32,14 +32,14 @@ class SimPort:
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         self._call("finished", _ANSWER, ticket, rank, covered)
 
-    def wait_complete(self, ticket: Ticket) -> None:
-        self._call("wait_complete", ticket.timeout + _ANSWER, ticket)
+    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
+        self._wait("wait_complete", ticket.timeout + _ANSWER, warn, ticket)
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         self._call("staged", _ANSWER, ticket, info, packs)
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
-        return self._call("fragment", ticket.timeout + 2 * _ANSWER, ticket, info, packs)
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
+        return self._wait("fragment", ticket.timeout + 2 * _ANSWER, warn, ticket, info, packs)
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._call("failed", _ANSWER, ticket, reason)
@@ -55,6 +55,15 @@ class SimPort:
 
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
         return self._call("save_failed", _ANSWER, rank, incarnation, save, step, reason)
+
+    def _wait(self, method: str, timeout: float, warn: Callable[[str], None], *args: object) -> Any:
+        """Call until the answer is no warning; a warning may come late or twice."""
+        answer, told = self._call(method, timeout, *args, 0), 0
+        while isinstance(answer, RanksLate):
+            told = max(told, answer.number)
+            warn(answer.text)
+            answer = self._call(method, timeout, *args, told)
+        return answer
 
     def _call(self, method: str, timeout: float, *args: object) -> Any:
         cluster, caller, answers = self._cluster, self._caller, list[Any]()

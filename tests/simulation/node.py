@@ -113,7 +113,7 @@ class Node:
         reported = False
         try:
             port.finished(ticket, self.rank, 0)
-            port.wait_complete(ticket)
+            port.wait_complete(ticket, self._warned)
             port.staged(ticket, part.info, part.packs)
             if not self.process.wait(lambda: bool(uploads), ticket.timeout):
                 raise ClusterError("a pack could not be stored in time")
@@ -121,12 +121,15 @@ class Node:
                 raise uploads[0]
             self.store.put(fragment, [part.fragment])
             reported = True
-            port.fragment(ticket, part.info, part.packs)
+            port.fragment(ticket, part.info, part.packs, self._warned)
         except RaystowError as error:
             self._tell_failed(port, ticket, error)
             if not reported:
                 self._discard(pack)
             raise
+
+    def _warned(self, text: str) -> None:
+        self._cluster.note(self.process, f"is warned: {text}")
 
     def _tell_failed(self, port: SimPort, ticket: Ticket, error: RaystowError) -> None:
         try:

@@ -42,8 +42,8 @@ class Attempt:
     durable. ``failure``: why it was aborted. ``created``: when all was staged. ``promised``: the record that it will have.
     ``restores``: restores that its record reports. ``base``: the version that it is compared with; ``deltas``: whether changed
     chunks may be deltas to that. ``takes_over``: whether a rank asks to take the repository over from another run. ``opened``,
-    ``deadline``, ``ended``: monotonic seconds. ``progress``: when a rank or node reported last; ``warn_at``: when to look for late
-    ranks; ``warning``: the newest one of them.
+    ``deadline``, ``ended``: monotonic seconds. ``progress``: when one reported last; ``warn_at``: when to look for ranks that
+    are late; ``warning``: the newest about them.
     """
 
     id: int
@@ -148,3 +148,14 @@ def version_record(
         packs=tuple(pack for _, packs in parts for pack in packs),
         restores=attempt.restores,
     )
+
+
+def first_differences(plain_tensors: Mapping[int, tuple[str, ...]], rank: int) -> str:
+    """Name tensors that only ``rank`` or rank 0 has; "" if a restart has lost which they have. ``plain_tensors``: by rank."""
+    plain = {r: dict.fromkeys(plain_tensors.get(r, ())) for r in (rank, 0)}
+    told = [
+        f"rank {one} has {', '.join(only[:3])}"
+        for one, other in ((rank, 0), (0, rank))
+        if (only := [tensor for tensor in plain[one] if tensor not in plain[other]])
+    ]
+    return f" ({'; '.join(told)})" if all(plain.values()) and told else ""

@@ -21,7 +21,7 @@ from ...storage.root_register import BEGIN_ANEW
 from ...workers.protocol.coordinator_client import MODULUS
 from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksLate, RestoreVote, Ticket
 from ..late_ranks import LATE, next_warning
-from .attempt import Attempt, Phase, version_record
+from .attempt import Attempt, Phase, first_differences, version_record
 from .delta_schedule import DeltaGroup, after
 from .save_costs import SaveCosts
 from .save_schedule import SaveSchedule
@@ -172,7 +172,7 @@ class Coordinator:
         odd = [r for r, held in sorted(attempt.replicated.items()) if held != attempt.replicated[0]]
         if odd:
             same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
-            what = f"ranks {odd} hold other plain tensors than rank 0{self._first_differences(odd[0])}"
+            what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(self._plain_tensors, odd[0])}"
             self._abort(attempt, f"{what}: {same}; shard what differs as DTensors")
             return
         if (attempt.expected - sum(attempt.covered.values())) % MODULUS:
@@ -463,16 +463,6 @@ class Coordinator:
                 what = f"ranks {other} and {begin.rank} both hold {name!r}, on unrelated meshes"
                 self._abort(attempt, f"{what}: cut both from one mesh, or give the tensors different names")
                 return
-
-    def _first_differences(self, rank: int) -> str:
-        """Name tensors that only ``rank`` or rank 0 has; "" if a restart has lost which they have."""
-        plain = {r: dict.fromkeys(self._plain_tensors.get(r, ())) for r in (rank, 0)}
-        told = [
-            f"rank {one} has {', '.join(only[:3])}"
-            for one, other in ((rank, 0), (0, rank))
-            if (only := [tensor for tensor in plain[one] if tensor not in plain[other]])
-        ]
-        return f" ({'; '.join(told)})" if all(plain.values()) and told else ""
 
     def _abort_if_missed(self, attempt: Attempt) -> None:
         """Abort an attempt that waits for a rank whose save of that step has failed. A retry has a higher number: all ranks count

@@ -203,9 +203,8 @@ class Session:
         # Sent before the rank can be complete: a process that has not received it knows that its save is no version.
         self._attempt = attempt
         self._connection.send(AttemptJoined(begin.save, attempt.id, attempt.name))
-        attempt.join(
-            begin.rank, message.values, functools.partial(self._tell, begin.save), functools.partial(self._warn, begin.save)
-        )
+        tell, warn = (functools.partial(call, begin.save) for call in (self._tell, self._warn))
+        attempt.join(begin.rank, message.values, tell, warn)
         self._send_base_digests()
 
     def _note_digests(self, attempt: NodeAttempt, message: ChunkDigests) -> None:

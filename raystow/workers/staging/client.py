@@ -44,6 +44,7 @@ from .staging_slots import StagingSlots
 
 logger = logging.getLogger(__name__)
 
+_Problem = SaveLost | SaveWarning
 _OPENING = 60.0  # seconds within which the node worker must have allocated the ring
 
 

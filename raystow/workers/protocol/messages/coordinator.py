@@ -102,8 +102,8 @@ class RankFinished(Message, frozen=True):
 
 
 class AwaitRanks(Message, frozen=True):
-    """Asks for an answer when every rank of the attempt has finished; before that it may be ``RanksLate``. ``told``: the number of
-    the last warning."""
+    """Asks for an answer when every rank of the attempt has finished; before that it may be ``RanksLate``. ``told``: the number
+    of the last warning."""
 
     ticket: Ticket
     told: int = 0
