@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from .orchestrator.client.checkpointer import Checkpointer
     from .orchestrator.client.options import Compression, Interval, Memory, Replication
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .orchestrator.journal.journal import Journal
     from .orchestrator.lossy.rules import Blockwise, MantissaBits
     from .orchestrator.lossy.sqnr import Sqnr
+    from .orchestrator.restore.as_saved import AsSaved
     from .orchestrator.save.state_tree import State
     from .orchestrator.sensitivity import sensitivity
     from .storage.errors import (
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .storage.version_selector import VersionSelector
 
 __all__ = [
+    "AsSaved",
     "Blockwise",
     "Checkpointer",
     "ClusterError",
@@ -92,6 +94,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsSaved": "orchestrator.restore.as_saved",
     "Blockwise": "orchestrator.lossy.rules",
     "Checkpointer": "orchestrator.client.checkpointer",
     "CollectionPlan": "storage.retention.collect",
@@ -218,6 +221,8 @@ def restore(
     version: VersionSelector = "latest",
     *,
     strict: bool = True,
+    allow_missing: str | Sequence[str] = (),
+    allow_unused: str | Sequence[str] = (),
     cast: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Version | None:
@@ -229,11 +234,15 @@ def restore(
     Args:
         uri: See ``open``.
         into: A state like the one saved. Tensors and arrays are filled in place, of DTensors this rank's shards; other values are
-            replaced in the dicts and lists that hold them.
+            replaced in the dicts and lists that hold them, and containers of such values as a whole. ``AsSaved`` stands for a part
+            of another structure.
         version: An id, the name of a pin, ``"step:60"`` (the newest version of that step), a ``Version``, or ``"latest"``: the
             newest one. If that is damaged and this process is alone, the newest whole one before it is restored, with an error
             in the log.
-        strict: Whether names that only one side has are an error; else they are left unchanged.
+        strict: Whether names that only one side has are an error. False allows all of them, with a warning.
+        allow_missing: Names of ``into`` that the version may lack; they are left unchanged, with a warning. A pattern such as
+            ``"optim"`` (all names in this container) or ``"*.lora_?"``, or several.
+        allow_unused: Names of the version that ``into`` may lack; patterns as for ``allow_missing``.
         cast: Whether to convert to the dtypes of ``into``; else another dtype is an error.
         progress: Called with the decoded bytes of each chunk, from several threads. None: a progress bar in a terminal or
             notebook, after two seconds.
@@ -252,19 +261,30 @@ def restore(
     with uncollected():  # imports and the set-up of a store allocate much
         from .orchestrator.standalone.restore import restore as restore_alone
 
-        return restore_alone(open(uri), into, version, strict=strict, cast=cast, progress=progress)
+        names = {"strict": strict, "allow_missing": allow_missing, "allow_unused": allow_unused}
+        return restore_alone(open(uri), into, version, cast=cast, progress=progress, **names)
 
 
-def restore_latest(uri: str | os.PathLike[str], into: State, *, strict: bool = True, cast: bool = False) -> Version | None:
+def restore_latest(
+    uri: str | os.PathLike[str],
+    into: State,
+    *,
+    strict: bool = True,
+    allow_missing: str | Sequence[str] = (),
+    allow_unused: str | Sequence[str] = (),
+    cast: bool = False,
+) -> Version | None:
     """Fill ``into`` from the latest version: ``restore`` without ``version``.
 
     Args:
         uri: See ``restore``.
         into: See ``restore``.
         strict: See ``restore``.
+        allow_missing: See ``restore``.
+        allow_unused: See ``restore``.
         cast: See ``restore``.
 
     Returns:
         The version, or None if the repository has none.
     """
-    return restore(uri, into, strict=strict, cast=cast)
+    return restore(uri, into, strict=strict, allow_missing=allow_missing, allow_unused=allow_unused, cast=cast)

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from .coding import dtypes
 from .errors import Damaged
 from .format.boxes import overlap, span, tile
-from .format.manifest import Chunk, Value
+from .format.manifest import Chunk, Value, parse_path
 from .format.selection import Selection, Sought
 from .format.version_record import FragmentInfo
+from .value_tree import RankValues, containers
 
 _AT_ONCE = 8  # fragments read in parallel
 _SAMPLE = 16  # fragments, evenly spread, read to locate a tensor
@@ -38,28 +40,39 @@ class Seeker:
 
 @dataclass
 class FoundRows:
-    """Chunk rows that overlap the sought boxes, and value rows, by name. ``names``: all names that were read."""
+    """Chunk rows that overlap the sought boxes, and value rows, by name: the rank's own value, else that of the lowest rank that
+    was read. ``names``: of all tensors that were read. ``ranks``: what is known of the values of all ranks."""
 
+    ranks: RankValues
     chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
     values: dict[str, Value] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that were found, whole."""
+        first = [rows[0] for rows in self.chunks.values() if rows]
+        return sum(math.prod(row.shape) * dtypes.dtype(row.dtype).itemsize for row in first)
+
 
 class Finder:
-    """Reads fragments for one rank. ``read``: returns the rows of a fragment that are sought, by name."""
+    """Reads fragments for one rank. ``read``: returns the rows of a fragment that are sought, by name. ``raw``: bytes of all tensors
+    of the version."""
 
     def __init__(
         self,
         fragments: Sequence[FragmentInfo],
         read: Callable[[FragmentInfo, Mapping[str, Sought]], Selection],
         seeker: Seeker,
+        raw: int = -1,
     ) -> None:
         self._fragments = sorted(fragments, key=lambda info: (min(info.ranks, default=0), info.node))
-        self._read_one, self._seeker = read, seeker
+        self._read_one, self._seeker, self._raw = read, seeker, raw
         self._unread = set(range(len(fragments)))
         self._open: dict[str, Sought] = {}
         self._spans: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)  # name -> place of a fragment -> what it holds
-        self.found = FoundRows()
+        self._lowest: dict[str, int] = {}  # name of a value or container -> -1 if it is the rank's own, else the lowest rank
+        self.found = FoundRows(RankValues(seeker.world_size))
 
     def find(self, sought: Mapping[str, Sought]) -> FoundRows:
         """Read until everything that is sought is covered, or everything is read. What is not found is not in the version, or not
@@ -68,15 +81,30 @@ class Finder:
         for wave in filter(None, self._waves()):
             self._read(wave)
             self._open = {name: wanted for name, wanted in self._open.items() if not self._settled(name, wanted)}
-            if not self._open:
+            if not self._open or self._only_values_are_open():
                 break
         return self.found
 
-    def names(self) -> set[str]:
-        """The names of all tensors of the version and of the rank's values. Reads what ``find`` has not read."""
+    @property
+    def complete(self) -> bool:
+        """Whether all names of tensors are known: each element is stored once, so a version whose bytes are all found holds no other
+        tensor, except empty ones."""
+        return not self._unread or self.found.nbytes == self._raw
+
+    def read_all(self) -> FoundRows:
+        """Read what ``find`` has not read, for the names of all tensors and the values of all ranks."""
         self._open = {}
         self._read(set(self._unread))
-        return self.found.names | self.found.values.keys()
+        return self.found
+
+    def _only_values_are_open(self) -> bool:
+        """Whether nothing is open but plain values of containers that this rank has saved otherwise, and that hold no tensors."""
+        containers = {wanted.container for wanted in self._open.values() if not wanted.tensor and not wanted.beneath}
+        return (
+            not any(wanted.tensor or wanted.beneath for wanted in self._open.values())
+            and all(self._is_known(name) for name in containers)
+            and self.complete
+        )
 
     def _waves(self) -> Iterator[set[int]]:
         """Fragments to read next: the likely ones for what is still missing, then all."""
@@ -124,19 +152,28 @@ class Finder:
             yield from pool.map(read, places)
 
     def _take(self, value: Value) -> None:
-        """Keep the rank's own value if it took part in the save, else that of the lowest rank."""
-        known = self.found.values.get(value.name)
-        if self._seeker.rank < self._seeker.saved:
-            if self._seeker.rank in value.ranks:
-                self.found.values[value.name] = value
-        elif known is None or min(value.ranks) < min(known.ranks):
+        """Keep the rank's own value if it has saved one, else that of the lowest rank."""
+        self.found.ranks.take(value)
+        holder, known = self._holder(value), self.found.values.get(value.name)
+        if known is None or holder < self._holder(known):
             self.found.values[value.name] = value
+        for name in containers(parse_path(value.path)):
+            self._lowest[name] = min(holder, self._lowest.get(name, holder))
+
+    def _holder(self, value: Value) -> int:
+        return -1 if self._seeker.rank in value.ranks else min(value.ranks)
+
+    def _is_known(self, name: str) -> bool:
+        """Whether no fragment that is not read has a value or container of this name that comes before the known one."""
+        unread = min((min(self._fragments[place].ranks, default=0) for place in self._unread), default=math.inf)
+        return name in self._lowest and self._lowest[name] <= unread
 
     def _settled(self, name: str, wanted: Sought) -> bool:
-        value, rows = self.found.values.get(name), self.found.chunks.get(name)
-        if value is not None and not wanted.tensor:
-            unread = min((min(self._fragments[place].ranks, default=0) for place in self._unread), default=math.inf)
-            return self._seeker.rank < self._seeker.saved or min(value.ranks) <= unread
+        rows = self.found.chunks.get(name)
+        if wanted.beneath:
+            return False
+        if name in self.found.values and not wanted.tensor:
+            return self._is_known(name)
         if not rows:
             return False
         if wanted.box is None:

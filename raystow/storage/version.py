@@ -7,7 +7,6 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from .delta_chain import needed
 from .errors import Damaged, NotFound, StateError, Unsupported
 from .format import key_files, keys, manifest, values
 from .format.boxes import Box
-from .format.manifest import Chunk, Fragment
+from .format.manifest import Chunk, Fragment, parse_path
 from .format.root import Entry
 from .format.selection import Selection, Sought, select
 from .format.signature import Trust
@@ -36,8 +35,8 @@ from .object_store import ObjectStore
 from .reader import PackReader, Request, Run
 from .root_register import RootRegister
 from .tensor_index import Finder, Seeker
-
-Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+from .tensor_slice import Index, resolved
+from .value_tree import beneath, container, rows_of_one_rank
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ class Version:
             with _parsed.taking(_memory(info)):
                 return select(*self._fragment(info), sought, info.chunks)
 
-        return Finder(self.record.fragments, rows, seeker)
+        return Finder(self.record.fragments, rows, seeker, self.record.raw)
 
     def _load(self, info: FragmentInfo) -> Fragment:
         with _parsed.taking(_memory(info)):
@@ -225,10 +224,10 @@ class Version:
                     raise Damaged(f"rows of {chunk.name!r} disagree on shape, dtype or kind", subject=repr(self))
                 same.append(chunk)
         for name, same in rows.items():
-            self._check_covered(name, same)
+            self.check_covered(name, same)
         return rows
 
-    def _check_covered(self, name: str, rows: Sequence[Chunk]) -> None:
+    def check_covered(self, name: str, rows: Sequence[Chunk]) -> None:
         """Raise ``Damaged`` unless the rows cover the tensor; so no absurd shape is allocated."""
         held, size = sum(math.prod(chunk.extent) for chunk in rows), math.prod(rows[0].shape)
         if held != size:
@@ -288,6 +287,27 @@ class Version:
         rows.sort(key=lambda row: min(row.ranks), reverse=True)
         yield from {row.name: row for row in rows}.values()
 
+    def per_rank(self, name: str) -> dict[int, Any]:
+        """Read what each rank has saved as a plain value, also ranks that a restore on fewer ranks leaves out.
+
+        Args:
+            name: The name of a value, as ``values`` lists it, or of a dict, list or tuple of plain values.
+
+        Returns:
+            The value or container of each rank that has saved one.
+
+        Raises:
+            StateError: No rank has saved a plain value of this name, or the container holds tensors, too.
+        """
+        if not isinstance(name, str):
+            raise refused("name", name, "the name of a plain value or of a container of such values")
+        rows = [row for part in self.fragments for row in part.values if beneath(name, parse_path(row.path)) is not None]
+        if not rows or any(tensor == name or tensor.startswith(f"{name}.") for tensor in self.chunks):
+            what = f"version {self.id} holds {'a container of tensors' if rows else 'no plain value'} {name!r}"
+            raise StateError(what, remedy="values() lists the names of plain values, read() reads tensors")
+        ranks = sorted({rank for row in rows for rank in row.ranks})
+        return {rank: container(name, rows_of_one_rank(rows, rank), values.loads) for rank in ranks}
+
     def read(self, name: str, index: Index | None = None) -> Any:
         """Read a tensor or a part of it. Reads only the chunks that overlap.
 
@@ -315,9 +335,9 @@ class Version:
 
     def assemble(self, name: str, rows: Sequence[Chunk], index: Index | None = None) -> Any:
         """What ``read`` gives, of a tensor whose rows are known."""
-        self._check_covered(name, rows)
+        self.check_covered(name, rows)
         first = rows[0]
-        offset, extent, rest = _resolve(index, first.shape, name)
+        offset, extent, rest = resolved(index, first.shape, name)
         raw = np.empty(extent, np.dtype(f"V{dtypes.dtype(first.dtype).itemsize}"))
         self.reader().fill([Request(name, rows, (offset, extent), raw)])
         if first.kind == manifest.TENSOR:
@@ -333,6 +353,8 @@ class Version:
         into: dict[str, Any],
         *,
         strict: bool = True,
+        allow_missing: str | Sequence[str] = (),
+        allow_unused: str | Sequence[str] = (),
         cast: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> None:
@@ -341,6 +363,8 @@ class Version:
         Args:
             into: See ``raystow.restore``.
             strict: See ``raystow.restore``.
+            allow_missing: See ``raystow.restore``.
+            allow_unused: See ``raystow.restore``.
             cast: See ``raystow.restore``.
             progress: See ``raystow.restore``.
 
@@ -351,7 +375,8 @@ class Version:
         """
         # Found by name, because restoring belongs to a layer above this one, which readers of tensors need not load.
         module = importlib.import_module("raystow.orchestrator.standalone.restore")
-        module.restore_version(self, into, strict=strict, cast=cast, progress=progress)
+        names = {"strict": strict, "allow_missing": allow_missing, "allow_unused": allow_unused}
+        module.restore_version(self, into, cast=cast, progress=progress, **names)
 
     def reader(self, *, threads: int | None = None, turn: float = 0.0) -> PackReader:
         """A reader of this version's packs; see there."""
@@ -461,38 +486,3 @@ def as_torch(raw: Words, name: str) -> Any:
     if raw.size == 0:
         return torch.empty(raw.shape, dtype=dtype)
     return torch.frombuffer(raw.reshape(-1).view(np.uint8), dtype=torch.uint8).view(dtype).reshape(raw.shape)
-
-
-def _resolve(
-    index: Index | None, shape: tuple[int, ...], name: str
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]:
-    """The smallest box that contains what ``index`` selects, and the index to apply to it."""
-    parts: list[Any] = [] if index is None else list(index) if isinstance(index, tuple) else [index]
-    if any(type(p) is not int and not isinstance(p, slice | EllipsisType | np.integer) for p in parts):
-        raise StateError("an index is made of integers, slices and '...'", subject=name)
-    if parts.count(...) > 1 or len(parts) - parts.count(...) > len(shape):
-        raise StateError(f"index {index!r} does not fit shape {shape}", subject=name)
-    where = parts.index(...) if ... in parts else len(parts)
-    missing = len(shape) - (len(parts) - parts.count(...))
-    parts[where : where + 1] = [slice(None)] * missing
-    offset: list[int] = []
-    extent: list[int] = []
-    rest: list[int | slice] = []
-    keep: int | slice
-    for part, length in zip(parts, shape, strict=True):
-        try:
-            selected = range(length)[part]
-        except IndexError:
-            raise StateError(f"index {part} is out of range for size {length}", subject=name) from None
-        except (TypeError, ValueError) as error:
-            raise StateError(f"{part!r} is not a slice of integers: {error}", subject=name) from error
-        if isinstance(selected, int):
-            selected, keep = range(selected, selected + 1), 0
-        elif selected.step < 1:
-            raise StateError("steps must be positive", subject=name)
-        else:
-            keep = slice(None, None, selected.step)
-        offset.append(selected.start)
-        extent.append(max(0, selected.stop - selected.start))
-        rest.append(keep)
-    return tuple(offset), tuple(extent), tuple(rest)

@@ -36,8 +36,8 @@ def restore_agreed(
 
     ``progress``: called with the decoded bytes of each chunk; None shows a bar where a person sees it.
 
-    A damaged version is logged as an error. The next one tried must hold all tensors of ``into`` that the damaged one holds, also
-    with ``strict=False``: they may be filled already, and a state made of two versions is never returned. Raises ``Damaged`` if
+    A damaged version is logged as an error. The next one tried must hold all tensors of ``into`` that the damaged one holds, whatever
+    may be missing: they may be filled already, and a state made of two versions is never returned. Raises ``Damaged`` if
     no version is left.
     """
     filled = set[str]()
@@ -47,7 +47,7 @@ def restore_agreed(
         try:
             version = agreement.version(entry)
             with uncollected():
-                plan = plan_restore(version, into, options, sources=agreement.sources, filled=filled)
+                plan = plan_restore(version, into, options, sources=agreement.sources, filled=filled, peers=agreement)
                 filled.update(plan.names)
                 fields = {"version": version.id, "attempt": version.attempt, "step": version.step, "rank": options.rank}
                 log = about(logger, repository=repository.uri, **fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -22,13 +22,14 @@ from ...storage.version_selector import LATEST, VersionSelector, select, selecto
 from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
 from ..heartbeat import Heartbeat
+from .name_check import Peers, Unused
 from .plan import Sources, by_source
 from .rounds import falling_back, none_left
 
 logger = logging.getLogger(__name__)
 
 
-class Agreement(Protocol):
+class Agreement(Peers, Protocol):
     """Call ``settle`` until it returns the version tried last: all ranks have restored it then."""
 
     def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
@@ -62,6 +63,8 @@ class LocalAgreement:
         self._repository, self._fall_back = repository, fall_back
         self._version = selector_text(version, repository.id)
         self.sources = Sources()
+        self.alike = fall_back
+        self.advice = "" if fall_back else "restore through a raystow.Checkpointer, which knows what the other ranks restore"
         self._lease = contextlib.ExitStack()
         self._siblings: Sequence[Entry] = ()
 
@@ -97,6 +100,9 @@ class LocalAgreement:
 
     def version(self, entry: Entry) -> Version:
         return self._repository.at(entry, siblings=self._siblings)
+
+    def unused(self, unused: Unused) -> Collection[str]:
+        return unused.names
 
     def reading(self) -> None: ...
 
@@ -139,6 +145,7 @@ class ClusterAgreement:
         self._here, self.sources = here, Sources()
         self._log = about(logger, repository=repository.uri, rank=opening.rank)
         self._choice: RestoreChoice | None = None
+        self.advice = ""
         self._cache: NodeCacheStore | None = None
 
     def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
@@ -206,6 +213,14 @@ class ClusterAgreement:
 
         self._cache.location = place
         return version
+
+    @property
+    def alike(self) -> bool:
+        return self._choice is None or self._choice.alike
+
+    def unused(self, unused: Unused) -> Collection[str]:
+        """Only the ranks wait that leave names unused: none of these is unused by all if another rank has all names."""
+        raise NotImplementedError
 
     def reading(self) -> None:
         self._heartbeat.beat(self._opening)

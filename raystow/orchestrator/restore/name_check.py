@@ -1,24 +1,70 @@
-"""Compares the names in ``into`` with those that a version holds."""
+"""Compares the names in ``into`` with those that a version holds, together with the other ranks."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Protocol
 
-from ...storage.coding import dtypes
 from ...storage.errors import StateError
-from ...storage.tensor_index import Finder, FoundRows
+from ...storage.tensor_index import Finder, FoundRows, Seeker
 from ...storage.version import Version
+from .name_match import NameMatch
+from .name_patterns import NameRules, proposal
 
 logger = logging.getLogger(__name__)
 
-_LISTED = 10  # names in an error; further ones are counted
+_LISTED = 20  # names in an error or a warning; further ones are counted
 
 
 class Incomplete(StateError):
     """The version is whole but lacks names that are asked for: it was thinned, or is of another state."""
+
+
+@dataclass(frozen=True)
+class Unused:
+    """The names that a rank leaves unused and may not: of ``tensors``, and of its own ``values``. ``listed``: all names of the
+    version, the same and in the same order on all ranks, and those of them that this rank leaves unused and may not; may read the
+    rest of the manifest."""
+
+    tensors: Collection[str] = ()
+    values: Collection[str] = ()
+    listed: Callable[[], tuple[Sequence[str], Collection[str]]] = lambda: ((), ())
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.tensors, *self.values}
+
+
+class Peers(Protocol):
+    """The ranks that restore together."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether it is known that all ranks ask for tensors of the same names."""
+
+    def unused(self, unused: Unused) -> Collection[str]:
+        """Tell what this rank leaves unused, and return the names that no rank uses. Waits for the other ranks if there are any."""
+
+    @property
+    def advice(self) -> str:
+        """What to do if other ranks use the names, and cannot be asked."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A rank that cannot ask others. ``advice``: see ``Peers``."""
+
+    alike: bool = True
+    advice: str = ""
+
+    def unused(self, unused: Unused) -> Collection[str]:
+        return unused.names
+
+
+ALONE = Alone()
 
 
 def check_filled(version: Version, found: FoundRows, filled: Collection[str]) -> None:
@@ -28,43 +74,88 @@ def check_filled(version: Version, found: FoundRows, filled: Collection[str]) ->
         raise Incomplete(f"{why} {missing[0]!r}, which a damaged newer version holds", subject=f"version {version.id}")
 
 
-def check_names(version: Version, finder: Finder, names: set[str], *, strict: bool, warn: bool) -> None:
-    """With ``strict``, ``StateError`` for names that only one side has; else log what is not restored.
+def wants_all_names(finder: Finder, seeker: Seeker, rules: NameRules) -> bool:
+    """Whether all names are needed to report or refuse those that are left out, though the rank's own rows are found."""
+    resharded = seeker.world_size != seeker.saved and seeker.rank == 0
+    return resharded or (not finder.complete and (seeker.rank == 0 or not rules.unused.everything))
 
-    The rest of a large manifest is read only if it may hold other names: each element is stored once, so a version whose bytes
-    are all found holds no other tensor, except empty ones.
-    """
-    found = finder.found
-    missing = sorted(names - found.chunks.keys() - found.values.keys())
-    nbytes, raw = _nbytes(found), version.record.raw
-    if not strict:
-        if missing and version.record.thinned is not None:
-            logged = version.id, _thinned(version), len(missing), missing[0]
-            logger.warning("version %d %s: %d names of `into` are not restored, such as %s", *logged)
-        elif nbytes < raw and warn:
-            what = "strict=False: `into` has no place for %d of the %d bytes that version %d holds"
-            logger.warning(what, raw - nbytes, raw, version.id)
+
+def unused_names(match: NameMatch, finder: Finder, rules: NameRules) -> Unused:
+    """The names that this rank leaves unused and may not."""
+
+    def listed() -> tuple[Sequence[str], Collection[str]]:
+        found = finder.read_all()
+        every = sorted(found.names | found.ranks.names)
+        return every, [name for name in every if name not in match.used and name not in rules.unused]
+
+    tensors, values = ([name for name in names if name not in rules.unused] for names in (match.tensors, match.values))
+    return Unused(tensors, values, listed)
+
+
+def check_names(version: Version, match: NameMatch, rules: NameRules, unused: Collection[str], advice: str) -> None:
+    """``StateError`` for names that only one side has and may not. ``unused``: those of the version. ``advice``: see ``Peers``."""
+    missing, unused = sorted(leaf.name for leaf in match.missing if leaf.name not in rules.missing), sorted(unused)
+    if not (missing or unused):
         return
-    saved = found.names | found.values.keys() if nbytes == raw and not missing else finder.names()
-    unexpected = sorted(saved - names)
-    if not (missing or unexpected):
-        return
-    parts = [
-        f"{title}: {', '.join(listed[:_LISTED])}" + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
-        for title, listed in (("in `into` but not saved", missing), ("saved but not in `into`", unexpected))
-        if listed
-    ]
+    parts, arguments = _parts(missing, unused), []
+    if missing:
+        arguments.append(proposal("allow_missing", missing, match.used))
+    if unused:
+        arguments.append(proposal("allow_unused", unused, match.used))
+    subject, remedy = f"version {version.id}", f"pass {' and '.join(arguments)}"
     if missing and version.record.thinned is not None:
         parts.append(f"it {_thinned(version)}")
-        remedy = "restore a newer version to resume, or pass strict=False for what this version holds"
-        raise Incomplete("; ".join(parts), subject=f"version {version.id}", remedy=remedy)
-    raise StateError("; ".join(parts), subject=f"version {version.id}", remedy="make them match, or pass strict=False")
+        remedy = f"restore a newer version to resume, or {remedy} for what this version holds"
+        raise Incomplete("; ".join(parts), subject=subject, remedy=remedy)
+    more = [match.advice((*missing, *unused)), advice if unused else ""]
+    raise StateError("; ".join(parts), subject=subject, remedy=", or ".join(filter(None, ["make them match", remedy, *more])))
 
 
-def _nbytes(found: FoundRows) -> int:
-    """Bytes of all tensors that were found, whole."""
-    first = [rows[0] for rows in found.chunks.values() if rows]
-    return sum(math.prod(row.shape) * dtypes.dtype(row.dtype).itemsize for row in first)
+def report_left_out(version: Version, match: NameMatch, seeker: Seeker, peers: Peers) -> None:
+    """Log the names that the caller allows to be left out: rank 0 for all ranks, unless they lack different names."""
+    missing = sorted(leaf.name for leaf in match.missing) if seeker.rank == 0 or not peers.alike else []
+    left = sorted({*match.tensors, *match.values}) if seeker.rank == 0 else []
+    if missing or left:
+        why = f", which {_thinned(version)}," if version.record.thinned is not None else ""
+        logger.warning("version %d%s is restored in part: %s", version.id, why, "; ".join(_parts(missing, left)))
+
+
+def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: Seeker, rules: NameRules) -> None:
+    """Log which values of other ranks are restored, and which are not restored because their ranks are gone."""
+    own = {name for name, row in found.values.items() if seeker.rank in row.ranks}
+    if seeker.rank < seeker.saved and (
+        lent := {name: [min(found.values[name].ranks)] for name in {*match.used} - own & found.values.keys()}
+    ):
+        what = "version %d has no value of rank %d under these names, which are restored from the lowest rank that has one: %s"
+        logger.warning(what, version.id, seeker.rank, _with_ranks(lent))
+    if seeker.rank != 0:
+        return
+    if seeker.world_size < seeker.saved:
+        lost = {name: ranks for name, ranks in found.ranks.lost().items() if name in match.used or name not in rules.unused}
+        if lost:
+            what = "%d ranks restore version %d of %d ranks, and not these values; version.per_rank(name) returns them: %s"
+            logger.warning(what, seeker.world_size, version.id, seeker.saved, _with_ranks(lost))
+    elif seeker.world_size > seeker.saved:
+        differing = found.ranks.differing() if seeker.saved > 1 else {name: [0] for name in own}
+        if given := {name: ranks for name, ranks in differing.items() if name in match.used}:
+            what = "ranks %d to %d are new: these values, which may differ between ranks, are those of the lowest rank: %s"
+            logger.warning(what, seeker.saved, seeker.world_size - 1, _with_ranks(given))
+
+
+def _parts(missing: Sequence[str], unused: Sequence[str]) -> list[str]:
+    both = (("in `into` but not saved", missing), ("saved but not in `into`", unused))
+    return [f"{title}: {_listed(names)}" for title, names in both if names]
+
+
+def _with_ranks(names: Mapping[str, Sequence[int]]) -> str:
+    def ranks(of: Sequence[int]) -> str:
+        return f"rank{'s' * (len(of) > 1)} {_listed([str(rank) for rank in of])}"
+
+    return _listed([f"{name} ({ranks(of)})" for name, of in sorted(names.items())])
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:_LISTED]) + (f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else "")
 
 
 def _thinned(version: Version) -> str:

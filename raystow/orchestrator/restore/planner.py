@@ -9,17 +9,31 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...storage.errors import StateError
-from ...storage.format import values
 from ...storage.format.boxes import bounds
-from ...storage.format.manifest import Chunk
+from ...storage.format.manifest import Chunk, Value
 from ...storage.format.selection import Sought
 from ...storage.gc_pause import uncollected
 from ...storage.tensor_index import Seeker
+from ...storage.value_tree import Path as ValuePath
+from ...storage.value_tree import nested
 from ...storage.version import Version
 from ..save.shards import Shard, overlaps, shard_of
-from ..save.state_tree import Leaf, State, boxes, flatten, show
+from ..save.state_tree import Leaf, Path, State, boxes, flatten, show
+from .as_saved import AsSaved, load, target
 from .fill import Fill
-from .name_check import check_filled, check_names
+from .name_check import (
+    ALONE,
+    Peers,
+    check_filled,
+    check_names,
+    report_left_out,
+    report_ranks,
+    unused_names,
+    wants_all_names,
+)
+from .name_match import NameMatch, match_names
+from .name_patterns import NameRules
+from .plain_containers import plain_nodes
 from .plan import FROM_STORE, RestorePlan, Sources, build
 
 logger = logging.getLogger(__name__)
@@ -27,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RestoreOptions:
-    """``strict``: names that only one side has are an error, else they are left alone. ``cast``: other dtypes are converted, else
-    they are an error."""
+    """``names``: those that only one side may have, all others are an error. ``cast``: other dtypes are converted, else they are an
+    error."""
 
     rank: int = 0
     world_size: int = 1
-    strict: bool = True
+    names: NameRules = NameRules()
     cast: bool = False
 
 
@@ -44,12 +58,14 @@ def plan_restore(
     *,
     sources: Sources = FROM_STORE,
     filled: Collection[str] = (),
+    peers: Peers = ALONE,
 ) -> RestorePlan:
-    """Plan to fill ``into`` from ``version``. ``filled``: tensors that may hold another version's elements already.
+    """Plan to fill ``into`` from ``version``. ``filled``: tensors that may hold another version's elements already. ``peers``: the other
+    ranks, which are asked last, when all else is right.
 
     Raises ``StateError`` if a name, shape or dtype does not match, or if the version lacks a tensor of ``filled``.
     """
-    leaves = flatten(into, what="into")
+    leaves = flatten(into, what="into", markers=True)
     shards: dict[str, list[Shard] | StateError] = {}
     for leaf in leaves:
         if not _is_replaced(leaf):
@@ -57,35 +73,64 @@ def plan_restore(
                 shards[leaf.name] = [shard_of(box, rank=options.rank, what="into") for box in boxes(leaf)]
             except StateError as error:
                 shards[leaf.name] = error  # raised only if the version holds a tensor of this name
-    finder = version.finder(Seeker(options.rank, options.world_size, version.world_size))
-    found = finder.find({leaf.name: _sought(leaf, shards.get(leaf.name)) for leaf in leaves})
+    nodes, seeker = plain_nodes(leaves), Seeker(options.rank, options.world_size, version.world_size)
+    finder = version.finder(seeker)
+    sought = {leaf.name: _sought(leaf, shards.get(leaf.name)) for leaf in leaves if leaf.is_tensor}
+    found = finder.find(sought | {leaf.name: Sought(container=node.name) for node in nodes for leaf in node.leaves})
     check_filled(version, found, filled)
-    check_names(version, finder, {leaf.name for leaf in leaves}, strict=options.strict, warn=options.rank == 0)
+    if wants_all_names(finder, seeker, options.names):
+        finder.read_all()
+    match = match_names(leaves, nodes, finder, seeker)
+    unused = unused_names(match, finder, options.names)
+    check_names(version, match, options.names, unused.names if peers.alike else (), peers.advice)
     fill = Fill(into, version.reader(turn=options.rank / options.world_size))
+    fill.values |= match.new
     for leaf in leaves:
         chunks = found.chunks.get(leaf.name)
-        if leaf.name in found.values and not (leaf.is_tensor and chunks):
-            value = values.loads(found.values[leaf.name].text)
-            if not (isinstance(value, dict | list | tuple) and isinstance(leaf.value, type(value))):  # else both are empty
-                fill.values[leaf.path] = value
-        elif chunks and _is_replaced(leaf):
-            fill.values[leaf.path] = version.assemble(leaf.name, chunks)
-        elif chunks:
+        if isinstance(leaf.value, AsSaved):
+            if match.marked[leaf.path]:
+                fill.values[leaf.path] = _as_saved(version, leaf.path, leaf.value, match, fill)
+        elif not chunks or leaf.path in match.new:
+            continue
+        elif leaf.is_tensor and not _is_replaced(leaf):
             targets = shards[leaf.name]
             if isinstance(targets, StateError):
                 raise targets
             for shard in targets:
                 _check_target(leaf, shard, version, chunks[0], cast=options.cast)
                 fill.add(shard, chunks)
-    return build(fill.runs(), sources, version=version.id, names=frozenset(found.chunks), execute=fill.run)
+        elif leaf.is_tensor or leaf in match.whole:
+            fill.values[leaf.path] = version.assemble(leaf.name, chunks)
+    names = frozenset(leaf.name for leaf in leaves if found.chunks.get(leaf.name))
+    plan = build(fill.runs(), sources, version=version.id, names=names, execute=fill.run)
+    if not peers.alike:
+        check_names(version, match, options.names, peers.unused(unused), peers.advice)
+    report_left_out(version, match, seeker, peers)
+    report_ranks(version, match, found, seeker, options.names)
+    return plan
 
 
 def _is_replaced(leaf: Leaf) -> bool:
     """Whether the value is replaced in its container instead of filled in place."""
-    return not leaf.is_tensor or isinstance(leaf.value, np.generic)
+    return not leaf.is_tensor or isinstance(leaf.value, np.generic | AsSaved)
+
+
+def _as_saved(version: Version, path: Path, marker: AsSaved, match: NameMatch, fill: Fill) -> object:
+    """What a marker is replaced by: plain values, and tensors that ``fill`` fills."""
+    parts = dict[ValuePath, object]()
+    for within, part in match.marked[path].items():
+        if isinstance(part, Value):
+            parts[within] = load(part)
+            continue
+        parts[within] = made = target(version, part, marker.device)
+        if not isinstance(made, np.generic):
+            fill.add(shard_of(Leaf((*path, *within), part[0].name, made, True), what="into"), part)
+    return nested(parts)
 
 
 def _sought(leaf: Leaf, targets: list[Shard] | StateError | None) -> Sought:
+    if isinstance(leaf.value, AsSaved):
+        return Sought(beneath=True)
     if isinstance(targets, list) and targets:
         around = bounds([(shard.offset, shard.extent) for shard in targets])
         return Sought(True, targets[0].shape, around, targets[0].holders)

@@ -32,6 +32,10 @@ Path: TypeAlias = tuple[PathPart, ...]
 """Strings and integers for keys of dicts, ``("list", i)`` and ``("tuple", i)`` for indices."""
 
 
+class Marker:
+    """An object in ``into`` that a restore replaces. It cannot be saved."""
+
+
 class Leaf(NamedTuple):
     """A value in the state. ``name``: its keys joined by dots. ``is_tensor``: see the function."""
 
@@ -41,8 +45,8 @@ class Leaf(NamedTuple):
     is_tensor: bool
 
 
-def flatten(state: object, *, what: str = "state") -> list[Leaf]:
-    """Every leaf of a nested state, in its own order.
+def flatten(state: object, *, what: str = "state", markers: bool = False) -> list[Leaf]:
+    """Every leaf of a nested state, in its own order. With ``markers``, these are leaves, too, that count as tensors.
 
     ``StateError`` naming the path for anything that is not a dict with string or integer keys, list, tuple, tensor, numpy
     array or plain value, for a container that contains itself, for two leaves of one name, and for a name that is too long.
@@ -54,6 +58,9 @@ def flatten(state: object, *, what: str = "state") -> list[Leaf]:
         )
     leaves = list[Leaf]()
     _walk(state, (), "", what, (), leaves)
+    for leaf in () if markers else leaves:
+        if isinstance(leaf.value, Marker):
+            raise StateError(f"{_type(leaf.value)} cannot be saved", subject=show(leaf.path, what), remedy="restore it first")
     if len({leaf.name for leaf in leaves}) < len(leaves):
         seen: dict[str, Path] = {}
         for leaf in leaves:
@@ -86,6 +93,8 @@ def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...
         for key, child in items:
             own = str(key[1]) if isinstance(key, tuple) else str(key)
             _walk(child, (*path, key), f"{name}.{own}" if path else own, what, within, leaves)
+    elif isinstance(node, Marker):
+        leaves.append(Leaf(path, name, node, True))
     else:
         problem = f"{_type(node)} is not a tensor, array, number, string, bytes, None, list, tuple or dict"
         raise StateError(problem, subject=show(path, what), remedy="leave it out, or turn it into one of these")
@@ -115,21 +124,49 @@ def boxes(leaf: Leaf) -> list[Leaf]:
 
 
 def replace(node: object, new: Mapping[Path, object], path: Path = ()) -> object:
-    """``node`` with the leaves of ``new``: dicts and lists are changed in place, tuples are made anew."""
+    """``node`` with what ``new`` has for some paths: dicts and lists are changed in place, tuples are made anew."""
+    return _replaced(node, new, path, set())
+
+
+def _replaced(node: object, new: Mapping[Path, object], path: Path, renewed: set[int]) -> object:
     if path in new:
-        return new[path]
+        return _renewed(node, new[path], renewed)
     if is_tensor(node) or not isinstance(node, dict | list | tuple):
         return node
     if isinstance(node, tuple):
-        items = [replace(child, new, (*path, ("tuple", i))) for i, child in enumerate(node)]
-        if all(a is b for a, b in zip(items, node, strict=True)):
-            return node
-        return node._make(items) if hasattr(node, "_make") else type(node)(items)
+        return _tuple_like(node, [_replaced(child, new, (*path, ("tuple", i)), renewed) for i, child in enumerate(node)])
     for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
-        put = replace(child, new, (*path, key if isinstance(node, dict) else ("list", key)))
+        put = _replaced(child, new, (*path, key if isinstance(node, dict) else ("list", key)), renewed)
         if put is not child:
             node[key] = put
     return node
+
+
+def _renewed(old: object, new: object, renewed: set[int]) -> object:
+    """``new``, in the dicts and lists of ``old`` where the kinds are equal. ``renewed``: the containers that have new content: one
+    that is in two places gets it in the first only."""
+    if isinstance(old, dict) and isinstance(new, dict) and id(old) not in renewed:
+        renewed.add(id(old))
+        content = {key: _renewed(old.get(key), child, renewed) for key, child in new.items()}
+        if list(old) != list(content):
+            old.clear()
+        old.update(content)
+        return old
+    if isinstance(old, list) and isinstance(new, list) and id(old) not in renewed:
+        renewed.add(id(old))
+        old[:] = [_renewed(old[i] if i < len(old) else None, child, renewed) for i, child in enumerate(new)]
+        return old
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        return _tuple_like(old, [_renewed(old[i] if i < len(old) else None, child, renewed) for i, child in enumerate(new)])
+    return new
+
+
+def _tuple_like(old: tuple[object, ...], items: list[object]) -> tuple[object, ...]:
+    if len(items) == len(old) and all(a is b for a, b in zip(items, old, strict=True)):
+        return old
+    if hasattr(old, "_make"):
+        return old._make(items) if len(items) == len(old) else tuple(items)  # type: ignore[no-any-return]
+    return type(old)(items)
 
 
 def show(path: Path, what: str = "state") -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from ...storage.format import key_files
 from ...storage.repository import Repository
 from ...storage.version import Version
@@ -9,6 +12,7 @@ from ...storage.version_selector import LATEST, VersionSelector
 from ..client.rank_discovery import placement
 from ..restore.agreed import restore_agreed
 from ..restore.agreement import LocalAgreement
+from ..restore.name_patterns import NameRules
 from ..restore.plan import Progress
 from ..restore.planner import RestoreOptions
 from ..save.state_tree import State
@@ -20,16 +24,19 @@ def restore(
     version: VersionSelector = LATEST,
     *,
     strict: bool = True,
+    allow_missing: str | Sequence[str] = (),
+    allow_unused: str | Sequence[str] = (),
     cast: bool = False,
     progress: Progress | None = None,
 ) -> Version | None:
     """See ``raystow.restore``."""
+    names = NameRules.of(strict, allow_missing, allow_unused)
     rank, world_size = placement()
     agreement = LocalAgreement(repository, version, fall_back=world_size == 1)
-    return restore_agreed(repository, into, agreement, RestoreOptions(rank, world_size, strict, cast), progress=progress)
+    return restore_agreed(repository, into, agreement, RestoreOptions(rank, world_size, names, cast), progress=progress)
 
 
-def restore_version(version: Version, into: State, *, strict: bool, cast: bool, progress: Progress | None) -> None:
+def restore_version(version: Version, into: State, **options: Any) -> None:
     """See ``Version.restore``."""
     repository = Repository(version.store, version.repository_id, trust=version.trust or key_files.trust())
-    restore(repository, into, version, strict=strict, cast=cast, progress=progress)
+    restore(repository, into, version, **options)

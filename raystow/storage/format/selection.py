@@ -20,12 +20,19 @@ _BOX = ("name", "kind", "shape", "offset", "extent")
 @dataclass(frozen=True)
 class Sought:
     """What a rank reads under a name: a ``box`` of a tensor of ``shape``; without a box all of it, whatever its shape.
-    ``tensor``: it must be a tensor, not a plain value. ``holders``: the ranks that read the same box; none: all."""
+    ``tensor``: it must be a tensor, not a plain value. ``holders``: the ranks that read the same box; none: all. ``beneath``: also
+    all tensors whose names begin with this one and a dot. ``container``: of a plain value, the outermost container around it that
+    is replaced as a whole."""
 
     tensor: bool = False
     shape: tuple[int, ...] = ()
     box: Box | None = None
     holders: tuple[int, ...] = ()
+    beneath: bool = False
+    container: str = ""
+
+
+_WHOLE = Sought(tensor=True)
 
 
 @dataclass
@@ -43,13 +50,17 @@ def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought], chunk
     """What is sought, and all plain values. Of a tensor of which nothing overlaps, or that has another shape, at most one row.
     ``chunks`` and errors as of ``Fragment.load``; other rows are not checked."""
     selection, names = Selection(), parquet.texts(sought)
+    within = [name for name, one in sought.items() if one.beneath]
     with parsing(key):
         for table in parquet.tables(data, SCHEMA, chunks):
             if table["name"].null_count or table["kind"].null_count:
                 raise Damaged("a row without a name or a kind")
             plain = pc.equal(table["kind"], parquet.texts([VALUE])[0])
             selection.names.update(table["name"].filter(pc.invert(plain)).unique().to_pylist())
-            rows = table.filter(pc.or_(plain, pc.is_in(table["name"], value_set=names)))
+            wanted = pc.or_(plain, pc.is_in(table["name"], value_set=names))
+            for name in within:
+                wanted = pc.or_(wanted, pc.starts_with(table["name"], name + "."))
+            rows = table.filter(wanted)
             kept = _kept(rows, sought, selection.spans)
             made = Fragment.of(rows_of(rows.take(parquet.integers(kept)) if len(kept) < len(rows) else rows), node)
             selection.chunks += made.chunks
@@ -64,7 +75,7 @@ def _kept(rows: pa.Table, sought: Mapping[str, Sought], spans: dict[str, tuple[i
         if kind == VALUE:
             kept.append(i)
             continue
-        one = sought[name]
+        one = sought.get(name, _WHOLE)
         shape, offset, extent = map(tuple, of)
         if not len(shape) == len(offset) <= MAX_DIMENSIONS:
             raise Damaged(f"row {name!r:.80}: shape and offset of different lengths, or of more than {MAX_DIMENSIONS}")

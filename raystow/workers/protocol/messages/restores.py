@@ -41,13 +41,15 @@ class RestoreVote(Message, frozen=True):
 class RestoreChoice(Message, frozen=True):
     """A version to restore. ``near``: number of a node that saved it -> the nodes that have all its objects in memory.
     ``record``: the version's record, where the coordinator still has it. ``group``: the nodes of all ranks. ``bases``: the same
-    of the versions that it is a delta to, as far as the coordinator knows them."""
+    of the versions that it is a delta to, as far as the coordinator knows them. ``alike``: all ranks restore tensors of the same
+    names."""
 
     entry: Entry
     near: Table[int, Column[Text]] = {}
     record: Annotated[bytes, Meta(max_length=MAX_RECORD)] = b""
     group: RestoreGroup = NO_GROUP
     bases: Column[RestoreChoice] = ()
+    alike: bool = True
 
     @property
     def needed(self) -> Iterator[RestoreChoice]:

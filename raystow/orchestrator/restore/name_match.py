@@ -1,0 +1,108 @@
+"""Matches the names in ``into`` with those that a version holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ...storage.format.manifest import Chunk, Value
+from ...storage.tensor_index import Finder, Seeker
+from ...storage.value_tree import Path as ValuePath
+from ..save.state_tree import Leaf, Path, show
+from .as_saved import AsSaved, load, rows_beneath
+from .plain_containers import PlainNode, by_container, is_same, match_values
+
+_PLACES = 3  # containers that an advice names
+
+
+@dataclass(frozen=True)
+class NameMatch:
+    """Names of both sides. ``used``: names of the version that are restored. ``missing``: leaves of ``into`` that it lacks.
+    ``tensors``, ``values``: names that this rank leaves unused.
+
+    ``new``: values and containers that replace parts of ``into``; ``whole``: leaves that are replaced by a tensor or by a
+    numpy scalar; ``marked``: what is in the place of each marker, by path from there. ``places``: the containers and plain values
+    in ``into``, by name.
+    """
+
+    used: set[str] = field(default_factory=set)
+    missing: list[Leaf] = field(default_factory=list)
+    tensors: set[str] = field(default_factory=set)
+    values: set[str] = field(default_factory=set)
+    new: dict[Path, object] = field(default_factory=dict)
+    whole: list[Leaf] = field(default_factory=list)
+    marked: dict[Path, dict[ValuePath, Value | list[Chunk]]] = field(default_factory=dict)
+    places: dict[str, Path] = field(default_factory=dict)
+
+    def advice(self, names: Iterable[str]) -> str:
+        """What to do about names in containers that both sides have."""
+        there = {around for name in (*self.used, *self.tensors, *self.values) for around in _around(name)}
+        found = dict[str, Path]()
+        for name in names:
+            both = [around for around in _around(name) if around in self.places and around in there]
+            if both:
+                found[both[-1]] = self.places[both[-1]]
+        shown = [show(path, "into") for _, path in sorted(found.items())]
+        more = f" and {len(shown) - _PLACES} more" if len(shown) > _PLACES else ""
+        return (
+            f"put raystow.AsSaved() in place of {', '.join(shown[:_PLACES])}{more} to get what was saved there" if shown else ""
+        )
+
+
+def match_names(leaves: Sequence[Leaf], nodes: Sequence[PlainNode], finder: Finder, seeker: Seeker) -> NameMatch:
+    """Match ``into`` with what a finder has found of it. Reads the rest of a large manifest only if that may change the match.
+
+    ``nodes``: the plain values and containers among the ``leaves``.
+    """
+    found, match = finder.found, NameMatch()
+    around = by_container(found.values.values())
+    if not finder.complete and not all(is_same(node, found.values, around) for node in nodes):
+        around = by_container(finder.read_all().values.values())
+    for leaf in leaves:
+        if isinstance(leaf.value, AsSaved):
+            parts = dict(rows_beneath(leaf.name, found, around, seeker.rank))
+            match.marked[leaf.path] = parts
+            match.used.update(row.name if isinstance(row, Value) else row[0].name for row in parts.values())
+            if not parts:
+                match.missing.append(leaf)
+        elif leaf.is_tensor and found.chunks.get(leaf.name):
+            match.used.add(leaf.name)
+    named = {leaf.name for leaf in leaves if leaf.is_tensor}
+    strangers = {part for name in found.names - match.used - named for part in _around(name)}
+    plain = match_values(nodes, around, strangers, seeker.rank)
+    match.new.update(plain.values)
+    match.used.update(plain.used)
+    match.whole.extend(leaf for leaf in plain.missing if found.chunks.get(leaf.name))
+    match.used.update(leaf.name for leaf in match.whole)
+    match.missing.extend(leaf for leaf in plain.missing if leaf.name not in match.used)
+    for leaf in leaves:
+        if leaf.is_tensor and leaf.name not in match.used and not isinstance(leaf.value, AsSaved):
+            if (row := found.values.get(leaf.name)) is not None:
+                match.new[leaf.path] = load(row)
+                match.used.add(leaf.name)
+            else:
+                match.missing.append(leaf)
+    match.tensors.update(found.names - match.used)
+    own = (name for name, row in found.values.items() if seeker.rank in row.ranks or seeker.rank >= seeker.saved)
+    match.values.update(name for name in own if name not in match.used)
+    match.places.update(_places(leaves))
+    return match
+
+
+def _places(leaves: Sequence[Leaf]) -> Mapping[str, Path]:
+    """Where an ``AsSaved`` may stand."""
+    found = {leaf.name: leaf.path for leaf in leaves if not leaf.is_tensor}
+    for leaf in leaves:
+        name, path = leaf.name, leaf.path
+        while len(path) > 1:
+            name, path = name[: -1 - len(str(path[-1][1] if isinstance(path[-1], tuple) else path[-1]))], path[:-1]
+            if name in found:
+                break
+            found[name] = path
+    return found
+
+
+def _around(name: str) -> Iterable[str]:
+    """A name and those that may be the names of containers around it."""
+    return accumulate(name.split("."), lambda around, own: f"{around}.{own}")
