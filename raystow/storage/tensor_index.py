@@ -56,8 +56,8 @@ class FoundRows:
 
 
 class Finder:
-    """Reads fragments for one rank. ``read``: returns the rows of a fragment that are sought, by name. ``raw``: bytes of all tensors
-    of the version."""
+    """Reads fragments for one rank. ``read``: returns the rows of a fragment that are sought, by name. ``raw``: bytes of all
+    tensors of the version."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class Finder:
 
     @property
     def complete(self) -> bool:
-        """Whether all names of tensors are known: each element is stored once, so a version whose bytes are all found holds no other
-        tensor, except empty ones."""
+        """Whether all names of tensors are known: each element is stored once, so a version whose bytes are all found holds no
+        other tensor, except empty ones."""
         return not self._unread or self.found.nbytes == self._raw
 
     def read_all(self) -> FoundRows:

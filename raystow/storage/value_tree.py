@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any
 
 from .coding.digest import stored_digest
 from .errors import Damaged
 from .format.manifest import Value, parse_path
+from .format.values import loads
 
 Path = tuple[str | int | tuple[str, int], ...]
 
 
 def part_text(part: str | int | tuple[str, int]) -> str:
-    """A part of a path as it stands in a name."""
+    """A part of a path as it is written in a name."""
     return str(part[1]) if isinstance(part, tuple) else str(part)
 
 
@@ -28,7 +28,7 @@ def beneath(name: str, path: Path) -> Path | None:
     return next((path[depth:] for depth, around in enumerate(containers(path), 1) if around == name), None)
 
 
-def nested(parts: Mapping[Path, Any]) -> Any:
+def nested(parts: Mapping[Path, object]) -> object:
     """The container that has these leaves, by path in it; the leaf itself if its path is empty.
 
     Raises ``Damaged`` for paths that are not those of one container, or of a list without some of its elements.
@@ -37,7 +37,7 @@ def nested(parts: Mapping[Path, Any]) -> Any:
         if len(parts) > 1:
             raise Damaged("a value is a container, too")
         return parts[()]
-    inner: dict[Any, dict[Path, Any]] = {}
+    inner: dict[str | int | tuple[str, int], dict[Path, object]] = {}
     for path, leaf in parts.items():
         inner.setdefault(path[0], {})[path[1:]] = leaf
     kinds = {part[0] if isinstance(part, tuple) else "dict" for part in inner}
@@ -47,7 +47,7 @@ def nested(parts: Mapping[Path, Any]) -> Any:
         return {key: nested(leaves) for key, leaves in inner.items()}
     places = sorted(part[1] for part in inner)
     if places != list(range(len(places))):
-        raise Damaged(f"a list or tuple lacks elements: it has {str(places):.80}")
+        raise Damaged(f"a list or tuple lacks elements: it has {places!s:.80}")
     (kind,) = kinds
     made = [nested(inner[kind, place]) for place in places]
     return made if kind == "list" else tuple(made)
@@ -61,11 +61,11 @@ def rows_of_one_rank(rows: Iterable[Value], rank: int) -> list[Value]:
     return [row for row in found if rank in row.ranks]
 
 
-def container(name: str, rows: Iterable[Value], load: Any) -> Any:
-    """The container with a name, or the value, from rows of one rank. ``load``: decodes a row's text."""
+def container(name: str, rows: Iterable[Value]) -> object:
+    """The container with a name, or the value, from rows of one rank."""
     try:
         found = ((beneath(name, parse_path(row.path)), row) for row in rows)
-        return nested({path: load(row.text) for path, row in found if path is not None})
+        return nested({path: loads(row.text) for path, row in found if path is not None})
     except (Damaged, RecursionError) as error:
         raise Damaged(str(error) or "nested too deeply", subject=name) from error
 

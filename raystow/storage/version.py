@@ -287,7 +287,7 @@ class Version:
         rows.sort(key=lambda row: min(row.ranks), reverse=True)
         yield from {row.name: row for row in rows}.values()
 
-    def per_rank(self, name: str) -> dict[int, Any]:
+    def per_rank(self, name: str) -> dict[int, object]:
         """Read what each rank has saved as a plain value, also ranks that a restore on fewer ranks leaves out.
 
         Args:
@@ -306,7 +306,7 @@ class Version:
             what = f"version {self.id} holds {'a container of tensors' if rows else 'no plain value'} {name!r}"
             raise StateError(what, remedy="values() lists the names of plain values, read() reads tensors")
         ranks = sorted({rank for row in rows for rank in row.ranks})
-        return {rank: container(name, rows_of_one_rank(rows, rank), values.loads) for rank in ranks}
+        return {rank: container(name, rows_of_one_rank(rows, rank)) for rank in ranks}
 
     def read(self, name: str, index: Index | None = None) -> Any:
         """Read a tensor or a part of it. Reads only the chunks that overlap.

@@ -132,7 +132,7 @@ def test_a_missing_tensor_is_searched_in_all_fragments():
     assert found.names == {"a"}
 
 
-def test_names_reads_each_remaining_fragment_once():
+def test_read_all_reads_each_remaining_fragment_once():
     version = Saved({"a": 160}, 160, per_node=8)
     version.rows[11].append(row("b", 4, ((0,), (4,)), 11))
     version.values[0] += [value("epoch", 1, *range(160)), value("of another", 2, 3)]
@@ -141,8 +141,24 @@ def test_names_reads_each_remaining_fragment_once():
     finder.find({"a": Sought(True, (160,), part(160, 60, 160))})
     assert version.read == [7]
     for _ in range(2):
-        assert finder.names() == {"a", "b", "epoch", "of mine"}
+        found = finder.read_all()
+        assert (found.names, found.ranks.names) == ({"a", "b"}, {"epoch", "of another", "of mine"})
+        assert {name for name, row in found.values.items() if 60 in row.ranks} == {"epoch", "of mine"}
         assert sorted(version.read) == list(range(20))
+
+
+def test_values_of_another_structure_are_searched_only_where_tensors_may_be():
+    """The rank has saved a container with other values, and all tensors are found: no fragment has the value that is sought."""
+    version = Saved({"a": 160}, 160, per_node=8)
+    version.values[7].append(Value("list.0", path_text(("list", ("list", 0))), "3", (60,)))
+    infos = [FragmentInfo(node, 0, "", tuple(of), 1, 0, 0) for node, of in enumerate(version.nodes)]
+    sought = {"a": Sought(True, (160,), part(160, 60, 160)), "list": Sought(container="list"), "list.1": Sought(container="list")}
+    for raw, read in ((160, [7]), (161, list(range(20)))):
+        version.read.clear()
+        finder = Finder(infos, version._read, Seeker(60, 160, 160), raw)
+        found = finder.find(sought)
+        assert ({*found.values}, sorted(version.read)) == ({"list.0"}, read)
+        assert finder.complete
 
 
 def test_rows_of_another_shape_are_returned():

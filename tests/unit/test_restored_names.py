@@ -112,7 +112,7 @@ def not_grown() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["old_dirs", "replay", "adam"])
-def test_a_container_with_tensors_of_another_structure_is_an_error_whose_remedy_works(tmp_path: Path, name: str) -> None:
+def test_another_structure_with_tensors_is_refused_and_the_remedy_works(tmp_path: Path, name: str) -> None:
     version = saved(tmp_path, {"opt": GROWN})
     into = {"opt": {**copy.deepcopy(GROWN), name: not_grown()[name]}}
     before = copy.deepcopy(into)
@@ -268,7 +268,7 @@ def test_values_of_ranks_that_are_gone_are_named_and_can_be_read(
             version.per_rank(name)
 
 
-def test_a_value_that_this_rank_has_not_saved_is_that_of_the_lowest_rank(tmp_path: Path, rank: Any) -> None:
+def test_a_rank_gets_values_it_has_not_saved_from_the_lowest_rank(tmp_path: Path, rank: Any) -> None:
     """As under pipeline parallelism with another number of stages. A container is that of one rank."""
     version = saved(
         tmp_path, {"w": weight(1), "stage0": [1]}, {"w": weight(1), "stage1": [2]}, {"w": weight(1), "stage1": [3, 4]}
@@ -278,7 +278,7 @@ def test_a_value_that_this_rank_has_not_saved_is_that_of_the_lowest_rank(tmp_pat
     assert same(into, {"w": weight(1), "stage0": [1], "stage1": [2]})
 
 
-def test_new_ranks_get_the_values_of_the_lowest_rank_with_a_warning(
+def test_new_ranks_get_values_of_the_lowest_rank_with_a_warning(
     tmp_path: Path, rank: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     states = [{"w": weight(1), "epoch": 2, "loader": [7] * (1 + i)} for i in range(2)]

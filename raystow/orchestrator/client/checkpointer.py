@@ -17,25 +17,24 @@ from ...storage.errors import Fenced, OutcomeUnknown, RaystowError, StateError
 from ...storage.format import values
 from ...storage.format.root import Entry
 from ...storage.log import about
-from ...storage.metrics import DURABLE, FAILED_SAVES, RESTORE, STAGED, STALL, record
+from ...storage.metrics import DURABLE, FAILED_SAVES, STAGED, STALL, record
 from ...storage.notebook import facts_table
 from ...storage.retention.policy import Policy
 from ...storage.stores import open_store
 from ...storage.version import Version
 from ...storage.version_selector import LATEST, VersionSelector, selector_text
 from ...workers.protocol import messages
-from ...workers.protocol.messages import START, Begin, OpenJournal, RestoreVote
+from ...workers.protocol.messages import START, Begin, OpenJournal
 from ...workers.staging.plan import SaveOrder
 from .. import argument_checks
 from ..argument_checks import LONGEST, one_of, positive
 from ..coordinator.delta_schedule import Delta
 from ..coordinator.housekeeping import kept_by_a_run
 from ..lossy.profiles import Lossy
-from ..restore.agreed import restore_agreed
-from ..restore.agreement import ClusterAgreement
+from ..restore.name_patterns import NameRules
 from ..restore.planner import RestoreOptions
 from ..save.planner import Planner, plan_save
-from ..save.state_tree import State
+from ..save.state_tree import State, contains_placeholders
 from . import exit_notice
 from .due_steps import DueSteps
 from .failure_reports import FailureReports
@@ -44,6 +43,7 @@ from .node_connection import NodeConnection
 from .options import Compression, Interval, Memory, Replication, memory_option, option_group, usable_codec
 from .pending import Pending
 from .rank_discovery import placement
+from .restores import Restores
 from .save_outcome import find_outcome
 from .saves_in_flight import SOON, SavesInFlight
 from .startup import Startup
@@ -139,14 +139,14 @@ class Checkpointer:
         self._callbacks = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
-        self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
+        self._saves, self._planner = itertools.count(1), Planner(self._lossy)
         self._journal: Journal | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
         self._closed = False
         self._reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
         self._startup = Startup(self.uri, self.rank, self.world_size, on_fenced=self._on_fenced)
-        self._port = self._startup.port
+        self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
         groups = self._memory, self._compression, self._replication
         self._node = NodeConnection(self._startup, groups, codec=self._codec)
         exit_notice.watch(self._in_flight)
@@ -328,16 +328,16 @@ class Checkpointer:
     ) -> Version | None:
         """Fill ``into`` from a version. Every rank calls this with the same ``version``, and all restore the same one.
 
-        Bytes come from the memory of the nodes where they are cached, else from the store. Afterwards the first save is prepared
-        in the background: see ``prepare``.
+        Bytes come from the memory of nodes if they are cached there, else from the store. Then the first save is prepared.
 
         Args:
-            into: A state like the one saved. Tensors and arrays are filled in place, of DTensors this rank's shards; other values
-                are replaced in the dicts and lists that hold them.
+            into: See ``raystow.restore``.
             version: An id, the name of a pin, ``"step:60"`` (the newest version of that step), a ``Version``, or ``"latest"``:
                 the newest one. If that is damaged for one rank, all ranks restore the newest whole one before it, with an
                 error in the log.
-            strict: Whether names that only one side has are an error; else they are left unchanged.
+            strict: See ``raystow.restore``.
+            allow_missing: See ``raystow.restore``.
+            allow_unused: See ``raystow.restore``. A name is unused if no rank restores it.
             cast: Whether to convert to the dtypes of ``into``; else another dtype is an error.
             allow_uncommitted: Whether the latest version may be a save that is not durable yet, or could not be uploaded, if all
                 of it is in the memory of the nodes.
@@ -356,25 +356,17 @@ class Checkpointer:
             DeadlineExceeded: Another rank did not call, or did not read on, for ``timeout`` seconds.
         """
         self._check_open()
+        names = NameRules.of(strict, allow_missing, allow_unused)
         asked = selector_text(version, self._startup.wait().repository)
         self.fence()
-        begun = SYSTEM.monotonic()
-        vote = RestoreVote(
-            *(self.rank, self.world_size, self._startup.member.incarnation, next(self._restores), self._timeout),
-            allow_uncommitted=allow_uncommitted,
-            version=asked,
-        )
-        repository = self._startup.repository(self._store)
-        here, address = self._startup.connection.node, self._startup.node_address
-        agreement = ClusterAgreement(repository, self._port, vote, self._restores, address, here=here)
-        options = RestoreOptions(self.rank, self.world_size, strict, cast)
-        restored = restore_agreed(repository, into, agreement, options, progress=progress)
+        options = RestoreOptions(self.rank, self.world_size, names, cast)
+        how = {"asked": asked, "allow_uncommitted": allow_uncommitted, "progress": progress}
+        restored = self._restores.run(self._startup.repository(self._store), into, options, **how)
         self._restored = (START if restored is None else restored.step), asked == LATEST
         if self._journal is not None:
             self._journal.restored(*self._restored)
-        if restored is not None:
-            record(RESTORE, SYSTEM.monotonic() - begun, repository=self.uri)
-        self.prepare(into)
+        if restored is not None or not contains_placeholders(into):
+            self.prepare(into)
         return restored
 
     def restore_latest(
@@ -393,6 +385,8 @@ class Checkpointer:
         Args:
             into: See ``restore``.
             strict: See ``restore``.
+            allow_missing: See ``restore``.
+            allow_unused: See ``restore``.
             cast: See ``restore``.
             allow_uncommitted: See ``restore``.
             progress: See ``restore``.
@@ -400,7 +394,8 @@ class Checkpointer:
         Returns:
             The version, or None if there is none.
         """
-        return self.restore(into, strict=strict, cast=cast, allow_uncommitted=allow_uncommitted, progress=progress)
+        names = {"strict": strict, "allow_missing": allow_missing, "allow_unused": allow_unused}
+        return self.restore(into, cast=cast, allow_uncommitted=allow_uncommitted, progress=progress, **names)
 
     def prepare(self, state: State) -> None:
         """Prepare the first save of a state like this one, in the background.

@@ -42,6 +42,8 @@ from ...workers.protocol.messages import (
     StartRun,
     StoredEntry,
     Ticket,
+    UnusedByAll,
+    UnusedNames,
 )
 from .. import ray_cluster
 from .attempt import Attempt, Phase
@@ -259,6 +261,8 @@ class CoordinatorActor:
                     self._changed.notify_all()
             case messages.RankDisconnected(rank, incarnation, reason):
                 await self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
+            case UnusedNames():
+                return await self.compare(request)
             case RankReading():
                 at = await self._started()
                 async with self._restoring:
@@ -294,10 +298,21 @@ class CoordinatorActor:
         if entry == vote.tried:
             return RestoreChoice(entry)
         if round.held is not None and entry == round.held.entry:
-            return replace(round.held, group=round.group)
+            return replace(round.held, group=round.group, alike=round.alike)
         async with self._restoring:
             choice = await self._choice(at, entry.attempt, lambda: (entry, b""))
-            return replace(choice, group=round.group)
+            return replace(choice, group=round.group, alike=round.alike)
+
+    async def compare(self, told: UnusedNames) -> UnusedByAll | RanksReading:
+        """Take the names that a rank leaves unused. Returns those that all ranks leave unused."""
+        at = await self._started()
+        at.core.check_member(told)
+        async with self._restoring:
+            round = at.rounds.compare(told)
+        await self._tell(at)
+        if not await self._within(told.timeout, lambda: round.has_compared):
+            return RanksReading()
+        return UnusedByAll(round.unused_by_all())
 
     async def handle_journal(self, protocol: str, data: bytes) -> bytes:
         """As ``replay``, encoded."""

@@ -19,7 +19,7 @@ from ...storage.log import Log, about
 from ...storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...storage.root_register import BEGIN_ANEW
 from ...workers.protocol.coordinator_client import MODULUS
-from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksLate, RestoreVote, Ticket
+from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksLate, RestoreVote, Ticket, UnusedNames
 from ..late_ranks import LATE, next_warning
 from .attempt import Attempt, Phase, first_differences, version_record
 from .delta_schedule import DeltaGroup, after
@@ -104,7 +104,7 @@ class Coordinator:
             if rank not in attempt.delivered and (rank in attempt.ranks or missing):
                 self._abort(attempt, f"rank {rank} was restarted")
 
-    def check_member(self, message: Begin | AskNextSave | RestoreVote | JournalVote) -> None:
+    def check_member(self, message: Begin | AskNextSave | RestoreVote | UnusedNames | JournalVote) -> None:
         """Raise ``Fenced`` if another process has taken the rank of the one that sends a message, or another run the
         repository, and ``NotARepository`` if the process began with one that is gone."""
         rank, incarnation = message.rank, message.incarnation

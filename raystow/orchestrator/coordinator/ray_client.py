@@ -30,6 +30,8 @@ from ...workers.protocol.messages import (
     SegmentTicket,
     StartRun,
     Ticket,
+    UnusedByAll,
+    UnusedNames,
 )
 from ...workers.ray_connection import RayConnection
 from .actor import UNUSED, CoordinatorActor
@@ -101,6 +103,17 @@ class RayCoordinatorClient:
         if records is None:
             return answer
         return answer.with_records(self._ray.call(lambda: records, _ANSWER, self._who))
+
+    def compare(self, told: UnusedNames) -> bytes:
+        """See ``restore.rounds``. Waits for the other ranks, if this one leaves names unused."""
+        if not told.unused:
+            self._actor.handle.remote(PROTOCOL, messages.encode(told))
+            return b""
+        answer: messages.Message = messages.RanksReading()
+        while not isinstance(answer, UnusedByAll):
+            data = self._call("handle", told, told.timeout + 2 * _ANSWER)
+            answer = messages.decode(data, UnusedByAll, messages.RanksReading)
+        return answer.unused
 
     def reading(self, rank: RankReading) -> None:
         """Tell that a rank reads on, without waiting for an answer, since that would delay its reads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from ...storage.errors import Damaged, RaystowError
+from ...storage.errors import Damaged, RankRestarted, RaystowError
 from ...storage.format.root import Entry
 from ...storage.gc_pause import uncollected
 from ...storage.log import about
@@ -36,8 +36,8 @@ def restore_agreed(
 
     ``progress``: called with the decoded bytes of each chunk; None shows a bar where a person sees it.
 
-    A damaged version is logged as an error. The next one tried must hold all tensors of ``into`` that the damaged one holds, whatever
-    may be missing: they may be filled already, and a state made of two versions is never returned. Raises ``Damaged`` if
+    A damaged version is logged as an error. The next one tried must hold all tensors of ``into`` that the damaged one holds,
+    whatever may be missing: they may be filled already, and a state made of two versions is never returned. Raises ``Damaged`` if
     no version is left.
     """
     filled = set[str]()
@@ -59,6 +59,9 @@ def restore_agreed(
                 del plan
         except Damaged as error:
             damage, whole = str(error), False
+        except RankRestarted:  # while the ranks compared names, so this one has changed nothing
+            first = entry = _settled(agreement, None, "")
+            continue
         except BaseException as error:
             if entry == first or not isinstance(error, Incomplete):
                 agreement.give_up(str(error) or repr(error))

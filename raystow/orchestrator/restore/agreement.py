@@ -14,22 +14,24 @@ from ...storage.clock import SYSTEM
 from ...storage.errors import Damaged, NotFound, RankRestarted, RaystowError
 from ...storage.format import keys
 from ...storage.format.root import Entry
+from ...storage.limits import MAX_ROWS
 from ...storage.log import about
 from ...storage.metrics import RESTORED, record
 from ...storage.repository import Repository
 from ...storage.version import Bases, Version
 from ...storage.version_selector import LATEST, VersionSelector, select, selector_text
 from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
-from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
+from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
 from ..heartbeat import Heartbeat
-from .name_check import Peers, Unused
+from .name_check import OtherRanks, Unused
+from .name_match import name_bits, named
 from .plan import Sources, by_source
 from .rounds import falling_back, none_left
 
 logger = logging.getLogger(__name__)
 
 
-class Agreement(Peers, Protocol):
+class Agreement(OtherRanks, Protocol):
     """Call ``settle`` until it returns the version tried last: all ranks have restored it then."""
 
     def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
@@ -114,6 +116,8 @@ class RestorePort(Protocol):
     """The part of the coordinator that restores use: see ``rounds``."""
 
     def settle(self, vote: RestoreVote) -> RestoreChoice | None: ...
+
+    def compare(self, told: UnusedNames) -> bytes: ...
 
     def reading(self, rank: RankReading) -> None: ...
 
@@ -220,7 +224,15 @@ class ClusterAgreement:
 
     def unused(self, unused: Unused) -> Collection[str]:
         """Only the ranks wait that leave names unused: none of these is unused by all if another rank has all names."""
-        raise NotImplementedError
+        vote, choice = self._opening, self._choice
+        assert choice is not None
+        names, mine = unused.listed() if unused.names else ((), ())
+        if len(names) > 8 * MAX_ROWS:  # on all ranks
+            return unused.names
+        who = vote.rank, vote.world_size, vote.incarnation, vote.number, vote.timeout
+        told = UnusedNames(*who, choice.entry, len(names), name_bits(names, mine))
+        common = self._port.compare(told)
+        return named(names, common) if common else unused.values
 
     def reading(self) -> None:
         self._heartbeat.beat(self._opening)

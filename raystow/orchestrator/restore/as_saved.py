@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,14 +16,14 @@ from ...storage.format.manifest import SCALAR, TENSOR, Chunk, Value, parse_path
 from ...storage.tensor_index import FoundRows
 from ...storage.value_tree import Path, beneath, rows_of_one_rank
 from ...storage.version import Version
-from ..save.state_tree import Marker
+from ..save.state_tree import Elements, Placeholder
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class AsSaved(Marker):
+class AsSaved(Placeholder):
     """Stand in ``into`` for a tensor, value or container that is restored as it was saved, whatever its structure.
 
     For state that grows: a replay buffer, the history of LBFGS, the state of an optimizer that has not made a step. After the
@@ -71,12 +71,13 @@ def rows_beneath(
             yield path, chunks
 
 
-def target(version: Version, rows: Sequence[Chunk], device: str | torch.device) -> Any:
+def target(version: Version, rows: Sequence[Chunk], device: str | torch.device) -> Elements | np.generic:
     """Memory for a tensor or array of a version, whose coverage is checked first; a numpy scalar itself."""
     first = rows[0]
     version.check_covered(first.name, rows)
     if first.kind == SCALAR:
-        return version.assemble(first.name, rows)
+        scalar: np.generic = version.assemble(first.name, rows)
+        return scalar
     if first.kind == TENSOR:
         try:
             import torch
@@ -93,6 +94,6 @@ def target(version: Version, rows: Sequence[Chunk], device: str | torch.device) 
     return np.empty(first.shape, dtypes.to_numpy(first.dtype))
 
 
-def load(row: Value) -> Any:
+def load(row: Value) -> object:
     """The value of a row."""
     return values.loads(row.text)

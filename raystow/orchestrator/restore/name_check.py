@@ -38,7 +38,7 @@ class Unused:
         return {*self.tensors, *self.values}
 
 
-class Peers(Protocol):
+class OtherRanks(Protocol):
     """The ranks that restore together."""
 
     @property
@@ -46,7 +46,8 @@ class Peers(Protocol):
         """Whether it is known that all ranks ask for tensors of the same names."""
 
     def unused(self, unused: Unused) -> Collection[str]:
-        """Tell what this rank leaves unused, and return the names that no rank uses. Waits for the other ranks if there are any."""
+        """Tell what this rank leaves unused, and return the names that no rank uses. Waits for the other ranks if there are
+        any."""
 
     @property
     def advice(self) -> str:
@@ -55,7 +56,7 @@ class Peers(Protocol):
 
 @dataclass(frozen=True)
 class Alone:
-    """A rank that cannot ask others. ``advice``: see ``Peers``."""
+    """A rank that cannot ask others. ``advice``: see ``OtherRanks``."""
 
     alike: bool = True
     advice: str = ""
@@ -93,7 +94,8 @@ def unused_names(match: NameMatch, finder: Finder, rules: NameRules) -> Unused:
 
 
 def check_names(version: Version, match: NameMatch, rules: NameRules, unused: Collection[str], advice: str) -> None:
-    """``StateError`` for names that only one side has and may not. ``unused``: those of the version. ``advice``: see ``Peers``."""
+    """``StateError`` for names that only one side has and may not. ``unused``: those of the version. ``advice``: see
+    ``OtherRanks``."""
     missing, unused = sorted(leaf.name for leaf in match.missing if leaf.name not in rules.missing), sorted(unused)
     if not (missing or unused):
         return
@@ -111,7 +113,7 @@ def check_names(version: Version, match: NameMatch, rules: NameRules, unused: Co
     raise StateError("; ".join(parts), subject=subject, remedy=", or ".join(filter(None, ["make them match", remedy, *more])))
 
 
-def report_left_out(version: Version, match: NameMatch, seeker: Seeker, peers: Peers) -> None:
+def report_left_out(version: Version, match: NameMatch, seeker: Seeker, peers: OtherRanks) -> None:
     """Log the names that the caller allows to be left out: rank 0 for all ranks, unless they lack different names."""
     missing = sorted(leaf.name for leaf in match.missing) if seeker.rank == 0 or not peers.alike else []
     left = sorted({*match.tensors, *match.values}) if seeker.rank == 0 else []

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
+
+from ...storage.coding.digest import stored_digest
+from ...storage.errors import StateError
 from ...storage.format.manifest import Chunk, Value
 from ...storage.tensor_index import Finder, Seeker
 from ...storage.value_tree import Path as ValuePath
-from ..save.state_tree import Leaf, Path, show
+from ...storage.value_tree import part_text
+from ..save.state_tree import Leaf, Path, State, flatten, show
 from .as_saved import AsSaved, load, rows_beneath
 from .plain_containers import PlainNode, by_container, is_same, match_values
 
@@ -88,6 +93,29 @@ def match_names(leaves: Sequence[Leaf], nodes: Sequence[PlainNode], finder: Find
     match.values.update(name for name in own if name not in match.used)
     match.places.update(_places(leaves))
     return match
+
+
+def names_digest(into: State) -> int:
+    """A number that differs between ranks if they restore tensors of different names; 0 for a state that cannot be restored."""
+    try:
+        leaves = flatten(into, what="into", placeholders=True)
+    except StateError:
+        return 0  # the restore raises it
+    names = sorted(leaf.name if leaf.is_tensor else part_text(leaf.path[0]) for leaf in leaves)
+    return int.from_bytes(stored_digest("\0".join(dict.fromkeys(names)).encode())[:8], "little")
+
+
+def name_bits(names: Sequence[str], chosen: Collection[str]) -> bytes:
+    """A bit for each name, set for those chosen."""
+    chosen = {*chosen}
+    flags = np.fromiter((name in chosen for name in names), bool, len(names))
+    return np.packbits(flags, bitorder="little").tobytes()
+
+
+def named(names: Sequence[str], bits: bytes) -> list[str]:
+    """The names whose bits are set."""
+    flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+    return [name for name, flag in zip(names, flags.tolist(), strict=False) if flag]
 
 
 def _places(leaves: Sequence[Leaf]) -> Mapping[str, Path]:

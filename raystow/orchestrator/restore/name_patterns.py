@@ -57,6 +57,8 @@ class NameRules:
         return rules if strict else ANY_NAMES
 
 
+STRICT = NameRules()
+"""No name may be left out."""
 ANY_NAMES = NameRules(NamePatterns(("*",)), NamePatterns(("*",)))
 """Every name may be left out."""
 

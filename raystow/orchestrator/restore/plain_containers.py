@@ -1,6 +1,8 @@
-"""Containers of plain values in ``into``: each is replaced whole by what the version has, so it may have grown or be of another kind.
+"""Containers of plain values in ``into``: each is replaced whole by what the version has, so it may have grown or be of another
+kind.
 
-A container is plain if neither ``into`` nor the version has a tensor in it. In other containers each value is matched by its name.
+A container is plain if neither ``into`` nor the version has a tensor in it. In other containers each value is matched by its
+name.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...storage.format import values
 from ...storage.format.manifest import Value, parse_path, path_text
 from ...storage.value_tree import container, containers, rows_of_one_rank
 from ..save.state_tree import Leaf, Path
@@ -76,14 +77,14 @@ def is_same(node: PlainNode, found: Mapping[str, Value], around: Mapping[str, Se
 def match_values(
     nodes: Iterable[PlainNode], around: Mapping[str, Sequence[Value]], tensors: Collection[str], rank: int
 ) -> ValueMatch:
-    """Match nodes with the values of a rank. ``tensors``: the names of all tensors that only the version has, and of the containers
-    around them."""
+    """Match nodes with the values of a rank. ``tensors``: the names of all tensors that only the version has, and of the
+    containers around them."""
     match = ValueMatch()
     for node in nodes:
         rows = rows_of_one_rank(around.get(node.name, ()), rank)
         is_value = node.is_leaf and [row.name for row in rows] == [node.name]
         if rows and (is_value or node.name not in tensors):
-            match.values[node.path] = container(node.name, rows, values.loads)
+            match.values[node.path] = container(node.name, rows)
             match.used.update(row.name for row in around[node.name])
         elif node.is_leaf:
             match.missing.extend(node.leaves)

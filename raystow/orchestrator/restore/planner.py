@@ -23,7 +23,7 @@ from .as_saved import AsSaved, load, target
 from .fill import Fill
 from .name_check import (
     ALONE,
-    Peers,
+    OtherRanks,
     check_filled,
     check_names,
     report_left_out,
@@ -32,7 +32,7 @@ from .name_check import (
     wants_all_names,
 )
 from .name_match import NameMatch, match_names
-from .name_patterns import NameRules
+from .name_patterns import STRICT, NameRules
 from .plain_containers import plain_nodes
 from .plan import FROM_STORE, RestorePlan, Sources, build
 
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RestoreOptions:
-    """``names``: those that only one side may have, all others are an error. ``cast``: other dtypes are converted, else they are an
-    error."""
+    """``names``: those that only one side may have, all others are an error. ``cast``: other dtypes are converted, else they are
+    an error."""
 
     rank: int = 0
     world_size: int = 1
-    names: NameRules = NameRules()
+    names: NameRules = STRICT
     cast: bool = False
 
 
@@ -58,14 +58,14 @@ def plan_restore(
     *,
     sources: Sources = FROM_STORE,
     filled: Collection[str] = (),
-    peers: Peers = ALONE,
+    peers: OtherRanks = ALONE,
 ) -> RestorePlan:
-    """Plan to fill ``into`` from ``version``. ``filled``: tensors that may hold another version's elements already. ``peers``: the other
-    ranks, which are asked last, when all else is right.
+    """Plan to fill ``into`` from ``version``. ``filled``: tensors that may hold another version's elements already. ``peers``:
+    the other ranks, which are asked last, when all else is right.
 
     Raises ``StateError`` if a name, shape or dtype does not match, or if the version lacks a tensor of ``filled``.
     """
-    leaves = flatten(into, what="into", markers=True)
+    leaves = flatten(into, what="into", placeholders=True)
     shards: dict[str, list[Shard] | StateError] = {}
     for leaf in leaves:
         if not _is_replaced(leaf):

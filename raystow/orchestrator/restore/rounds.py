@@ -29,7 +29,7 @@ from ...storage.format.version_record import RestoreInfo
 from ...storage.log import about
 from ...storage.repository import Repository
 from ...storage.version_selector import LATEST, select
-from ...workers.protocol.messages import NO_GROUP, RankReading, RestoreChoice, RestoreGroup, RestoreVote
+from ...workers.protocol.messages import NO_GROUP, RankReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
 from .version_cache import VersionCache
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,9 @@ class RestoreRound:
     found in it; ``damaged``: whether any has, and not only names that it lacks. ``held``: a candidate that is not a version, but
     complete in memory. ``store_down``: the store did not answer, and cannot take a lease either. ``nodes``: of the ranks.
     ``joined``: whether all ranks have joined; their nodes are the ``group`` then. ``begun``: when the first joined, in monotonic
-    seconds. ``read``: bytes by source that each rank has read."""
+    seconds. ``read``: bytes by source that each rank has read. ``alike``: whether all ranks restore tensors of the same names;
+    else they compare: ``compared`` are the ranks that have told or used all names of the first candidate, ``unused`` are the
+    names that all of these leave unused."""
 
     world_size: int
     version: str
@@ -58,6 +60,10 @@ class RestoreRound:
     members: dict[int, tuple[str, int]] = field(default_factory=dict)
     asked: dict[int, str] = field(default_factory=dict)
     missing: NotFound | None = None
+    alike: bool = True
+    names: dict[int, int] = field(default_factory=dict)
+    compared: set[int] = field(default_factory=set)
+    unused: bytes | None = None
     votes: dict[int, str] = field(default_factory=dict)
     damaged: bool = False
     held: RestoreChoice | None = None
@@ -74,6 +80,24 @@ class RestoreRound:
         if not self.joined and (self.missing or (tried is None and self.candidates)):
             return False
         return tried not in self.candidates[:1]
+
+    @property
+    def has_compared(self) -> bool:
+        """Whether a rank can be answered that has told which names it leaves unused."""
+        return self.unused == b"" or len(self.compared) == self.world_size or self.done or self.failure is not None
+
+    def unused_by_all(self) -> bytes:
+        """The bits of the names that all ranks leave unused. Raises if the round has failed, but not after all have told: then
+        all have the same answer."""
+        if self.failure is not None and self.unused != b"" and len(self.compared) < self.world_size:
+            raise self.failure
+        return self.unused or b""
+
+    def uses_all(self, rank: int) -> None:
+        """Note that a rank leaves no name unused, or does not compare any more."""
+        if rank not in self.compared:
+            self.unused = b""
+            self.compared.add(rank)
 
     def answer(self, tried: Entry | None) -> Entry | None:
         """The answer for a rank that has ``tried`` this version: the version to restore, or the one that all have restored; None
@@ -151,15 +175,18 @@ class RestoreRounds:
         round.members[vote.rank] = vote.incarnation, vote.number
         round.asked[vote.rank] = vote.version
         round.nodes[vote.rank] = vote.node
+        round.names[vote.rank] = vote.names
         if not round.joined and len(round.members) == round.world_size:
             round.group = RestoreGroup(self._clock.token(), tuple(sorted({*round.nodes.values()} - {""})))
             self._check_asked(round)
+            round.alike = len({*round.names.values()}) == 1
             round.joined = True  # last: ranks can be answered now
             self.changes += 1
         if vote.error:
             self._fail(round, ClusterError(f"rank {vote.rank} could not restore: {vote.error}"))
         if round.failure is not None or vote.tried is None or vote.tried not in round.candidates[:1]:
             return round
+        round.uses_all(vote.rank)
         round.votes[vote.rank] = vote.damage
         round.damaged = round.damaged or bool(vote.damage and not vote.whole)
         round.read[vote.rank] = vote.read
@@ -170,6 +197,32 @@ class RestoreRounds:
             self._succeed(round, vote.tried)
         else:
             self._fall_back(round, vote.tried, damage)
+        return round
+
+    def compare(self, told: UnusedNames) -> RestoreRound:
+        """Take what a rank tells of the names that it leaves unused. It waits for the others only if it leaves any."""
+        member, ended = self._ended.get(told.rank, (None, None))
+        if ended is not None and member == (told.incarnation, told.number):
+            return ended
+        round = self._open
+        is_member = round is not None and round.members.get(told.rank) == (told.incarnation, told.number)
+        if round is None or not is_member or told.entry not in round.candidates[:1]:
+            raise RankRestarted(f"the coordinator knows no restore of rank {told.rank}", remedy="restore again")
+        if told.rank in round.compared:  # a repetition
+            return round
+        size = -(-told.names // 8)
+        if told.unused and not len(told.unused) == len(round.unused or told.unused) == size:
+            self._fail(round, ClusterError(f"rank {told.rank} has found other names in version {told.entry.id} than other ranks"))
+            return round
+        round.deadline = self._clock.monotonic() + told.timeout
+        if not told.unused:
+            round.uses_all(told.rank)
+        else:
+            before = told.unused if round.unused is None else round.unused
+            both = int.from_bytes(before, "little") & int.from_bytes(told.unused, "little")
+            round.unused = both.to_bytes(len(before), "little")
+            round.compared.add(told.rank)  # last: ranks can be answered now
+        self.changes += 1
         return round
 
     def restored(self) -> list[RestoreInfo]:
@@ -198,8 +251,9 @@ class RestoreRounds:
         """Fail the round if it is past its deadline."""
         round = self._open
         if round is not None and self._clock.monotonic() > round.deadline:
-            reported = round.votes if round.joined else round.members
-            waiting = sorted(set(range(round.world_size)) - set(reported))
+            comparing = set() if round.has_compared else round.compared
+            reported = {*round.votes, *comparing} if round.joined else {*round.members}
+            waiting = sorted(set(range(round.world_size)) - reported)
             self._fail(round, DeadlineExceeded(f"ranks {waiting} have not restored what the others have"))
 
     def _round_of(self, vote: RestoreVote, held: RestoreChoice | None) -> RestoreRound:
@@ -277,7 +331,8 @@ class RestoreRounds:
         if not older:
             self._fail(round, none_left(self._repository.uri, round.version, entry, texts, whole=whole))
         round.votes.clear()
-        round.damaged = False
+        round.compared.clear()
+        round.damaged, round.unused = False, None
         round.candidates = older  # last: ranks that have tried `entry` can be answered now
         self.changes += 1
 

@@ -32,7 +32,7 @@ Path: TypeAlias = tuple[PathPart, ...]
 """Strings and integers for keys of dicts, ``("list", i)`` and ``("tuple", i)`` for indices."""
 
 
-class Marker:
+class Placeholder:
     """An object in ``into`` that a restore replaces. It cannot be saved."""
 
 
@@ -45,8 +45,8 @@ class Leaf(NamedTuple):
     is_tensor: bool
 
 
-def flatten(state: object, *, what: str = "state", markers: bool = False) -> list[Leaf]:
-    """Every leaf of a nested state, in its own order. With ``markers``, these are leaves, too, that count as tensors.
+def flatten(state: object, *, what: str = "state", placeholders: bool = False) -> list[Leaf]:
+    """Every leaf of a nested state, in its own order. With ``placeholders``, these are leaves, too, that count as tensors.
 
     ``StateError`` naming the path for anything that is not a dict with string or integer keys, list, tuple, tensor, numpy
     array or plain value, for a container that contains itself, for two leaves of one name, and for a name that is too long.
@@ -58,8 +58,8 @@ def flatten(state: object, *, what: str = "state", markers: bool = False) -> lis
         )
     leaves = list[Leaf]()
     _walk(state, (), "", what, (), leaves)
-    for leaf in () if markers else leaves:
-        if isinstance(leaf.value, Marker):
+    for leaf in () if placeholders else leaves:
+        if isinstance(leaf.value, Placeholder):
             raise StateError(f"{_type(leaf.value)} cannot be saved", subject=show(leaf.path, what), remedy="restore it first")
     if len({leaf.name for leaf in leaves}) < len(leaves):
         seen: dict[str, Path] = {}
@@ -73,6 +73,11 @@ def flatten(state: object, *, what: str = "state", markers: bool = False) -> lis
             long = f"the keys of a value take more than {MAX_NAME:,} characters"
             raise StateError(long, subject=f"{show(leaf.path, what):.80}...", remedy="use shorter keys")
     return leaves
+
+
+def contains_placeholders(into: State) -> bool:
+    """Whether there is a placeholder anywhere in ``into``."""
+    return any(isinstance(leaf.value, Placeholder) for leaf in flatten(into, what="into", placeholders=True))
 
 
 def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...], leaves: list[Leaf]) -> None:
@@ -93,7 +98,7 @@ def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...
         for key, child in items:
             own = str(key[1]) if isinstance(key, tuple) else str(key)
             _walk(child, (*path, key), f"{name}.{own}" if path else own, what, within, leaves)
-    elif isinstance(node, Marker):
+    elif isinstance(node, Placeholder):
         leaves.append(Leaf(path, name, node, True))
     else:
         problem = f"{_type(node)} is not a tensor, array, number, string, bytes, None, list, tuple or dict"
@@ -143,8 +148,8 @@ def _replaced(node: object, new: Mapping[Path, object], path: Path, renewed: set
 
 
 def _renewed(old: object, new: object, renewed: set[int]) -> object:
-    """``new``, in the dicts and lists of ``old`` where the kinds are equal. ``renewed``: the containers that have new content: one
-    that is in two places gets it in the first only."""
+    """``new``, in the dicts and lists of ``old`` where the kinds are equal. ``renewed``: the containers that have new content:
+    one that is in two places gets it in the first only."""
     if isinstance(old, dict) and isinstance(new, dict) and id(old) not in renewed:
         renewed.add(id(old))
         content = {key: _renewed(old.get(key), child, renewed) for key, child in new.items()}

@@ -20,9 +20,9 @@ _BOX = ("name", "kind", "shape", "offset", "extent")
 @dataclass(frozen=True)
 class Sought:
     """What a rank reads under a name: a ``box`` of a tensor of ``shape``; without a box all of it, whatever its shape.
-    ``tensor``: it must be a tensor, not a plain value. ``holders``: the ranks that read the same box; none: all. ``beneath``: also
-    all tensors whose names begin with this one and a dot. ``container``: of a plain value, the outermost container around it that
-    is replaced as a whole."""
+    ``tensor``: it must be a tensor, not a plain value. ``holders``: the ranks that read the same box; none: all. ``beneath``:
+    also all tensors whose names begin with this one and a dot. ``container``: of a plain value, the outermost container around
+    it that is replaced as a whole."""
 
     tensor: bool = False
     shape: tuple[int, ...] = ()

@@ -44,7 +44,7 @@ from .staging_slots import StagingSlots
 
 logger = logging.getLogger(__name__)
 
-_Problem = SaveLost | SaveWarning
+_Answer = SlotsFree | AttemptJoined | SaveStaged | SaveDone | SaveLost | SaveWarning | BaseDigests | DeviceAnswer
 _OPENING = 60.0  # seconds within which the node worker must have allocated the ring
 
 
@@ -180,13 +180,7 @@ class Staging:
         self._end(order.begin.save, error.with_traceback(None))  # which refers to the tensors, and to an encoder's memory
 
     def _listen(self) -> None:
-        received: (
-            tuple[
-                SlotsFree | AttemptJoined | SaveStaged | SaveDone | SaveLost | SaveWarning | BaseDigests | DeviceAnswer,
-                int | None,
-            ]
-            | None
-        )
+        received: tuple[_Answer, int | None] | None
         try:
             while (received := self._connection.receive(*STAGING_ANSWERS)) is not None:
                 match received[0]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -135,6 +136,8 @@ def restore(
     into: State,
     *,
     strict: bool = True,
+    allow_missing: str | Sequence[str] = (),
+    allow_unused: str | Sequence[str] = (),
     cast: bool = False,
     uri: str | os.PathLike[str] | None = None,
 ) -> Version:
@@ -144,6 +147,8 @@ def restore(
         checkpoint: A checkpoint that ``raystow.ray_train.Checkpointer`` reported.
         into: See ``raystow.restore``.
         strict: See ``raystow.restore``.
+        allow_missing: See ``raystow.restore``.
+        allow_unused: See ``raystow.restore``.
         cast: See ``raystow.restore``.
         uri: Where the repository is now, if it was moved.
 
@@ -156,5 +161,5 @@ def restore(
         Damaged: The version is damaged; there is no fallback to another one.
     """
     version = version_of(checkpoint, uri=uri)
-    version.restore(into, strict=strict, cast=cast)
+    version.restore(into, strict=strict, allow_missing=allow_missing, allow_unused=allow_unused, cast=cast)
     return version

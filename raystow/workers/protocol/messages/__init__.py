@@ -38,14 +38,14 @@ STAGING_ANSWERS = (
 COORDINATOR_REQUESTS = (
     *(StartRun, JoinRun, Begin, RankFinished, AwaitRanks, PartStaged, PartStored),
     *(PartFailed, RankSaveFailed, FindOutcome, RankDisconnected, AskNextSave),
-    *(OpenSegment, SegmentStored, RankReading),
+    *(OpenSegment, SegmentStored, RankReading, UnusedNames),
 )
 """What ranks and node workers ask the coordinator while a training runs."""
 
 MESSAGES = tuple(Message.__subclasses__())
 """All messages."""
 
-PROTOCOL = "2.11c40107ac9c7f34"
+PROTOCOL = "2.52461bdbde304193"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -9,10 +9,13 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from ....storage.format.root import Entry
-from ....storage.limits import MAX_RECORD
+from ....storage.limits import MAX_RECORD, MAX_ROWS
 from ....storage.version_selector import LATEST
-from ..codec import Column, Message, Table, Text
+from ..codec import Column, Digest, Message, Table, Text
 from .reads import NO_GROUP, RestoreGroup
+
+NameBits = Annotated[bytes, Meta(max_length=MAX_ROWS)]
+"""A bit for each of a version's names in sorted order, the lowest bit of each byte first."""
 
 
 class RestoreVote(Message, frozen=True):
@@ -21,7 +24,8 @@ class RestoreVote(Message, frozen=True):
     is asked for. ``error``: why this rank gives up altogether.
     ``timeout``: the seconds it waits for others that do not read on. ``allow_uncommitted``: a save that is not durable yet will
     do. ``node``: the one it runs on, if that has a node worker. ``read``: stored bytes that it has read of the version, by where
-    they came from. ``version``: the version that the rank asks for, as ``selector_text`` gives it."""
+    they came from. ``version``: the version that the rank asks for, as ``selector_text`` gives it. ``names``: a digest of the
+    names of the tensors that it restores."""
 
     rank: int
     world_size: int
@@ -36,6 +40,7 @@ class RestoreVote(Message, frozen=True):
     read: Table[Text, int] = {}
     whole: bool = False
     version: Text = LATEST
+    names: Digest = 0
 
 
 class RestoreChoice(Message, frozen=True):
@@ -80,6 +85,26 @@ class RestoreChoice(Message, frozen=True):
         needs = [base for base in known if base.id in entry.bases and base.id < entry.id]
         bases = tuple(RestoreChoice.of(base, known, near, record) for base in needs)
         return RestoreChoice(entry, near.get(entry.attempt, {}), record(entry), bases=bases)
+
+
+class UnusedNames(Message, frozen=True):
+    """The names of ``entry`` that a rank leaves unused and may not, of ``names`` names; no bits if there are none. The other
+    fields are those of ``RestoreVote``."""
+
+    rank: int
+    world_size: int
+    incarnation: Text
+    number: int
+    timeout: float
+    entry: Entry
+    names: int = 0
+    unused: NameBits = b""
+
+
+class UnusedByAll(Message, frozen=True):
+    """The answer to ``UnusedNames``: the names that all ranks leave unused; no bits if one rank has told none."""
+
+    unused: NameBits
 
 
 class NoVersion(Message, frozen=True):

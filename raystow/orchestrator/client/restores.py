@@ -1,0 +1,50 @@
+"""The restores of one rank, which its Checkpointer makes together with the other ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from ...storage.clock import SYSTEM
+from ...storage.metrics import RESTORE, record
+from ...storage.repository import Repository
+from ...storage.version import Version
+from ...workers.protocol.messages import RestoreVote
+from ..restore.agreed import restore_agreed
+from ..restore.agreement import ClusterAgreement
+from ..restore.name_match import names_digest
+from ..restore.planner import RestoreOptions
+from ..save.state_tree import State
+from .startup import Startup
+
+
+class Restores:
+    """Restores in turn. ``timeout``: seconds to wait for ranks that do not read on."""
+
+    def __init__(self, startup: Startup, timeout: float) -> None:
+        self._startup, self._timeout, self._numbers = startup, timeout, itertools.count(1)
+
+    def run(
+        self,
+        repository: Repository,
+        into: State,
+        options: RestoreOptions,
+        *,
+        asked: str,
+        allow_uncommitted: bool,
+        progress: Callable[[int], None] | None,
+    ) -> Version | None:
+        """Fill ``into`` from the version that is ``asked`` for; see ``Checkpointer.restore``."""
+        begun, member = SYSTEM.monotonic(), self._startup.member
+        vote = RestoreVote(
+            *(options.rank, options.world_size, member.incarnation, next(self._numbers), self._timeout),
+            allow_uncommitted=allow_uncommitted,
+            version=asked,
+            names=names_digest(into) if options.world_size > 1 else 0,
+        )
+        here, address = self._startup.connection.node, self._startup.node_address
+        agreement = ClusterAgreement(repository, self._startup.port, vote, self._numbers, address, here=here)
+        restored = restore_agreed(repository, into, agreement, options, progress=progress)
+        if restored is not None:
+            record(RESTORE, SYSTEM.monotonic() - begun, repository=repository.uri)
+        return restored
