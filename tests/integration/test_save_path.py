@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -22,6 +23,7 @@ from state_equality import same
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
+from raystow.orchestrator.save import write_check
 from raystow.workers.node.actor import NAMESPACE
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -371,3 +373,26 @@ def _until(reached: Any, ranks: list[Any]) -> None:
         if reached():
             return
     raise AssertionError("the coordinator did not restart")
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_arrays_may_change_once_save_returns(tmp_path: Path, copied: bool) -> None:
+    """numpy counts no writes. ``save`` copies arrays, or returns when they have been read if they are large together."""
+    (rank,) = start(str(tmp_path), 1)
+
+    def save_and_overwrite(self: Rank, copied: bool) -> list[float]:
+        write_check._UNCOUNTED = (256 if copied else 8) << 20
+        table = np.zeros((4096, 1024), np.float32)  # 16 MiB
+        rows, stored = itertools.cycle([4000, 7]), list[float]()
+        for step in range(30):
+            pending, row = self.checkpointer.save({"table": table}, step=step), next(rows)
+            before = table[row].copy()
+            table[row] = step + 1
+            pending.result(120)
+            stored.append(float(np.abs(raystow.open(self.checkpointer.uri).latest().read("table", index=row) - before).max()))
+        return stored
+
+    try:
+        assert ray.get(rank.do.remote(save_and_overwrite, copied), timeout=240) == [0.0] * 30
+    finally:
+        ray.get(rank.do.remote(lambda self: setattr(write_check, "_UNCOUNTED", 256 << 20)))

@@ -251,6 +251,8 @@ class Checkpointer:
                 self._node.staging(plan).submit(order)
             except RaystowError as error:
                 self._ended(pending, order, error)
+        if plan.writes.exposed:
+            self._in_flight.wait_until_read(self._stop_reading)
         record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="save")
         return pending
 

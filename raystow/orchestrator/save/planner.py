@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from .shard_rules import ShardRules
 from .shards import Shard, check_memory
 from .state_cache import StateCache
 from .state_tree import boxes, show
-from .write_check import copy_small
+from .write_check import WriteCheck, copy_unguarded
 
 if TYPE_CHECKING:
     import torch
@@ -75,8 +75,8 @@ class SavePlan:
     """What one rank saves: a ``StagingPlan``.
 
     ``views``: its tensors. ``on_gpu``: GPUs code their tensors. ``planner``: the same for all saves of this rank; ``save``: the
-    number of the save, the same on all ranks. ``changed``: see ``WriteCheck``. The other properties are computed at first use,
-    which is not on the training thread.
+    number of the save, the same on all ranks. ``writes``: finds tensors that change before they are read. The other properties are
+    computed at first use, which is not on the training thread.
     """
 
     rank: int
@@ -87,7 +87,7 @@ class SavePlan:
     on_gpu: bool
     planner: Planner
     save: int
-    changed: Callable[[], str]
+    writes: WriteCheck
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -136,6 +136,9 @@ class SavePlan:
     def look_again(self) -> None:
         self.planner.derived.refresh(self.division.shards, self.ready, save=self.save)
 
+    def changed(self) -> str:
+        return self.writes.changed()
+
     def strayed(self, follower: object) -> None:
         """Note that a chunk is not derived. If other ranks have the tensor too, it stays planned until all sample again."""
         assert isinstance(follower, PlannedDerived)
@@ -150,7 +153,7 @@ class SavePlan:
 def plan_save(
     state: object, *, rank: int, world_size: int, on_gpu: bool = True, planner: Planner | None = None, save: int = 1
 ) -> SavePlan:
-    """Plan a save, and copy small tensors of the host. ``planner``: the same for all saves of a rank. ``save``: its number.
+    """Plan a save, and copy tensors of the host that may change at once. ``planner``: the same for all saves of a rank. ``save``: its number.
 
     Raises ``StateError`` with the path of anything that cannot be stored.
     """
@@ -166,8 +169,8 @@ def plan_save(
         raise StateError(f"more than {MAX_ROWS:,} plain values", subject=show(around), remedy="make them an array")
     views = planner.shards.look([box for leaf in leaves if leaf.is_tensor for box in boxes(leaf)], rank)
     ready = {device: _record_event(device) for device in {view.shard.device for view in views} if device is not None}
-    views, writes = copy_small(views)
-    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, writes.changed)
+    views, writes = copy_unguarded(views)
+    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, writes)
 
 
 def _record_event(device: int) -> torch.cuda.Event:

@@ -1,8 +1,10 @@
-"""Finds tensors that the training changes between ``save`` and the end of their staging: their version would mix two steps.
+"""Keeps a version from mixing what tensors were at ``save`` with what the training makes of them before they are read.
 
-``save`` copies small tensors of the host, such as the statistics of a batch norm, which change in the next forward pass. Of each
-other tensor, also of small ones on a GPU, it notes torch's version counter, which every operation in place increases. Writes that
-do not count there (through ``.data``, numpy, shared memory) are found by a sample of the elements of tensors in host memory.
+``save`` copies small tensors of the host, such as the statistics of a batch norm, which change in the next forward pass. It also
+copies memory of which torch counts no writes: arrays, inference tensors, and tensors in shared memory. What is too large for a copy
+is *exposed*: ``save`` returns when it has been read. Of each other tensor, also of small ones on a GPU, the check notes torch's
+version counter, which every operation in place increases when it ends. Writes that do not count there (through ``.data``, by numpy
+or a kernel of the user's) are found by a sample of the elements of tensors in host memory, if they change one of these.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from .state_tree import Elements
 SMALL = 64 << 10
 """Bytes of a tensor in host memory that is copied by ``save``."""
 
-_COPIED = 64 << 20  # bytes that one save copies at most
+_COPIED = 64 << 20  # bytes of small tensors that one save copies at most
+_UNCOUNTED = 256 << 20  # bytes of memory without a version counter that one save copies at most
 _SAMPLE = 64  # elements
 
 
-def copy_small(views: Iterable[TensorView]) -> tuple[tuple[TensorView, ...], WriteCheck]:
-    """Replace the elements of small tensors in host memory by a copy, which the training cannot change.
+def copy_unguarded(views: Iterable[TensorView]) -> tuple[tuple[TensorView, ...], WriteCheck]:
+    """Replace the elements of tensors in host memory that may change at once by a copy, which the training cannot change.
 
     Returns:
         All views, and the check of those that were not copied.
@@ -33,13 +36,19 @@ def copy_small(views: Iterable[TensorView]) -> tuple[tuple[TensorView, ...], Wri
     Raises:
         StateError: The memory of a tensor of the host was freed.
     """
-    left, made, others = _COPIED, list[TensorView](), list[TensorView]()
+    small, uncounted, made, others = _COPIED, _UNCOUNTED, list[TensorView](), list[TensorView]()
     for view in views:
         leaf, local, shard = view
-        if shard.device is None and not isinstance(local, np.ndarray):
+        on_host, size = shard.device is None, local.nbytes
+        if on_host and not isinstance(local, np.ndarray):
             check_memory(leaf, local, shard.reach)
-        if shard.device is None and (size := local.nbytes) <= min(SMALL, left):
-            left -= size
+        copied = on_host and size <= min(SMALL, small)
+        if copied:
+            small -= size
+        elif on_host and size <= uncounted and not _counted(local):
+            uncounted -= size
+            copied = True
+        if copied:
             view = TensorView(leaf, _copy(local), shard.in_own_memory())
         else:
             others.append(view)
@@ -48,7 +57,10 @@ def copy_small(views: Iterable[TensorView]) -> tuple[tuple[TensorView, ...], Wri
 
 
 class WriteCheck:
-    """Notes the tensors of one save that were not copied, as they were when ``save`` was called."""
+    """Notes the tensors of one save that were not copied, as they were when ``save`` was called.
+
+    ``exposed``: whether torch does not count the writes to one of them, so that ``save`` must not return before it is read.
+    """
 
     def __init__(self, views: Iterable[TensorView]) -> None:
         self._noted = [
@@ -56,6 +68,7 @@ class WriteCheck:
             for view in views
             if view.local.nbytes
         ]
+        self.exposed = not all(_counted(view.local) for view, _, _ in self._noted)
 
     def changed(self) -> str:
         """Return the name of a tensor that has changed since; "" if none has. On any thread, before the tensors may change."""
@@ -80,6 +93,12 @@ def _version(local: Elements) -> int | None:
     if isinstance(local, np.ndarray) or local.is_inference():
         return None
     return int(local._version)
+
+
+def _counted(local: Elements) -> bool:
+    """Whether the version counter shows all operations of torch on this memory. Other processes write to shared memory; each
+    tensor of CUDA could be shared with them."""
+    return _version(local) is not None and (local.is_cuda or not local.is_shared())
 
 
 def _sample(local: Elements) -> bytes:
