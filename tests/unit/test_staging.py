@@ -263,6 +263,24 @@ def test_a_gpu_tensor_may_change_once_all_chunks_are_read(
     made.close(patience=0.1)
 
 
+def test_an_operation_that_ends_after_the_reading_is_found(frozen: str) -> None:
+    """torch counts an operation in place when it ends. It may have changed chunks before they were read."""
+    plan, outcomes = Plan([Chunk(), Chunk()]), queue.SimpleQueue[Any]()
+
+    class Ending(threading.Event):
+        """The operation ends while the staging waits for the training to do so."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout:
+                plan.changed = lambda: "w"  # type: ignore[method-assign]
+            return self.is_set()
+
+    made = Staging(frozen, OPENING)
+    made.submit(SaveOrder(BEGIN, plan, on_read=lambda: None, on_end=outcomes.put, urgent=Ending()))
+    assert str(outcomes.get(timeout=30)).startswith("w: the tensor changed while it was being saved")
+    made.close(patience=0.1)
+
+
 def test_compared_chunks_are_described_if_the_save_has_failed() -> None:
     """They are described to the node worker once, and later saves refer to them."""
     described, posted = ComparedChunks(0, 1, (INFO,)), list[Any]()
@@ -284,7 +302,7 @@ def test_compared_chunks_are_described_if_the_save_has_failed() -> None:
         posted.append(message)
 
     with pytest.raises(SaveFailed):
-        devices.stage(order, OnGpu([]), 0, lambda: None, post)
+        devices.stage(order, OnGpu([]), 0, lambda grace: None, post)
     assert posted == [described]
 
 

@@ -172,10 +172,10 @@ def raw(plan: SavePlan) -> bytes:
 def test_memory_of_which_torch_counts_no_writes_is_copied(kind: str) -> None:
     make, write = UNCOUNTED[kind]
     state = make(torch.randn(COUNT))
-    before = np.array(state).tobytes()
+    before = np.asarray(state).tobytes()
     plan = planned(x=state)
     write(state)
-    assert np.array(state).tobytes() != before
+    assert np.asarray(state).tobytes() != before
     assert not plan.writes.exposed
     assert plan.changed() == ""
     assert raw(plan) == before
@@ -192,3 +192,20 @@ def test_memory_that_is_too_large_for_a_copy_is_exposed(kind: str, monkeypatch: 
 def test_memory_whose_writes_torch_counts_is_not_exposed() -> None:
     weight = torch.nn.Parameter(torch.randn(COUNT))
     assert not planned(w=weight, view=weight[1:], one=torch.ones(()), none=np.zeros(0), number=np.float32(3)).writes.exposed
+
+
+SWAPS: dict[str, Callable[[torch.nn.Parameter], object]] = {
+    "data": lambda p: setattr(p, "data", torch.zeros(COUNT)),
+    "swap_tensors": lambda p: torch.utils.swap_tensors(p, torch.nn.Parameter(torch.zeros(COUNT))),
+}
+
+
+@pytest.mark.parametrize("kind", SWAPS)
+def test_a_tensor_that_gets_other_memory_is_saved_as_it_was(kind: str) -> None:
+    """As weights that are swapped with their moving average for an evaluation."""
+    weight = torch.nn.Parameter(torch.randn(COUNT))
+    before = weight.detach().clone()
+    plan = planned(w=weight)
+    SWAPS[kind](weight)
+    assert plan.changed() == ""
+    assert raw(plan) == before.numpy().tobytes()

@@ -187,8 +187,11 @@ class Checkpointer:
     def save(self, state: State, *, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
         """Start to save ``state``. Every rank saves the same steps in the same order.
 
-        Returns before the save is durable. The tensors are read in the background: do not change them before ``fence``
-        returns. A save fails if one changes; tensors of up to 64 KiB in host memory may change at once.
+        Returns before the save is durable. Plain values, arrays, inference tensors, and in host memory tensors of up to 64 KiB and
+        those in shared memory may change then: they are copied, or, if they are large together, read. Other tensors are read in
+        the background: do not change them before ``fence`` returns. A save fails if torch's version counter shows that one was
+        changed. Other writes are found only where elements that are compared changed: through ``.data``, ``numpy()`` or
+        ``from_numpy``, by ``fused=True`` optimizers, collectives, CUDA graphs, kernels, other threads or processes.
         Plain tensors and arrays must be equal on all ranks and are stored once; of a DTensor each rank stores its own shards;
         plain values are stored for each rank.
 

@@ -51,6 +51,8 @@ def copy_unguarded(views: Iterable[TensorView]) -> tuple[tuple[TensorView, ...],
         if copied:
             view = TensorView(leaf, _copy(local), shard.in_own_memory())
         else:
+            if not isinstance(local, np.ndarray):  # the tensor may get other memory meanwhile, as in a swap with averaged weights
+                view = TensorView(leaf, local.detach(), shard)
             others.append(view)
         made.append(view)
     return tuple(made), WriteCheck(others)
@@ -64,7 +66,7 @@ class WriteCheck:
 
     def __init__(self, views: Iterable[TensorView]) -> None:
         self._noted = [
-            (view, _version(view.local), None if view.shard.device is not None else _sample(view.local))
+            (view, _place_and_version(view.local), None if view.shard.device is not None else _sample(view.local))
             for view in views
             if view.local.nbytes
         ]
@@ -72,8 +74,8 @@ class WriteCheck:
 
     def changed(self) -> str:
         """Return the name of a tensor that has changed since; "" if none has. On any thread, before the tensors may change."""
-        for view, version, sample in self._noted:
-            if _version(view.local) != version or (sample is not None and _sample(view.local) != sample):
+        for view, noted, sample in self._noted:
+            if _place_and_version(view.local) != noted or (sample is not None and _sample(view.local) != sample):
                 return view.leaf.name
         return ""
 
@@ -93,6 +95,11 @@ def _version(local: Elements) -> int | None:
     if isinstance(local, np.ndarray) or local.is_inference():
         return None
     return int(local._version)
+
+
+def _place_and_version(local: Elements) -> tuple[int, int | None]:
+    """The place of the memory, which differs after it was freed or resized, and ``_version``."""
+    return (0 if isinstance(local, np.ndarray) else local.data_ptr()), _version(local)
 
 
 def _counted(local: Elements) -> bool:

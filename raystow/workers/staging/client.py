@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ...storage import background
+from ...storage.clock import SYSTEM
 from ...storage.committer import UNKNOWN
 from ...storage.errors import ClusterError, OutcomeUnknown, ProtocolError, RaystowError, SaveFailed
 from ...storage.format.root import Entry
@@ -45,6 +46,7 @@ from .staging_slots import StagingSlots
 logger = logging.getLogger(__name__)
 
 _Answer = SlotsFree | AttemptJoined | SaveStaged | SaveDone | SaveLost | SaveWarning | BaseDigests | DeviceAnswer
+_GRACE = 0.005, 2.0  # least and most seconds for an operation on tensors that were read meanwhile, in twice the time
 _OPENING = 60.0  # seconds within which the node worker must have allocated the ring
 
 
@@ -157,12 +159,14 @@ class Staging:
         post, host = functools.partial(self._post, order), plan.parts.get(None)
         for device in devices:
             last = host is None and device == devices[-1]
-            self._devices.stage(order, plan, device, order.all_read if last else lambda: None, post)
+            self._devices.stage(order, plan, device, order.all_read if last else lambda grace: None, post)
         if host is not None:
             for event in plan.ready.values():
                 event.synchronize()
             plan.look_again()
+            begun = SYSTEM.monotonic()
             stage_host(plan, host, self._slots, post)
+            order.all_read(min(_GRACE[1], max(_GRACE[0], 2 * (SYSTEM.monotonic() - begun))))
         order.all_read()
         if order.changed:
             remedy = "call fence() before tensors change, or guard(optimizer) once"

@@ -64,7 +64,7 @@ class DeviceStaging:
         self._encoder.prepare(device, pieces)
 
     def stage(
-        self, order: SaveOrder, plan: StagingPlan, device: int, on_read: Callable[[], None], post: Callable[[Message], None]
+        self, order: SaveOrder, plan: StagingPlan, device: int, on_read: Callable[[float], None], post: Callable[[Message], None]
     ) -> None:
         """Encode the chunks on a device, and then those that were expected to be derived but cannot be."""
         encoder, after, group = self._encoder, plan.ready[device], plan.parts[device]
@@ -84,7 +84,7 @@ class DeviceStaging:
 
         def read() -> None:
             if not checks[0].strays:
-                on_read()
+                on_read(HEAD_START)  # longer than to launch an operation, which torch counts then
                 if order.urgent.is_set():
                     SYSTEM.sleep(HEAD_START)
 
@@ -99,7 +99,7 @@ class DeviceStaging:
             plan.strayed(follower)
         if strays:
             stored = [follower.piece for follower in strays]
-            encoder.encode(device, replace(request, pieces=stored, on_read=on_read, meanwhile=lambda: None), post)
+            encoder.encode(device, replace(request, pieces=stored, on_read=lambda: on_read(0.0), meanwhile=lambda: None), post)
 
     def close(self) -> None:
         """Free all memory."""

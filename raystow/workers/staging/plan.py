@@ -145,9 +145,14 @@ class SaveOrder:
         """Names the save in errors."""
         return f"save of step {self.begin.step}"
 
-    def all_read(self) -> None:
-        """Look whether a tensor has changed, and let the training change them from now on. Further calls do nothing."""
+    def all_read(self, grace: float = 0.0) -> None:
+        """Look whether a tensor has changed, and let the training change them from now on. Further calls do nothing.
+
+        torch counts an operation in place when it has ended, so one that runs now shows only later: ``grace`` seconds, unless the
+        training waits, and so runs none.
+        """
         if self.changed is None and self.plan is not None:
+            self.urgent.wait(grace)
             self.changed = self.plan.changed()
             self.on_read()
 
