@@ -188,10 +188,10 @@ class Checkpointer:
         """Start to save ``state``. Every rank saves the same steps in the same order.
 
         Returns before the save is durable. Plain values, arrays, inference tensors, and in host memory tensors of up to 64 KiB and
-        those in shared memory may change then: they are copied, or, if they are large together, read. Other tensors are read in
-        the background: do not change them before ``fence`` returns. A save fails if torch's version counter shows that one was
-        changed. Other writes are found only where elements that are compared changed: through ``.data``, ``numpy()`` or
-        ``from_numpy``, by ``fused=True`` optimizers, collectives, CUDA graphs, kernels, other threads or processes.
+        those in shared memory may change then: they are copied, or, if large, read before. Other tensors are read in the
+        background: do not change them before ``fence`` returns. A save fails if torch's version counter shows that one was
+        changed. It does not count writes through ``.data``, ``numpy()``, ``from_numpy`` or DLPack, by ``fused=True`` optimizers,
+        collectives, CUDA graphs, kernels and other processes; of these only changes of a few compared elements are found.
         Plain tensors and arrays must be equal on all ranks and are stored once; of a DTensor each rank stores its own shards;
         plain values are stored for each rank.
 
@@ -255,7 +255,7 @@ class Checkpointer:
             except RaystowError as error:
                 self._ended(pending, order, error)
         if plan.writes.exposed:
-            self._in_flight.wait_until_read(self._stop_reading)
+            self._in_flight.wait_until_read(self._node.give_up)
         record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="save")
         return pending
 
@@ -271,7 +271,7 @@ class Checkpointer:
         """
         self._startup.check_process()
         start = SYSTEM.monotonic()
-        if self._in_flight.wait_until_read(self._stop_reading):
+        if self._in_flight.wait_until_read(self._node.give_up):
             record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="fence")
         self.failures.check()
 
@@ -470,10 +470,6 @@ class Checkpointer:
         if not pending.staged(0):
             record(STAGED, SYSTEM.monotonic() - pending.begun, repository=self.uri)
         pending._staged.set()
-
-    def _stop_reading(self, why: str) -> None:
-        """End all saves, except for those of which the node worker has everything by now."""
-        self._node.reset(patience=0, why=why)
 
     def _ended(self, pending: Pending, order: SaveOrder, outcome: Entry | RaystowError) -> None:
         if isinstance(outcome, OutcomeUnknown):  # to ask may take as long as a frozen coordinator does

@@ -65,6 +65,10 @@ class NodeConnection:
             if staging is not None:
                 staging.close(patience=patience, why=why)
 
+    def give_up(self, why: str) -> None:
+        """Disconnect, and end all saves, except for those of which the node worker has everything by now."""
+        self.reset(patience=0, why=why)
+
     def close(self) -> None:
         """Disconnect for good."""
         with self._lock:
