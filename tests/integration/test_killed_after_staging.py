@@ -6,16 +6,13 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from local_cluster import LocalCluster, first_save
 from msgspec.structs import replace
 from polling import wait_until
-from ranks import Rank, every, start
 from state_equality import same
 
 import raystow
@@ -46,11 +43,11 @@ def train(address: str, opening: OpenSession, state: str, end: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Any]:
+def processes() -> Any:
     """Start processes that have imported torch, without any threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "ray", "raystow.workers.node.node", "raystow.orchestrator.save.planner", "torch"])
-    yield context
+    return context
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def test_a_restarted_rank_ends_attempts_with_a_part_that_another_rank_never_comp
 
 
 def test_a_restarted_rank_does_not_wait_for_what_its_predecessor_delivered(run: CoordinatedRun) -> None:
-    """Versions have the order of saves: an attempt that stays incomplete, since a node worker died too, would hold up the next."""
+    """Versions have the order of saves: one that stays incomplete, since a node worker died too, would hold up the next."""
     old = run.begin(0)
     run.core.rank_disconnected(0, "a0", "it was killed")
     run.core.join(0, "b0", 2)

@@ -151,10 +151,15 @@ def write_inference(tensor: torch.Tensor) -> None:
         tensor[0] = 7
 
 
+def mapped(tensor: torch.Tensor) -> np.memmap[Any, Any]:
+    with tempfile.TemporaryFile() as file:  # the mapping outlives it
+        return np.memmap(file, np.float32, shape=tuple(tensor.shape))
+
+
 UNCOUNTED: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], object]]] = {
     "an array": (torch.Tensor.numpy, lambda a: a.__setitem__(0, 7)),
     "a part of an array": (lambda t: np.stack([t.numpy(), t.numpy()])[:, ::2], lambda a: a.__setitem__((1, 0), 7)),
-    "a mapped file": (lambda t: np.memmap(tempfile.TemporaryFile(), np.float32, shape=t.shape), lambda a: a.fill(3)),
+    "a mapped file": (mapped, lambda a: a.fill(3)),
     "shared memory": (shared, in_shared_memory),
     "an inference tensor": (inference, write_inference),
 }

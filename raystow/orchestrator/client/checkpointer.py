@@ -187,8 +187,8 @@ class Checkpointer:
     def save(self, state: State, *, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
         """Start to save ``state``. Every rank saves the same steps in the same order.
 
-        Returns before the save is durable. Plain values, arrays, inference tensors, and in host memory tensors of up to 64 KiB and
-        those in shared memory may change then: they are copied, or, if large, read before. Other tensors are read in the
+        Returns before the save is durable. Plain values, arrays, inference tensors, and in host memory tensors of up to 64 KiB
+        and those in shared memory may change then: they are copied, or, if large, read before. Other tensors are read in the
         background: do not change them before ``fence`` returns. A save fails if torch's version counter shows that one was
         changed. It does not count writes through ``.data``, ``numpy()``, ``from_numpy`` or DLPack, by ``fused=True`` optimizers,
         collectives, CUDA graphs, kernels and other processes; of these only changes of a few compared elements are found.

@@ -75,8 +75,8 @@ class SavePlan:
     """What one rank saves: a ``StagingPlan``.
 
     ``views``: its tensors. ``on_gpu``: GPUs code their tensors. ``planner``: the same for all saves of this rank; ``save``: the
-    number of the save, the same on all ranks. ``writes``: finds tensors that change before they are read. The other properties are
-    computed at first use, which is not on the training thread.
+    number of the save, the same on all ranks. ``writes``: finds tensors that change before they are read. The other properties
+    are computed at first use, which is not on the training thread.
     """
 
     rank: int
@@ -153,7 +153,8 @@ class SavePlan:
 def plan_save(
     state: object, *, rank: int, world_size: int, on_gpu: bool = True, planner: Planner | None = None, save: int = 1
 ) -> SavePlan:
-    """Plan a save, and copy tensors of the host that may change at once. ``planner``: the same for all saves of a rank. ``save``: its number.
+    """Plan a save, and copy tensors of the host that may change at once. ``planner``: the same for all saves of a rank.
+    ``save``: its number.
 
     Raises ``StateError`` with the path of anything that cannot be stored.
     """

@@ -1,10 +1,11 @@
 """Keeps a version from mixing what tensors were at ``save`` with what the training makes of them before they are read.
 
-``save`` copies small tensors of the host, such as the statistics of a batch norm, which change in the next forward pass. It also
-copies memory of which torch counts no writes: arrays, inference tensors, and tensors in shared memory. What is too large for a copy
-is *exposed*: ``save`` returns when it has been read. Of each other tensor, also of small ones on a GPU, the check notes torch's
-version counter, which every operation in place increases when it ends. Writes that do not count there (through ``.data``, by numpy
-or a kernel of the user's) are found by a sample of the elements of tensors in host memory, if they change one of these.
+``save`` copies small tensors of the host, such as the statistics of a batch norm, which change in the next forward pass. It
+also copies memory of which torch counts no writes: arrays, inference tensors, and tensors in shared memory. If that is too large
+for a copy, it is *exposed*: ``save`` returns when it has been read. Of each other tensor, also of small ones on a GPU, the check
+notes torch's version counter, which operations in place increase when they end. Writes that do not count there (through
+``.data``, by numpy, fused optimizers, collectives or kernels) are found by a sample of the elements of tensors in host memory, if
+they change one of these.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ def _place_and_version(local: Elements) -> tuple[int, int | None]:
 def _counted(local: Elements) -> bool:
     """Whether the version counter shows all operations of torch on this memory. Other processes write to shared memory; each
     tensor of CUDA could be shared with them."""
-    return _version(local) is not None and (local.is_cuda or not local.is_shared())
+    if isinstance(local, np.ndarray) or local.is_inference():
+        return False
+    return bool(local.is_cuda or not local.is_shared())
 
 
 def _sample(local: Elements) -> bytes:
