@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray._private import auto_init_hook, worker
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from ..storage import background
 from ..storage.clock import SYSTEM
@@ -26,7 +26,9 @@ from . import head_node
 
 _Answer = TypeVar("_Answer")
 
-_HEAD_GONE = 30.0  # seconds in which the head node must answer; after a minute, Ray itself ends the processes of its nodes
+_HEAD_GONE = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60")) / 2  # noqa: SIM112 (Ray's name)
+"""Seconds after which a head node that is gone is given up: half of those after which Ray ends the processes of its nodes."""
+
 _LOOK = 5.0  # seconds of waiting after which the head node is asked whether it is there
 _NEW = "make another Checkpointer; without Ray, read with raystow.open and raystow.restore"
 
@@ -106,7 +108,7 @@ class RayConnection:
             who: The actor, for errors.
 
         Raises:
-            ClusterError: It has failed or does not answer, its head node has not answered for half a minute, or this process has
+            ClusterError: It has failed or does not answer, its head node is gone for half a minute, or this process has
                 disconnected.
             RaystowError: The actor raised it.
         """
@@ -161,8 +163,8 @@ class RayConnection:
             answer.set_exception(error)
 
     def _get(self, answer: Any, timeout: float, who: str) -> Any:
-        until = SYSTEM.monotonic() + timeout
-        silent: float | None = None  # since when the head node does not answer
+        seen = SYSTEM.monotonic()  # when the head node was there
+        until = seen + timeout
         while True:
             left = max(0.0, until - SYSTEM.monotonic())
             try:
@@ -171,14 +173,12 @@ class RayConnection:
                 if left <= _LOOK:
                     what, remedy = f"did not answer within {timeout:.0f} s", "look at its log, or kill it"
                     raise ClusterError(what, subject=who, remedy=remedy) from error
-            try:
-                head_node.reach(self.address)
-                silent = None
-            except OSError as error:
-                silent = SYSTEM.monotonic() if silent is None else silent
-                if SYSTEM.monotonic() >= silent + _HEAD_GONE:
-                    what = f"does not answer, and {error}, for {_HEAD_GONE:.0f} s"
-                    raise ClusterError(what, subject=who, remedy="start the cluster and this process again") from error
+            now = SYSTEM.monotonic()
+            if head_node.listens(self.address):
+                seen = now
+            elif now >= seen + _HEAD_GONE:
+                what = f"does not answer, and {self._head} is gone since {now - seen:.0f} s"
+                raise ClusterError(what, subject=who, remedy="start the cluster and this process again")
 
     @contextlib.contextmanager
     def _calling(self, who: str) -> Iterator[None]:
@@ -195,7 +195,7 @@ class RayConnection:
             raise ClusterError(f"failed: {error.cause!r}", subject=who) from error
         except RayActorError as error:
             raise ClusterError(f"died: {str(error).strip().splitlines()[-1]}", subject=who) from error
-        except (RayError, ConnectionError, LookupError, ValueError, AttributeError) as error:
+        except Exception as error:
             self.check()  # Ray fails in many ways while another thread disconnects
             raise ClusterError(f"{type(error).__name__}: {error}".splitlines()[0], subject=who) from error
         finally:
