@@ -101,7 +101,7 @@ BUGS = (
     ),
     _bug(
         "objects are discarded although the outcome of the commit is unknown",
-        ("Coordinator.settled", "$attempt.swept = not isinstance($outcome, SaveFailed)", "$attempt.swept = False"),
+        ("Coordinator.settled", "not isinstance($outcome, SaveFailed | NotARepository)", "False"),
     ),
     _bug(
         "a version is committed when the first fragment is there",

@@ -1,0 +1,43 @@
+"""A rank that others wait for is named in their logs long before the save or restore is given up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from builders import layers
+from polling import wait_until
+from ranks import Rank, every, start
+
+from raystow.orchestrator import late_ranks
+from raystow.orchestrator.coordinator import attempts
+from raystow.orchestrator.coordinator.ray_client import coordinator_name
+from raystow.storage.stores import open_store
+from raystow.workers.node.actor import NAMESPACE
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def _warn_soon(_: Any) -> None:
+    attempts.LATE = late_ranks.LATE = 0.5
+
+
+def _warnings(rank: Rank) -> tuple[str, ...]:
+    return rank.pending[0].warnings
+
+
+def test_the_ranks_that_save_learn_who_does_not(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2)
+    actor = ray.get_actor(coordinator_name(open_store(str(tmp_path)).uri), NAMESPACE)
+    ray.get(actor.__ray_call__.remote(_warn_soon), timeout=60)
+    every(ranks, "set", layers, 1, 1000)
+    every(ranks[1:], "save", 1)
+    wait_until(lambda: every(ranks[1:], "do", _warnings)[0], "a warning while rank 1 waits")
+    (text, *_), *_ = every(ranks[1:], "do", _warnings)
+    assert "rank 0 (process " in text
+    assert "has not called save for" in text
+    assert text.endswith("; rank 1 waits")
+    every(ranks[:1], "save", 1)
+    assert [version.step for version in every(ranks, "result")] == [1, 1]
