@@ -38,7 +38,8 @@ class Rank:
     def leave(self) -> bool:
         """Close the Checkpointer, and return whether another run may use this process (torch keeps the meshes of process
         groups)."""
-        self.checkpointer.close()
+        with contextlib.suppress(raystow.RaystowError):  # of saves that the test lets fail
+            self.checkpointer.close()
         self.state, self.pending = {}, []
         return not distributed.is_initialized()
 

@@ -119,7 +119,7 @@ def trainer(folder: Path, config: dict[str, Any], *, workers: int | tuple[int, i
     from ray.train.torch import TorchConfig, TorchTrainer
 
     folder.mkdir(exist_ok=True)
-    validation = checkpoints.pop("validation", None)
+    validation, failures = checkpoints.pop("validation", None), checkpoints.pop("max_failures", 3)
     resources = {"CPU": 1.0, **({on: 1.0} if on else {})}
     return TorchTrainer(
         train,
@@ -129,7 +129,7 @@ def trainer(folder: Path, config: dict[str, Any], *, workers: int | tuple[int, i
         run_config=RunConfig(
             name="run",
             storage_path=checkpoints.pop("storage_path", str(folder / "ray")),
-            failure_config=FailureConfig(max_failures=3),
+            failure_config=FailureConfig(max_failures=failures),
             checkpoint_config=CheckpointConfig(**checkpoints),
         ),
         **({"validation_config": validation} if validation else {}),

@@ -3,6 +3,7 @@ repository keep the same versions."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from polling import wait_until
 from ray.cluster_utils import Cluster
+from ray.train import TrainingFailedError
 from ray_train_runs import DEADLINE, Run, check, drain, expected, kill, score, trainer
 
 import raystow
@@ -147,6 +149,25 @@ def test_a_failing_store_does_not_stop_training(cluster: Cluster, tmp_path: Path
     assert steps[:2] == [1, 2]
     assert steps[-1] == 6
     assert 3 not in steps
+
+
+@pytest.mark.parametrize("on_failure", ["raise", 10])
+def test_fit_fails_if_the_last_save_fails_and_the_training_asks_for_it(
+    cluster: Cluster, tmp_path: Path, on_failure: str | int
+) -> None:
+    run, uri = Run(tmp_path), tmp_path / "elsewhere"
+    options = {"uri": str(uri), "timeout": 30.0, "on_failure": on_failure}
+    with ThreadPoolExecutor(1) as pool:
+        fit = pool.submit(trainer(tmp_path, {"steps": 2, "hold": 1, "options": options}, max_failures=0).fit)
+        wait_until(lambda: run.has("step-1") and raystow.latest(uri) is not None, "a version")
+        (uri / "versions").rename(uri / "away")
+        (uri / "versions").write_text("no folder any more")
+        run.note("go")
+        with pytest.raises(TrainingFailedError, match="SaveFailed") if on_failure == "raise" else contextlib.nullcontext():
+            fit.result(DEADLINE)
+    (uri / "versions").unlink()
+    (uri / "away").rename(uri / "versions")
+    assert [version.step for version in raystow.open(uri).versions()] == [1]
 
 
 def validate(checkpoint: Any, worst: float) -> dict[str, float]:

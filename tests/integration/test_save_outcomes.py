@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import ray
 import torch
 from polling import wait_until
-from ranks import Rank, every, save_state, start
+from ranks import Rank, every, save_state, start, take
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient, coordinator_actor
@@ -188,3 +190,48 @@ def test_an_old_rank_does_not_end_the_restore_of_a_smaller_run(tmp_path: Path) -
     with pytest.raises(raystow.Fenced, match="has begun a run of world size 2 after"):
         ray.get(last.restore.remote(), timeout=60)
     assert {version.id for version in ray.get([restored, second.restore.remote()], timeout=60)} == {1}
+
+
+def _close_after_a_failed_save(self: Rank, uri: str, on_failure: str | int, end: str) -> dict[str, Any]:
+    """Save a step, break the store, save another one, and end. Return what was raised, and logged as an error."""
+    logged: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda line: logged.append(line.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("raystow").addHandler(handler)
+    raised, checkpointer, versions = (
+        "",
+        raystow.Checkpointer(uri, rank=0, world_size=1, on_failure=on_failure),
+        Path(uri, "versions"),
+    )
+    try:
+        with checkpointer if end != "close" else contextlib.nullcontext():
+            checkpointer.save(small(1), step=1).result(60)
+            versions.rename(Path(uri, "away"))
+            versions.write_text("no folder any more")
+            checkpointer.save(small(2), step=2)
+            if end == "error":
+                raise ArithmeticError("the loss is not finite")
+        checkpointer.close()
+    except (ArithmeticError, raystow.RaystowError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    finally:
+        logging.getLogger("raystow").removeHandler(handler)
+        versions.unlink()
+        Path(uri, "away").rename(versions)
+    checkpointer.close()  # does nothing
+    return {"raised": raised, "logged": [line for line in logged if "newest version" in line]}
+
+
+@pytest.mark.parametrize(("on_failure", "end"), [("raise", "with"), ("raise", "error"), (1, "close"), (10, "close")])
+def test_the_end_of_a_training_says_that_its_last_step_was_not_saved(tmp_path: Path, on_failure: str | int, end: str) -> None:
+    found = ray.get(take("node_a").do.remote(_close_after_a_failed_save, str(tmp_path), on_failure, end), timeout=120)
+    if end == "error":
+        assert found["raised"] == "ArithmeticError: the loss is not finite"
+    elif on_failure in ("raise", 1):
+        assert found["raised"].startswith("SaveFailed: ")
+    else:
+        assert found["raised"] == ""
+    (line,) = found["logged"]
+    assert line.startswith("step 2 was not saved: ")
+    assert line.endswith("; the newest version is 1 (step 1)")
+    assert [version.step for version in raystow.open(tmp_path).versions()] == [1]

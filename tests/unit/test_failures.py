@@ -4,19 +4,26 @@ import itertools
 import logging
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from builders import empty_record, memory_repository
 
 from raystow.orchestrator.client.checkpointer import Checkpointer
 from raystow.orchestrator.client.failure_reports import FailureReports
 from raystow.orchestrator.client.failures import Failures
 from raystow.orchestrator.client.pending import Pending
+from raystow.orchestrator.client.save_outcome import SaveOutcomes
 from raystow.orchestrator.client.saves_in_flight import SavesInFlight
+from raystow.orchestrator.client.version_callbacks import VersionCallbacks
 from raystow.orchestrator.lossy.profiles import Lossy
 from raystow.orchestrator.save.planner import Planner
-from raystow.storage.errors import ClusterError, Fenced, OutcomeUnknown, SaveFailed, StateError
+from raystow.storage.committer import Committer
+from raystow.storage.errors import ClusterError, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StateError
 from raystow.storage.log import about
+from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.version import Version
 
 
 def failures(on_failure: str | int = 3, counted: list[None] | None = None) -> Failures:
@@ -169,17 +176,15 @@ def test_the_journal_learns_of_a_save_before_its_failure() -> None:
     rank._log, rank._closed, rank._codec, rank._lossy = about(logging.getLogger(__name__)), False, "cpu", Lossy.of(None)
     rank._saves, rank._planner, rank._timeout = itertools.count(1), Planner(rank._lossy), 60.0
     rank._retention, rank._delta, rank._on_fenced = None, 0, "raise"
-    rank._in_flight = SavesInFlight(1, 60.0, rank._conclude, rank._log)
     started = SimpleNamespace(repository="r")
+    startup = SimpleNamespace(uri=rank.uri, check=lambda: None, wait=lambda: started, member=SimpleNamespace(incarnation="i"))
+    outcomes = outcomes_of(rank.failures, startup)
+    outcomes.save_failed = lambda step: told.append(f"failed {step}")
     parts = {
-        "_startup": SimpleNamespace(
-            check=lambda: None, wait=lambda: started, member=SimpleNamespace(incarnation="i"), store=None
-        ),
-        "_store": None,
-        "_reports": SimpleNamespace(report=lambda *_: None),
-        "_journal": SimpleNamespace(
-            saved=lambda step: told.append(f"saved {step}"), save_failed=lambda step: told.append(f"failed {step}")
-        ),
+        "_startup": startup,
+        "_outcomes": outcomes,
+        "_in_flight": SavesInFlight(1, 60.0, outcomes.conclude, rank._log),
+        "_journal": SimpleNamespace(saved=lambda step: told.append(f"saved {step}")),
         "_node": SimpleNamespace(staging=lambda _: fail(told)),
     }
     for name, part in parts.items():
@@ -193,25 +198,113 @@ def fail(told: list[str]) -> None:
     raise ClusterError("the node worker is gone")
 
 
+def outcomes_of(watch: Failures, startup: Any = SimpleNamespace(uri="s3://b")) -> SaveOutcomes:  # noqa: B008
+    log = logging.getLogger("raystow")
+    return SaveOutcomes(startup, MemoryStore("outcomes"), watch, FailureReports(lambda *_: False, log), VersionCallbacks((), log))
+
+
 def test_fenced_after_an_unknown_outcome_is_raised_by_save() -> None:
-    rank, pending, fenced = Checkpointer.__new__(Checkpointer), Pending(1), Fenced("epoch 2 is in charge", subject="s3://b")
-    rank.uri, rank.rank, rank.failures, rank._journal = "s3://b", 0, failures("warn"), None
-    rank._reports = FailureReports(lambda *_: False, logging.getLogger("raystow"))
-    rank._conclude(pending, OutcomeUnknown("no answer", subject="save of step 1"))
-    rank.failures.check()
-    rank._conclude(pending, fenced)
-    for call in (pending.result, rank.failures.check):
+    watch, pending, fenced = failures("warn"), Pending(1), Fenced("epoch 2 is in charge", subject="s3://b")
+    outcomes = outcomes_of(watch)
+    outcomes.conclude(pending, OutcomeUnknown("no answer", subject="save of step 1"))
+    watch.check()
+    outcomes.conclude(pending, fenced)
+    for call in (pending.result, watch.check):
         with pytest.raises(Fenced) as caught:
             call()
         assert caught.value is fenced
-    assert rank.failures.total == 1
+    assert watch.total == 1
 
 
 def test_a_failure_is_counted_before_result_returns() -> None:
-    rank, pending, done = Checkpointer.__new__(Checkpointer), Pending(1), list[bool]()
-    rank.uri, rank.rank, rank._journal = "s3://b", 0, None
-    rank.failures = Failures("warn", count=lambda: done.append(pending.done()))
-    rank._reports = FailureReports(lambda *_: False, logging.getLogger("raystow"))
-    rank._conclude(pending, SaveFailed("no space"))
+    pending, done = Pending(1), list[bool]()
+    outcomes_of(Failures("warn", count=lambda: done.append(pending.done()))).conclude(pending, SaveFailed("no space"))
     assert done == [False]
     assert pending.done()
+
+
+def test_the_end_raises_what_nobody_has_raised() -> None:
+    watch = failures("raise")
+    watch.check_last()
+    watch.failed(1, SaveFailed("no 1"))
+    with pytest.raises(SaveFailed, match="no 1"):
+        watch.check()
+    watch.check_last()
+    watch.failed(2, SaveFailed("no 2"))
+    with pytest.raises(SaveFailed, match="no 2"):
+        watch.check_last()
+    watch.check_last()
+
+
+def test_the_end_raises_fenced_once() -> None:
+    watch = failures(10)
+    watch.failed(1, Fenced("epoch 2 is in charge", subject="s3://b"))
+    with pytest.raises(Fenced):
+        watch.check_last()
+    watch.check_last()
+    with pytest.raises(Fenced):
+        watch.check()
+
+
+def test_the_end_raises_after_n_failures_in_a_row_only() -> None:
+    watch = failures(2)
+    watch.failed(1, SaveFailed("no 1"))
+    watch.check_last()
+    watch.failed(2, SaveFailed("no 2"))
+    with pytest.raises(SaveFailed, match="2 saves in a row"):
+        watch.check_last()
+
+
+def saves_ended_with(*outcomes: Version | RaystowError | None) -> SavesInFlight:
+    """Saves of steps 10, 20, ... with these outcomes; None for one that has not ended."""
+    log = logging.getLogger("raystow")
+    saves = SavesInFlight(9, 60.0, lambda pending, error: None, log)
+    for number, outcome in enumerate(outcomes, 1):
+        saves.wait_for_oldest()
+        pending = Pending(10 * number, log, number=number)
+        saves.add(pending, lambda unknown: None)
+        if outcome is not None:
+            pending._set_outcome(outcome)
+    return saves
+
+
+def a_version() -> Version:
+    repository = memory_repository()
+    committer = Committer(repository, "me")
+    return committer.commit(empty_record(committer))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        ((), ""),
+        (("version",), ""),
+        ((SaveFailed("no space"), "version"), ""),
+        ((SaveFailed("no space"),), "step 10 was not saved: no space; this process has saved no version"),
+        (("version", SaveFailed("no space")), "step 20 was not saved: no space; the newest version is {id} (step {step})"),
+        (
+            ("version", SaveFailed("no space"), Fenced("no more")),
+            "step 30 was not saved: no more; the newest version is {id} (step {step})",
+        ),
+        (
+            ("version", OutcomeUnknown("no answer")),
+            "step 20 may not have been saved: no answer; the newest version is {id} (step {step})",
+        ),
+        (("version", None), "step 20 may not have been saved: the save has not ended; the newest version is {id} (step {step})"),
+    ],
+)
+def test_the_log_says_once_that_the_newest_step_was_not_saved(
+    outcomes: tuple[Any, ...], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = a_version()
+    saves = saves_ended_with(*(version if outcome == "version" else outcome for outcome in outcomes))
+    with caplog.at_level(logging.ERROR):
+        saves.log_unsaved()
+        saves.log_unsaved()
+    assert caplog.messages == ([said.format(id=version.id, step=version.step)] if said else [])
+
+
+def test_the_log_names_the_version_that_was_restored() -> None:
+    saves, version = saves_ended_with(SaveFailed("no space")), a_version()
+    saves.restored = version
+    assert saves.unsaved().endswith(f"saved no version, and has restored version {version.id} (step {version.step})")

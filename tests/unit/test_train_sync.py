@@ -18,6 +18,7 @@ from polling import wait_until
 
 import raystow
 from raystow import Policy, ray_train
+from raystow.orchestrator.client.failures import Failures
 from raystow.orchestrator.integrations.ray_train.checkpointer import _repository_in
 from raystow.orchestrator.integrations.ray_train.pointer import FILE, Identity, folder, identity, read, write
 from raystow.orchestrator.integrations.ray_train.train_sync import TrainSync
@@ -358,6 +359,20 @@ def test_a_rank_reports_whose_earlier_save_failed(error: RaystowError, monkeypat
     monkeypatch.setattr(ray_train.Checkpointer, "report", lambda self: reports.append(1))
     with pytest.raises(type(error)):
         rank.save({}, step=2)
+    assert reports == [1]
+
+
+def test_close_reports_before_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks have no failed save, and wait for this rank in ``report``. A second call does nothing."""
+    rank, reports, open = ray_train.Checkpointer.__new__(ray_train.Checkpointer), list[int](), [True]
+    rank.failures = Failures("raise", count=lambda: None)
+    rank.failures.failed(1, SaveFailed("no space"))
+    monkeypatch.setattr(ray_train.Checkpointer, "_sync", None)
+    monkeypatch.setattr(ray_train.Checkpointer, "_release", lambda self: bool(open and open.pop()))
+    monkeypatch.setattr(ray_train.Checkpointer, "report", lambda self: reports.append(1))
+    with pytest.raises(SaveFailed, match="no space"):
+        rank.close()
+    rank.close()
     assert reports == [1]
 
 

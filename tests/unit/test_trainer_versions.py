@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 
 import raystow
 from raystow.orchestrator.integrations import training_state
-from raystow.storage.errors import StateError
+from raystow.storage.errors import SaveFailed, StateError
 
 
 class EmptyRun:
@@ -63,12 +64,19 @@ class MemoryRun:
 
     def __init__(self) -> None:
         self.saved: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
+        self.waited: list[int] = []
+        self.error: SaveFailed | None = None
 
     def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, float]) -> None:
         self.saved[step] = copy.deepcopy(state), metrics
 
     def fence(self) -> None:
         pass
+
+    def wait(self) -> None:
+        self.waited.append(max(self.saved, default=0))
+        if self.error is not None:
+            raise self.error
 
     def restore(self, into: dict[str, Any], version: Any = "latest") -> Any:
         if not self.saved:
@@ -138,6 +146,17 @@ def test_a_step_is_saved_after_its_evaluation(tmp_path: Path, strategy: str, eva
     halved.saved = {step: whole.saved[step] for step in (2, 4)}
     resumed = train(halved, 8, tmp_path, strategy)
     assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_of_transformers_fails_if_its_last_save_does(tmp_path: Path) -> None:
+    run = MemoryRun()
+    train(run, 4, tmp_path, "steps")
+    assert run.waited == [4], "the end of the training waits for the last save"
+    run.error = SaveFailed("no space")
+    with pytest.raises(SaveFailed, match="no space"):
+        train(run, 8, tmp_path, "steps")
+    assert not list(tmp_path.glob("raystow-*")), "the folder of resume is removed"
 
 
 class CountedData(pl.LightningDataModule):
@@ -357,3 +376,25 @@ def test_a_scheduler_with_a_tensor_is_named(tmp_path: Path) -> None:
     parts = {"train_dataset": [{"x": torch.ones(4)}], "optimizers": (optimizer, TensorSchedule(optimizer))}
     with pytest.raises(StateError, match="learning rate schedulers is not JSON"):
         transformers.Trainer(model, arguments, callbacks=[callback], **parts).train()
+
+
+@pytest.mark.parametrize("error", [None, SaveFailed("no space")])
+def test_a_fit_of_lightning_fails_if_its_last_save_does(tmp_path: Path, error: SaveFailed | None) -> None:
+    run = MemoryRun()
+    run.error = error
+    with pytest.raises(SaveFailed, match="no space") if error else contextlib.nullcontext():
+        fit(run, 1, tmp_path, every_n_epochs=1)
+    assert run.waited == [max(run.saved)], "fit waits for the last save"
+
+
+class Failing(pl.Callback):
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        raise ArithmeticError("the loss is not finite")
+
+
+def test_a_failed_save_does_not_mask_the_error_of_a_training(tmp_path: Path) -> None:
+    run = MemoryRun()
+    run.error = SaveFailed("no space")
+    with pytest.raises(ArithmeticError):
+        fit(run, 1, tmp_path, Failing(), every_n_epochs=1)
+    assert run.waited == []

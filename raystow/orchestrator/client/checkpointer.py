@@ -10,14 +10,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...storage import background
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
-from ...storage.errors import Fenced, OutcomeUnknown, RaystowError, StateError
+from ...storage.errors import RaystowError, StateError
 from ...storage.format import values
-from ...storage.format.root import Entry
 from ...storage.log import about
-from ...storage.metrics import DURABLE, FAILED_SAVES, STAGED, STALL, record
+from ...storage.metrics import FAILED_SAVES, STAGED, STALL, record
 from ...storage.notebook import facts_table
 from ...storage.retention.policy import Policy
 from ...storage.stores import open_store
@@ -44,8 +42,8 @@ from .options import Compression, Interval, Memory, Replication, memory_option, 
 from .pending import Pending
 from .rank_discovery import placement
 from .restores import Restores
-from .save_outcome import find_outcome
-from .saves_in_flight import SOON, SavesInFlight
+from .save_outcome import SaveOutcomes
+from .saves_in_flight import SavesInFlight
 from .startup import Startup
 from .version_callbacks import VersionCallback, VersionCallbacks
 
@@ -55,8 +53,6 @@ if TYPE_CHECKING:
     from ..journal.journal import Journal
 
 logger = logging.getLogger(__name__)
-
-_REPORTS = 5.0  # seconds that ``close`` waits for the coordinator to note failed saves
 
 
 class Checkpointer:
@@ -129,24 +125,25 @@ class Checkpointer:
         self._on_fenced = on_fenced
         self._timeout = positive("timeout", timeout, most=LONGEST)
         limit = integer("max_in_flight", max_in_flight, least=1)
-        self._in_flight = SavesInFlight(limit, self._timeout, lambda pending, error: self._conclude(pending, error), self._log)
         self._memory = memory_option(memory)
         self._compression = option_group("compression", compression, Compression)
         self._replication = option_group("replication", replication, Replication)
         self._interval = option_group("interval", interval, Interval)
         self._delta: Delta = compression.delta or 0
         self._lossy, self._codec = Lossy.of(compression.lossy), usable_codec(compression.codec)
-        self._callbacks = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
+        told = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
         self._saves, self._planner = itertools.count(1), Planner(self._lossy)
         self._journal: Journal | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
         self._closed = False
-        self._reports = FailureReports(self._report_failure, self._log)
+        reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
         self._startup = Startup(self.uri, self.rank, self.world_size, on_fenced=self._on_fenced)
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
+        self._outcomes = SaveOutcomes(self._startup, self._store, self.failures, reports, told)
+        self._in_flight = SavesInFlight(limit, self._timeout, self._outcomes.conclude, self._log)
         groups = self._memory, self._compression, self._replication
         self._node = NodeConnection(self._startup, groups, codec=self._codec)
         exit_notice.watch(self._in_flight)
@@ -239,21 +236,21 @@ class Checkpointer:
             begin,
             plan,
             on_read=pending._read.set,
-            on_end=lambda outcome: self._ended(pending, order, outcome),
+            on_end=lambda outcome: self._outcomes.ended(pending, order, outcome, self._in_flight.left(pending)),
             on_staged=lambda: self._staged(pending),
             on_warning=pending._warn,
             urgent=pending._urgent,
             stall=lambda: pending.stall,
         )
-        pending._find = lambda unknown: self._find(pending, order, unknown)
+        pending._find = functools.partial(self._outcomes.find, pending, order)
         if self._journal is not None:
             self._journal.saved(step)
         with pending._blocking(start):
             try:
-                self._in_flight.add(pending, functools.partial(self._learn, pending, order))
+                self._in_flight.add(pending, functools.partial(self._outcomes.learn, pending, order))
                 self._node.staging(plan).submit(order)
             except RaystowError as error:
-                self._ended(pending, order, error)
+                order.on_end(error)
         if plan.writes.exposed:
             self._in_flight.wait_until_read(self._node.give_up)
         record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="save")
@@ -317,6 +314,7 @@ class Checkpointer:
             TrackedState(model, optimizers), ClusterPort(opening, self._startup.node_address, self._port), who
         )
         self._journal.restored(*self._restored)
+        self._outcomes.save_failed = self._journal.save_failed
         return self._journal
 
     def restore(
@@ -370,6 +368,8 @@ class Checkpointer:
         self._restored = (START if restored is None else restored.step), asked == LATEST
         if self._journal is not None:
             self._journal.restored(*self._restored)
+        if restored is not None:
+            self._in_flight.restored = restored
         if restored is not None or not contains_placeholders(into):
             self.prepare(into)
         return restored
@@ -418,79 +418,76 @@ class Checkpointer:
         if not self._node.made:
             self._node.prepare(plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu"))
 
-    def close(self) -> None:
-        """Wait until all saves in flight are durable or have failed, then disconnect from the node worker.
+    def wait(self) -> None:
+        """Wait until all saves in flight are durable or have failed, each until its ``timeout``.
 
-        A failed save does not raise here. The wait for each save ends at its ``timeout``, that for callbacks after a minute.
-        Afterwards ``save`` and ``restore_latest`` raise ``StateError``.
+        If the newest save is not a version, rank 0 logs an error, which names the newest version.
+
+        Raises:
+            SaveFailed: Saves failed and ``on_failure`` asks to raise.
+            OutcomeUnknown: The same, for a save that may or may not be a version.
+            Fenced: Another run has taken over the repository.
         """
-        self._closed = True
-        if self._startup.forked:
-            return  # its saves, connections and threads are those of the parent
-        if self._journal is not None:
-            self._journal.close()
+        self._startup.check_process()
         self._in_flight.wait_for_all()
-        self._node.close()
-        self._startup.close()
-        self._reports.flush(_REPORTS)
-        self._callbacks.close()
+        self._log_unsaved()
+        self.failures.check_last()
+
+    def close(self) -> None:
+        """Wait for the saves in flight as ``wait`` does, and for callbacks up to a minute; then disconnect from the node worker.
+
+        Afterwards ``save`` and ``restore_latest`` raise ``StateError``, and another ``close`` does nothing. At the end of a
+        ``with`` block that raises, failed saves are only logged.
+
+        Raises:
+            SaveFailed: As ``wait``; everything is released then, too.
+            OutcomeUnknown: The same, for a save that may or may not be a version.
+            Fenced: Another run has taken over the repository.
+        """
+        if self._release():
+            self.failures.check_last()
 
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self._release()
+        except Exception:  # must not take the place of the other one
+            self._log.exception("the Checkpointer could not be closed")
+
+    def _release(self) -> bool:
+        """Wait for the saves in flight, and disconnect. Raises nothing because of failed saves. Returns whether it was open."""
+        open, self._closed = not self._closed, True
+        if not open or self._startup.forked:
+            return False  # in a child, saves, connections and threads are those of the parent
+        with contextlib.ExitStack() as releases:  # called in the opposite order, each also if another one raises
+            for release in self._outcomes.close, self._startup.close, self._node.close, self._log_unsaved, self._in_flight.close:
+                releases.callback(release)
+            if self._journal is not None:
+                releases.callback(self._journal.close)
+        return True
+
+    def _log_unsaved(self) -> None:
+        if self.rank == 0:
+            self._in_flight.log_unsaved()
 
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this Checkpointer is closed", subject=self.uri, remedy="make another one")
         self._startup.check()
 
-    def _conclude(self, pending: Pending, outcome: Version | RaystowError) -> None:
-        pending._set_outcome(outcome, functools.partial(self._note, pending, outcome))
-
-    def _note(self, pending: Pending, outcome: Version | RaystowError, before: Version | RaystowError | None) -> None:
-        match before, outcome:
-            case None, RaystowError() as error:
-                if self._journal is not None:
-                    self._journal.save_failed(pending.step)
-                text = self.failures.failed(pending.step, error)
-                self._reports.report(pending.number, pending.step, f"rank {self.rank}: {error.what}", text)
-            case None, Version() as version:
-                self.failures.succeeded()
-                self._callbacks.tell(version)
-                record(DURABLE, SYSTEM.monotonic() - pending.begun, repository=self.uri)
-            case OutcomeUnknown(), Fenced() as fenced:
-                self.failures.fenced(fenced)
-            case OutcomeUnknown() as unknown, Version() as version:
-                self.failures.found_durable(unknown)
-                self._callbacks.tell(version)
-
     def _staged(self, pending: Pending) -> None:
         if not pending.staged(0):
             record(STAGED, SYSTEM.monotonic() - pending.begun, repository=self.uri)
         pending._staged.set()
 
-    def _ended(self, pending: Pending, order: SaveOrder, outcome: Entry | RaystowError) -> None:
-        if isinstance(outcome, OutcomeUnknown):  # to ask may take as long as a frozen coordinator does
-            background.start("raystow-outcome", self._learn, pending, order, outcome)
-            return
-        repository = self._startup.wait().repository
-        self._conclude(pending, Version(self._store, outcome, repository) if isinstance(outcome, Entry) else outcome)
-
-    def _find(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown, timeout: float = SOON) -> None:
-        ask = functools.partial(self._port.outcome, timeout=timeout)
-        self._conclude(pending, find_outcome(self._startup.repository(self._store), ask, order.attempt, unknown))
-
-    def _learn(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown) -> None:
-        """Let the coordinator give the save up if it waits for this rank, and learn the outcome."""
-        with contextlib.suppress(RaystowError):
-            self._report_failure(pending.number, pending.step, f"rank {self.rank}: {unknown.what}")
-        self._find(pending, order, unknown, self._in_flight.left(pending))
-
     def _next_save(self, first: int) -> messages.NextSave:
         who, asked = (self.rank, self._startup.member.incarnation, self.world_size), self._interval
         return self._port.next_save(messages.AskNextSave(*who, first, asked.seconds, asked.mtbf, asked.budget, self._on_fenced))
 
-    def _report_failure(self, number: int, step: int, reason: str) -> bool:
-        return self._port.save_failed(self.rank, self._startup.member.incarnation, number, step, reason)
+    def _report_failure(self, number: int, step: int, what: str) -> bool:
+        return self._port.save_failed(self.rank, self._startup.member.incarnation, number, step, f"rank {self.rank}: {what}")

@@ -33,4 +33,4 @@ def _end() -> None:
             saves.wait_until(until)
         except (KeyboardInterrupt, SystemExit):  # SIGTERM raises the latter in a process that uses Ray
             until = 0.0
-        saves.log_unsaved()
+        saves.log_unsaved("the process ends without close(), which waits for saves: ")

@@ -16,7 +16,7 @@ class FailureReports:
     """The reports of one rank. ``send(number, step, reason)`` calls the coordinator and returns whether to log the failure."""
 
     def __init__(self, send: Callable[[int, int, str], bool], log: logging.Logger | Log) -> None:
-        self._send, self._log = send, log
+        self.send, self._log = send, log
         self._unlogged: dict[int, tuple[int, str]] = {}  # by number of the save
         self._threads: list[threading.Thread] = []
 
@@ -38,7 +38,7 @@ class FailureReports:
     def _report(self, number: int, step: int, reason: str) -> None:
         first = True
         try:
-            first = self._send(number, step, reason)
+            first = self.send(number, step, reason)
         except RaystowError as unreachable:
             self._log.warning("the failure could not be reported to the coordinator: %s", unreachable, extra={"step": step})
         self._log_once(number, logging.WARNING if first else logging.DEBUG)

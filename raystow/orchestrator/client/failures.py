@@ -69,9 +69,9 @@ class Failures:
     def check(self) -> None:
         """Raise ``SaveFailed`` or ``OutcomeUnknown`` once if ``on_failure`` asks for it, and ``Fenced`` from then on always."""
         with self._lock:
+            unraised, self._unraised = self._unraised, []
             if self._fenced is not None:
                 raise self._fenced
-            unraised, self._unraised = self._unraised, []
             in_a_row = self.in_a_row
         if not unraised or self._on_failure == "warn":
             return
@@ -80,3 +80,8 @@ class Failures:
         if in_a_row >= int(self._on_failure):
             remedy = 'remove the cause, or pass on_failure="warn" to train on without checkpoints'
             raise SaveFailed(f"{in_a_row} saves in a row have failed, the last one: {unraised[-1]}", remedy=remedy)
+
+    def check_last(self) -> None:
+        """Raise as ``check`` at the end of a training, but nothing because of failures that were checked before."""
+        if self._unraised:
+            self.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 
@@ -12,9 +11,7 @@ from ...storage.errors import DeadlineExceeded, OutcomeUnknown, RaystowError
 from ...storage.log import Log
 from ...storage.version import Version
 from .pending import Pending
-
-SOON = 10.0
-"""Seconds within which the coordinator must say what has become of a save that is over."""
+from .save_outcome import SOON
 
 _LATE = 10.0  # seconds after the deadline of a save in which its outcome may still arrive
 
@@ -23,16 +20,20 @@ class SavesInFlight:
     """At most ``limit`` saves. ``conclude`` ends a save that has not ended ``timeout`` seconds after it began.
 
     Attributes:
-        closed: Whether somebody has waited for all saves, at their end.
+        closed: Whether there will be no other save, and somebody has waited for all.
+        restored: The version that the rank has restored last.
     """
+
+    restored: Version | None
 
     def __init__(
         self, limit: int, timeout: float, conclude: Callable[[Pending, RaystowError], None], log: logging.Logger | Log
     ) -> None:
         self._limit, self._timeout, self._conclude, self._log = limit, timeout, conclude, log
         self._saves: list[Pending] = []
-        self.closed = False
+        self.closed, self.restored = False, None
         self._newest: Version | None = None  # of the saves that have ended
+        self._logged: Pending | None = None
 
     def add(self, pending: Pending, learn: Callable[[OutcomeUnknown], None]) -> None:
         """Note a save that has begun. ``learn`` is called in the background if it has not ended by its deadline."""
@@ -65,9 +66,13 @@ class SavesInFlight:
             self._saves = self._saves[1:]
 
     def wait_for_all(self) -> None:
-        """Wait until every save has ended; there will be no other."""
+        """Wait until every save has ended."""
         for pending in self._saves:
             self._wait(pending)
+
+    def close(self) -> None:
+        """Wait until every save has ended; there will be no other."""
+        self.wait_for_all()
         self.closed = True
 
     def wait_until(self, time: float) -> None:
@@ -75,16 +80,24 @@ class SavesInFlight:
         for pending in self._saves:
             pending._ended.wait(max(0.0, time - SYSTEM.monotonic()))
 
-    def log_unsaved(self) -> None:
-        """Log an error if the newest save is not a version: of which steps there is none, and which version is the newest."""
-        unsaved = list(itertools.takewhile(lambda pending: not isinstance(pending._outcome, Version), reversed(self._saves)))
-        if not unsaved:
-            return
-        steps = ", ".join(str(pending.step) for pending in reversed(unsaved))
-        version = self._newest_version()
-        newest = "this process has saved no version" if version is None else f"the newest version is that of step {version.step}"
-        what = "the process ends without close(), and these steps are not durable: %s; %s. Call close(), which waits for saves"
-        self._log.error(what, steps, newest, extra={"step": unsaved[0].step})
+    def unsaved(self) -> str:
+        """Say that the newest save is not a version, why, and which version is the newest. "" if there is nothing to say."""
+        outcome = self._saves[-1]._outcome if self._saves else None
+        if not self._saves or isinstance(outcome, Version):
+            return ""
+        text, version = f"step {self._saves[-1].step} was not saved: {outcome}", self._newest_version()
+        if outcome is None or isinstance(outcome, OutcomeUnknown):
+            text = f"step {self._saves[-1].step} may not have been saved: {outcome or 'the save has not ended'}"
+        if version is not None:
+            return f"{text}; the newest version is {version.id} (step {version.step})"
+        before = f", and has restored version {self.restored.id} (step {self.restored.step})" if self.restored is not None else ""
+        return f"{text}; this process has saved no version{before}"
+
+    def log_unsaved(self, why: str = "") -> None:
+        """Log an error if the newest save is not a version, once. ``why``: what may have led to it."""
+        if (unsaved := self.unsaved()) and self._logged is not self._saves[-1]:
+            self._logged = self._saves[-1]
+            self._log.error("%s%s", why, unsaved, extra={"step": self._logged.step})
 
     def _newest_version(self) -> Version | None:
         versions = [pending._outcome for pending in self._saves if isinstance(pending._outcome, Version)]

@@ -174,10 +174,13 @@ class Checkpointing(TrainerCallback):
         return None if values is None else {**training_state.state_of(model, [optimizer]), **values}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
-        """Save the last step, if it is due. Remove the folder that ``resume`` has made."""
-        self._save(args, state, control, parts)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        """Save the last step, if it is due, and wait for it as ``Checkpointer.wait``. Remove the folder of ``resume``."""
+        try:
+            self._save(args, state, control, parts)
+            self._checkpointer.wait()
+        finally:
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _unwrapped(optimizer: object) -> torch.optim.Optimizer:

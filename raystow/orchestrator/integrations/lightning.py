@@ -90,6 +90,10 @@ class Checkpointing(Callback):
         if self._at_epoch_end not in trainer.callbacks:
             trainer.callbacks.append(self._at_epoch_end)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the saves in flight as ``Checkpointer.wait``, which tells if the last one failed."""
+        self._checkpointer.wait()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the callback that ``on_fit_start`` has added."""
         if self._at_epoch_end in trainer.callbacks:

@@ -17,7 +17,7 @@ import ray.train
 from ray.exceptions import RayError
 from ray.train.collective import broadcast_from_rank_zero
 
-from ....storage.errors import ClusterError, OutcomeUnknown, RaystowError, SaveFailed, StateError, Unsupported
+from ....storage.errors import ClusterError, OutcomeUnknown, SaveFailed, StateError, Unsupported
 from ....storage.format.root import Entry
 from ....storage.retention.policy import Policy
 from ....storage.version import Version
@@ -76,6 +76,7 @@ class Checkpointer(checkpointer.Checkpointer):
         self._slots = threading.BoundedSemaphore(_QUEUE)
         self._notice: PreemptionInfo | None = None
         self._run = run
+        self._outcomes.concluded = self._wake
 
     @functools.cached_property
     def _sync(self) -> TrainSync | None:
@@ -170,23 +171,25 @@ class Checkpointer(checkpointer.Checkpointer):
         return self._notice is not None and self._notice != before
 
     def close(self) -> None:
-        """Wait for the saves in flight, report the last versions to Train, and drop the versions that Train drops for them."""
-        super().close()
+        """Wait for the saves in flight, report the last versions to Train, and drop the versions that Train drops for them.
+
+        Raises:
+            SaveFailed: See ``raystow.Checkpointer.close``. ``fit()`` fails then, unless Train starts the workers again.
+            OutcomeUnknown: The same, for a save that may or may not be a version.
+            Fenced: Another run has taken over the repository.
+        """
+        if not self._release():
+            return
         if self._sync is not None:
             self._sync.collect()
         self.report()
         if self._sync is not None:
             self._sync.drop(_REPORT_TIMEOUT)
             self._sync.close()
+        self.failures.check_last()  # not before ``report``: it is of this rank alone
 
     def __enter__(self) -> Checkpointer:
         return self
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is None:
-            self.close()
-        else:
-            super().close()
 
     def _report(self, version: VersionReport) -> None:
         """Report a version. Its pointer is written already; the empty upload makes Train process the report asynchronously."""
@@ -208,8 +211,7 @@ class Checkpointer(checkpointer.Checkpointer):
             validation=self._validation,
         )
 
-    def _conclude(self, pending: Pending, outcome: Version | RaystowError) -> None:
-        super()._conclude(pending, outcome)
+    def _wake(self) -> None:
         if self._sync is not None:
             self._sync.wake()
 

@@ -8,6 +8,7 @@ of another.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import weakref
 from collections.abc import Mapping
@@ -110,8 +111,9 @@ class TrainingProcess:
         """Wait for the saves in flight."""
         if self._parts:
             logger.error("step %d is not saved: the trainer has not finished its save", next(iter(self._parts.values())).step)
-        for checkpointer in self._checkpointers.values():
-            checkpointer.close()
+        with contextlib.ExitStack() as closing:
+            for checkpointer in self._checkpointers.values():
+                closing.callback(checkpointer.close)
 
     def _fence(self, *_: object) -> None:
         for checkpointer in self._checkpointers.values():
