@@ -27,6 +27,7 @@ from rich.console import Console
 from study_models import Run, copied, gpt
 
 import raystow
+from raystow.orchestrator.restore.name_patterns import ANY_NAMES
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.storage.retention.thin_policy import MOST
 
@@ -60,7 +61,7 @@ def restored(folder: Path, number: int, kept: State, groups: tuple[str, ...]) ->
         for name, tensor in tensors.items():
             if not torch.equal(tensor.view(torch.uint8), kept[group][name].view(torch.uint8)):
                 raise SystemExit(f"{folder.name}: {group}.{name} is not what was saved")
-    return seconds, plan_restore(version, into, RestoreOptions(strict=False)).nbytes
+    return seconds, plan_restore(version, into, RestoreOptions(names=ANY_NAMES)).nbytes
 
 
 def main(

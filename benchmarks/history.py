@@ -30,6 +30,7 @@ from study_models import Run, copied, deterministic, gpt
 from training_study import arrays, coarse, stored
 
 import raystow
+from raystow.orchestrator.restore.name_patterns import ANY_NAMES, STRICT
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.storage.retention.thin_policy import MOST
 
@@ -95,7 +96,7 @@ def thinned(folder: Path, policy: raystow.Policy, digests: list[str], run: Run) 
     versions, most, losses = repository.versions(), 0, []
     for version, one in zip(versions, digests, strict=True):
         into = {name: version.read(name).zero_() for name in version.tensors() if name.startswith("weights.")}
-        plan = plan_restore(version, into, RestoreOptions(strict=not version.resumable))
+        plan = plan_restore(version, into, RestoreOptions(names=STRICT if not version.resumable else ANY_NAMES))
         version.restore(into, strict=not version.resumable)
         weights = {name.removeprefix("weights."): tensor for name, tensor in into.items()}
         if digest(weights if policy.mantissa_bits is None or not version.resumable else coarse(weights)) != one:

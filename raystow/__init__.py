@@ -261,8 +261,8 @@ def restore(
     with uncollected():  # imports and the set-up of a store allocate much
         from .orchestrator.standalone.restore import restore as restore_alone
 
-        names = {"strict": strict, "allow_missing": allow_missing, "allow_unused": allow_unused}
-        return restore_alone(open(uri), into, version, cast=cast, progress=progress, **names)
+        names = {"allow_missing": allow_missing, "allow_unused": allow_unused}
+        return restore_alone(open(uri), into, version, strict=strict, cast=cast, progress=progress, **names)
 
 
 def restore_latest(

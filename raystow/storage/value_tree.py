@@ -45,7 +45,7 @@ def nested(parts: Mapping[Path, object]) -> object:
         raise Damaged(f"a container is both {' and '.join(sorted(kinds))}")
     if kinds == {"dict"}:
         return {key: nested(leaves) for key, leaves in inner.items()}
-    places = sorted(part[1] for part in inner)
+    places = sorted(part[1] for part in inner if isinstance(part, tuple))
     if places != list(range(len(places))):
         raise Damaged(f"a list or tuple lacks elements: it has {places!s:.80}")
     (kind,) = kinds

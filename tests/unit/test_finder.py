@@ -147,7 +147,7 @@ def test_read_all_reads_each_remaining_fragment_once():
         assert sorted(version.read) == list(range(20))
 
 
-def test_values_of_another_structure_are_searched_only_where_tensors_may_be():
+def test_all_is_read_for_lost_values_only_if_tensors_are_missing():
     """The rank has saved a container with other values, and all tensors are found: no fragment has the value that is sought."""
     version = Saved({"a": 160}, 160, per_node=8)
     version.values[7].append(Value("list.0", path_text(("list", ("list", 0))), "3", (60,)))

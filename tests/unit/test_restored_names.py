@@ -112,7 +112,7 @@ def not_grown() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["old_dirs", "replay", "adam"])
-def test_another_structure_with_tensors_is_refused_and_the_remedy_works(tmp_path: Path, name: str) -> None:
+def test_another_structure_is_refused_and_the_remedy_works(tmp_path: Path, name: str) -> None:
     version = saved(tmp_path, {"opt": GROWN})
     into = {"opt": {**copy.deepcopy(GROWN), name: not_grown()[name]}}
     before = copy.deepcopy(into)
@@ -268,7 +268,7 @@ def test_values_of_ranks_that_are_gone_are_named_and_can_be_read(
             version.per_rank(name)
 
 
-def test_a_rank_gets_values_it_has_not_saved_from_the_lowest_rank(tmp_path: Path, rank: Any) -> None:
+def test_a_value_of_other_ranks_is_that_of_the_lowest_rank(tmp_path: Path, rank: Any) -> None:
     """As under pipeline parallelism with another number of stages. A container is that of one rank."""
     version = saved(
         tmp_path, {"w": weight(1), "stage0": [1]}, {"w": weight(1), "stage1": [2]}, {"w": weight(1), "stage1": [3, 4]}

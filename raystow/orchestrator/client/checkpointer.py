@@ -363,8 +363,8 @@ class Checkpointer:
         asked = selector_text(version, self._startup.wait().repository)
         self.fence()
         options = RestoreOptions(self.rank, self.world_size, names, cast)
-        how = {"asked": asked, "allow_uncommitted": allow_uncommitted, "progress": progress}
-        restored = self._restores.run(self._startup.repository(self._store), into, options, **how)
+        run = functools.partial(self._restores.run, self._startup.repository(self._store), into, options)
+        restored = run(asked=asked, allow_uncommitted=allow_uncommitted, progress=progress)
         self._restored = (START if restored is None else restored.step), asked == LATEST
         if self._journal is not None:
             self._journal.restored(*self._restored)
@@ -399,8 +399,8 @@ class Checkpointer:
         Returns:
             The version, or None if there is none.
         """
-        names = {"strict": strict, "allow_missing": allow_missing, "allow_unused": allow_unused}
-        return self.restore(into, cast=cast, allow_uncommitted=allow_uncommitted, progress=progress, **names)
+        restore = functools.partial(self.restore, into, allow_missing=allow_missing, allow_unused=allow_unused)
+        return restore(strict=strict, cast=cast, allow_uncommitted=allow_uncommitted, progress=progress)
 
     def prepare(self, state: State) -> None:
         """Prepare the first save of a state like this one, in the background.

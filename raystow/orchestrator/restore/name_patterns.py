@@ -27,7 +27,7 @@ class NamePatterns:
         object.__setattr__(self, "_matches", re.compile(both).match if both else lambda name: None)
 
     def __contains__(self, name: str) -> bool:
-        return self._matches(name) is not None  # type: ignore[attr-defined,no-any-return]
+        return self._matches(name) is not None  # type: ignore[attr-defined]
 
     @property
     def everything(self) -> bool:

@@ -170,7 +170,7 @@ def _tuple_like(old: tuple[object, ...], items: list[object]) -> tuple[object, .
     if len(items) == len(old) and all(a is b for a, b in zip(items, old, strict=True)):
         return old
     if hasattr(old, "_make"):
-        return old._make(items) if len(items) == len(old) else tuple(items)  # type: ignore[no-any-return]
+        return old._make(items) if len(items) == len(old) else tuple(items)
     return type(old)(items)
 
 

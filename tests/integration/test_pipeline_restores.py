@@ -1,0 +1,82 @@
+"""Strict restores under pipeline parallelism: each rank has its stage, and all ranks together have every name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import ray
+import torch
+from ray.exceptions import RayTaskError
+
+import raystow
+from raystow.orchestrator.save.flat_fragment import FlatFragment
+
+
+def stage(fill: float, *layers: int) -> dict[str, Any]:
+    """The state of a rank with some layers, each of which no other rank has."""
+
+    def tensor(layer: int) -> FlatFragment:
+        return FlatFragment(torch.full((4000,), fill * (1 + layer)), (4000,), 0)
+
+    return {
+        "layers": {str(layer): tensor(layer) for layer in layers},
+        "lr": {f"layers.{layer}": fill * layer for layer in layers},
+        "step": fill,
+    }
+
+
+def set_stage(rank: Any, fill: float, *layers: int) -> None:
+    rank.state = stage(fill, *layers)
+
+
+def shown(rank: Any) -> tuple[dict[str, list[float]], dict[str, float], float]:
+    """Each layer's values, the learning rates, and the step."""
+    layers = {name: tensor.elements.unique().tolist() for name, tensor in rank.state["layers"].items()}
+    return layers, rank.state["lr"], rank.state["step"]
+
+
+def begin(uri: str, *stages: tuple[int, ...], fill: float = 0.0) -> list[Any]:
+    started = ranks.start(uri, len(stages))
+    ray.get([rank.do.remote(set_stage, fill, *layers) for rank, layers in zip(started, stages, strict=True)])
+    return started
+
+
+def save(uri: str, *stages: tuple[int, ...]) -> None:
+    saving = begin(uri, *stages, fill=1.0)
+    ranks.every(saving, "save", 1)
+    ranks.every(saving, "result")
+    ranks.give_back()
+
+
+def expected(*layers: int) -> tuple[dict[str, list[float]], dict[str, float], float]:
+    return {str(n): [1.0 + n] for n in layers}, {f"layers.{n}": float(n) for n in layers}, 1.0
+
+
+@pytest.mark.parametrize(
+    "restored", [((0, 1), (2, 3)), ((2, 3), (0, 1)), ((0, 1, 2, 3),), ((0,), (1, 2), (3,)), ((0, 1, 2, 3), (2, 3))]
+)
+def test_all_ranks_together_have_every_name(two_nodes: Any, tmp_path: Path, restored: tuple[tuple[int, ...], ...]) -> None:
+    uri = str(tmp_path)
+    save(uri, (0, 1), (2, 3))
+    into = begin(uri, *restored)
+    assert {version.id for version in ranks.every(into, "restore")} == {1}
+    assert ranks.every(into, "do", shown) == [expected(*layers) for layers in restored]
+
+
+def test_a_name_that_no_rank_has_is_an_error_on_all(two_nodes: Any, tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    save(uri, (0, 1), (2, 3))
+    into = begin(uri, (0,), (2, 3))
+    for rank in [rank.restore.remote() for rank in into]:
+        with pytest.raises(RayTaskError) as caught:
+            ray.get(rank, timeout=60)
+        assert isinstance(caught.value.cause, raystow.StateError)
+        assert "saved but not in `into`: layers.1" in str(caught.value.cause)
+        assert "layers.0" not in str(caught.value.cause)
+        assert "allow_unused='layers.1'" in caught.value.cause.remedy
+    assert ranks.every(into, "do", shown) == [
+        ({str(n): [0.0] for n in layers}, {f"layers.{n}": 0.0 for n in layers}, 0.0) for layers in ((0,), (2, 3))
+    ]
