@@ -117,7 +117,7 @@ async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
     here = SimpleNamespace(get_node_id=lambda: "node-0", get_job_id=lambda: "1")
     ray.get_runtime_context = lambda: here  # Ray's function would start a cluster
     connection = RayConnection("nowhere", "none", "1", "node-0")
-    RayConnection.here = lambda: connection
+    RayConnection.here = lambda: connection  # type: ignore[method-assign]
     actor = CoordinatorActor(uri)
     await actor.start()
     pipe.send(peak_memory())
@@ -151,7 +151,9 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
         asyncio.create_task(actor.fragment(ticket, told.info, told.packs))
         for ticket, (_, _, told) in zip(tickets, reports, strict=True)
     ]
-    return (await asyncio.gather(*sealed))[0]
+    entry = (await asyncio.gather(*sealed))[0]
+    assert isinstance(entry, Entry)
+    return entry
 
 
 async def _call(coroutine: Coroutine[Any, Any, T]) -> T:

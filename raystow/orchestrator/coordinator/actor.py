@@ -396,7 +396,11 @@ class CoordinatorActor:
 
     async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], told: int | None = None) -> Attempt | RanksLate:
         core = (await self._started()).core
-        attempt, late = core.attempt(ticket), lambda: None if told is None else core.late(ticket, told)
+        attempt = core.attempt(ticket)
+
+        def late() -> RanksLate | None:
+            return None if told is None else core.late(ticket, told)
+
         async with self._changed:
             await self._changed.wait_for(lambda: reached(attempt) or late())
         if not reached(attempt) and (warning := late()) is not None:

@@ -107,7 +107,7 @@ class RayCoordinatorClient:
     def compare(self, told: UnusedNames) -> bytes:
         """See ``restore.rounds``. Waits for the other ranks, if this one leaves names unused."""
         if not told.unused:
-            self._actor.handle.remote(PROTOCOL, messages.encode(told))
+            self._send(told)
             return b""
         answer: messages.Message = messages.RanksReading()
         while not isinstance(answer, UnusedByAll):
@@ -117,7 +117,7 @@ class RayCoordinatorClient:
 
     def reading(self, rank: RankReading) -> None:
         """Tell that a rank reads on, without waiting for an answer, since that would delay its reads."""
-        self._ray.send(lambda: self._known().handle.remote(PROTOCOL, messages.encode(rank)), self._who)
+        self._send(rank)
 
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
         report = messages.RankSaveFailed(rank, incarnation, save, step, messages.shortened(reason))
@@ -146,10 +146,15 @@ class RayCoordinatorClient:
         told = 0
         while True:
             answer = messages.decode(self._call("handle", ask(told), timeout), expected, messages.RanksLate)
-            if not isinstance(answer, messages.RanksLate):
+            if isinstance(answer, expected):
                 return answer
+            assert isinstance(answer, messages.RanksLate)
             told = answer.number
             warn(answer.text)
+
+    def _send(self, report: messages.Message) -> None:
+        """Send without waiting for an answer."""
+        self._ray.send(lambda: self._known().handle.remote(PROTOCOL, messages.encode(report)), self._who)
 
     def _tell(self, report: messages.Message, timeout: float = _ANSWER) -> None:
         self._ask(report, messages.Acknowledged, timeout)

@@ -187,8 +187,8 @@ def _plan_all(catalog: Catalog, grace: float) -> CollectionPlan:
     garbage = [*_judged(root, now, unlisted), *_segments(store, root, now)]
     trials = (info for info in store.list(keys.PROBE) if keys.is_trial(info.key))
     scraps = leases.ended(store, now) + [info.key for info in trials if now - info.modified >= grace]
-    unfinished = (write for write in store.unfinished() if keys.in_layout(write.key))
-    unfinished = tuple(write for write in unfinished if now - write.started >= grace)
+    ours = (write for write in store.unfinished() if keys.in_layout(write.key))
+    unfinished = tuple(write for write in ours if now - write.started >= grace)
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)), tuple(scraps), unfinished)
 
 
