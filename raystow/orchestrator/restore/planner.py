@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from ...storage.tensor_index import Seeker
 from ...storage.value_tree import Path as ValuePath
 from ...storage.value_tree import nested
 from ...storage.version import Version
-from ..save.shards import Shard, overlaps, shard_of
+from ..save.shards import Shard, shard_of
 from ..save.state_tree import Leaf, Path, State, boxes, flatten, show
 from .as_saved import AsSaved, load, target
 from .fill import Fill
@@ -33,6 +33,7 @@ from .name_check import (
 )
 from .name_match import NameMatch, match_names
 from .name_patterns import STRICT, NameRules
+from .numbers import element, number
 from .plain_containers import plain_nodes
 from .plan import FROM_STORE, RestorePlan, Sources, build
 
@@ -90,17 +91,20 @@ def plan_restore(
         if isinstance(leaf.value, AsSaved):
             if match.marked[leaf.path]:
                 fill.values[leaf.path] = _as_saved(version, leaf.path, leaf.value, match, fill)
+        elif leaf.path in match.new and leaf.name in shards:
+            value = fill.values.pop(leaf.path)
+            _check_writable(leaf)
+            for shard in _targets(shards, leaf):
+                fill.add_number(shard, element(value, shard, cast=options.cast))
         elif not chunks or leaf.path in match.new:
             continue
         elif leaf.is_tensor and not _is_replaced(leaf):
-            targets = shards[leaf.name]
-            if isinstance(targets, StateError):
-                raise targets
-            for shard in targets:
+            for shard in _targets(shards, leaf):
                 _check_target(leaf, shard, version, chunks[0], cast=options.cast)
                 fill.add(shard, chunks)
         elif leaf.is_tensor or leaf in match.whole:
-            fill.values[leaf.path] = version.assemble(leaf.name, chunks)
+            saved = version.assemble(leaf.name, chunks)
+            fill.values[leaf.path] = number(leaf.value, saved, chunks[0], show(leaf.path, "into"))
     names = frozenset(leaf.name for leaf in leaves if found.chunks.get(leaf.name))
     plan = build(fill.runs(), sources, version=version.id, names=names, execute=fill.run)
     if not peers.alike:
@@ -137,12 +141,21 @@ def _sought(leaf: Leaf, targets: list[Shard] | StateError | None) -> Sought:
     return Sought(tensor=leaf.is_tensor)
 
 
+def _targets(shards: Mapping[str, list[Shard] | StateError], leaf: Leaf) -> list[Shard]:
+    """The targets of a leaf; none of one that is replaced. Raises the error of a leaf that cannot be one."""
+    targets = shards.get(leaf.name, [])
+    if isinstance(targets, StateError):
+        raise targets
+    return targets
+
+
+def _check_writable(leaf: Leaf) -> None:
+    if isinstance(leaf.value, np.ndarray) and not leaf.value.flags.writeable:
+        raise StateError("the array is read-only", subject=show(leaf.path, "into"))
+
+
 def _check_target(leaf: Leaf, shard: Shard, version: Version, saved: Chunk, *, cast: bool) -> None:
-    where = show(leaf.path, "into")
-    if isinstance(shard.bits, np.ndarray) and isinstance(leaf.value, np.ndarray) and not leaf.value.flags.writeable:
-        raise StateError("the array is read-only", subject=where)
-    if overlaps(shard.local):
-        raise StateError("elements share memory", subject=where, remedy="give it memory of its own: clone() it")
+    _check_writable(leaf)
     if shard.shape != saved.shape or (shard.dtype != saved.dtype and not cast):
         what = f"is {shard.dtype} {shard.shape}, but version {version.id} holds {saved.dtype} {saved.shape}"
-        raise StateError(what, subject=where, remedy="" if shard.shape != saved.shape else "cast=True converts")
+        raise StateError(what, subject=show(leaf.path, "into"), remedy="" if shard.shape != saved.shape else "cast=True converts")

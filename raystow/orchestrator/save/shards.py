@@ -84,9 +84,9 @@ class Shard:
 
     @functools.cached_property
     def bits(self) -> Elements:
-        """The elements as opaque words that share their memory: numpy in host memory, torch on a device. Made at
-        first use, not on the training thread."""
-        return bits(self.local)
+        """The elements as opaque words: numpy in host memory, torch on a device. They share the memory of ``local``, unless that
+        is ``pending``: then they are a copy. Made at first use, not on the training thread."""
+        return bits(resolved(self.local))
 
     @functools.cached_property
     def format(self) -> dtypes.DType:
@@ -104,7 +104,7 @@ class Shard:
     def place(self) -> int | None:
         """On a device: the address of the first element; None if the tensor is not contiguous, or lazily conjugated."""
         local: torch.Tensor = self.local
-        return int(local.data_ptr()) if local.is_contiguous() and not local.is_conj() and not local.is_neg() else None
+        return int(local.data_ptr()) if local.is_contiguous() and not pending(local) else None
 
     @functools.cached_property
     def reach(self) -> int:
@@ -209,10 +209,20 @@ def overlaps(local: Elements) -> bool:
     return False
 
 
+def pending(local: Elements) -> bool:
+    """Whether the conjugation or negation of a torch tensor is pending: other bits are in its memory than its values have."""
+    return not isinstance(local, np.ndarray) and (local.is_conj() or local.is_neg())
+
+
+def resolved(local: Elements) -> Elements:
+    """The same values with their own bits in memory: a copy if they are ``pending``."""
+    return local.detach().resolve_conj().resolve_neg() if pending(local) else local
+
+
 def bits(local: Elements) -> Elements:
     """The elements of an array or local torch tensor as opaque words that share its memory: numpy on the CPU, torch elsewhere.
 
-    Only a tensor whose conjugation or negation is pending is copied first.
+    ``ValueError`` for a tensor that is ``pending``.
     """
     if isinstance(local, np.ndarray):
         return local.view(f"V{local.itemsize}")
@@ -225,10 +235,11 @@ def bits(local: Elements) -> Elements:
 def words(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a local torch tensor as integers that share its memory; of complex128, which is wider than any, as pairs.
 
-    Only a tensor whose conjugation or negation is pending is copied first.
+    ``ValueError`` for a tensor that is ``pending``.
     """
     import torch
 
-    local = tensor.detach().resolve_conj().resolve_neg()
-    size = local.element_size()
+    if pending(tensor):
+        raise ValueError("the memory of a conjugated or negated view does not have the bits of its values")
+    local, size = tensor.detach(), tensor.element_size()
     return torch.view_as_real(local).view(torch.int64) if size == 16 else local.view(words_of(size))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .shard_cache import TensorView
-from .shards import bits, check_memory
+from .shards import bits, check_memory, resolved
 from .state_tree import Elements
 
 SMALL = 64 << 10
@@ -112,7 +112,7 @@ def _counted(local: Elements) -> bool:
 
 
 def _sample(local: Elements) -> bytes:
-    words = bits(local)
+    words = bits(resolved(local))
     return bytes(words[_places(words.shape)].tobytes())
 
 

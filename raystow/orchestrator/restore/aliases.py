@@ -1,0 +1,134 @@
+"""Finds targets of a restore that share memory: each would get elements of both. Reads and changes no element.
+
+Targets in the same memory that get the same elements, as tied weights do, are filled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ...storage.coding.kernels import Words
+from ...storage.errors import StateError
+from ...storage.format.boxes import Box, overlap
+from ...storage.format.manifest import Chunk
+from ..save.shards import overlaps
+from ..save.state_tree import Elements
+
+_MOST_WORK = 1 << 20  # steps to decide whether two targets with gaps between their elements share memory
+_REMEDY = "give each memory of its own, as clone() does, or leave one of them out of `into`"
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Memory that a restore fills. ``where``: names it in errors. ``content``: returns what is equal for equal elements."""
+
+    where: str
+    local: Elements
+    content: Callable[[], Hashable]
+
+
+def stored(chunks: Sequence[Chunk], box: Box) -> Hashable:
+    """The stored elements of a box as the ``content`` of a target: they are equal if dtype, place and all digests are."""
+    rows = ((row.offset, row.extent, row.raw_digest) for row in chunks if overlap(box, row.box) is not None)
+    return chunks[0].dtype, chunks[0].shape, box, tuple(sorted(rows))
+
+
+def distinct(targets: Sequence[Target]) -> list[Target]:
+    """The targets without those that are the memory of an earlier one and get the same elements.
+
+    Raises ``StateError`` naming a target whose elements share memory, or two that share memory and do not get the same elements.
+    """
+    regions = dict[Hashable, tuple[Target, _Region]]()
+    for target in targets:
+        if 0 in target.local.shape:
+            continue
+        if overlaps(target.local):
+            raise StateError("elements share memory", subject=target.where, remedy="give it memory of its own: clone() it")
+        region = _Region.of(target.local)
+        first, _ = regions.setdefault((region, _meaning(target.local)), (target, region))
+        if first is not target and first.content() != target.content():
+            what = f"is the memory of {first.where}, and the version holds different elements for them"
+            raise StateError(what, subject=target.where, remedy=_REMEDY)
+    _check_apart(regions.values())
+    return [target for target, _ in regions.values()]
+
+
+class _Region(NamedTuple):
+    """Where elements are: on a device ("cpu" for arrays), ``strides`` and ``itemsize`` in bytes."""
+
+    device: str
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, local: Elements) -> _Region:
+        """The region of a tensor or array with elements. Of a dimension with one of them, the stride says nothing."""
+        shape, size = tuple(local.shape), int(local.itemsize)
+        if isinstance(local, np.ndarray):
+            device, address, strides = "cpu", int(local.__array_interface__["data"][0]), local.strides
+        else:
+            device, address = str(local.device), int(local.data_ptr())
+            strides = tuple(size * stride for stride in local.stride())
+        used = tuple(stride if n > 1 else 0 for n, stride in zip(shape, strides, strict=True))
+        return cls(device, address, shape, used, size)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The addresses of its first byte, and of the one after its last."""
+        low = high = self.address
+        for n, stride in zip(self.shape, self.strides, strict=True):
+            if stride < 0:
+                low += stride * (n - 1)
+            else:
+                high += stride * (n - 1)
+        return low, high + self.itemsize
+
+    def meets(self, other: _Region) -> bool:
+        """Whether a byte is in both, exactly; or whether that takes too long to find out."""
+        try:
+            return np.shares_memory(self._array(), other._array(), max_work=_MOST_WORK)
+        except np.exceptions.TooHardError:
+            return True
+
+    def _array(self) -> Words:
+        """An array at these addresses, which are never accessed: they may be of a GPU."""
+        return np.asarray(_Interface(self))
+
+
+class _Interface:
+    """Describes a region to numpy."""
+
+    def __init__(self, region: _Region) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (region.address, True),
+            "shape": region.shape,
+            "strides": region.strides,
+            "typestr": f"|V{region.itemsize}",
+        }
+
+
+def _meaning(local: Elements) -> Hashable:
+    """What the bits of an element mean: equal elements have equal bits in memory only if it is equal."""
+    lazy = (False, False) if isinstance(local, np.ndarray) else (local.is_conj(), local.is_neg())
+    return str(local.dtype).removeprefix("torch."), lazy
+
+
+def _check_apart(regions: Iterable[tuple[Target, _Region]]) -> None:
+    """Raise ``StateError`` for the first two in order of addresses that share a byte."""
+    spans = sorted(((region.device, *region.bounds, target, region) for target, region in regions), key=lambda span: span[:3])
+    reaching = list[tuple[str, int, int, Target, _Region]]()  # those before that end after the beginning of this one
+    for span in spans:
+        device, low, _, target, region = span
+        reaching = [other for other in reaching if other[0] == device and other[2] > low]
+        for _, _, _, before, its in reaching:
+            if region.meets(its):
+                what = f"shares memory with {before.where}, whose elements are others"
+                raise StateError(what, subject=target.where, remedy=_REMEDY)
+        reaching.append(span)
