@@ -19,7 +19,7 @@ from .coding.derived import derive
 from .coding.digest import raw_digest, stored_digest
 from .coding.dtypes import DType
 from .coding.kernels import Bytes
-from .errors import Damaged, NotFound, Unsupported
+from .errors import Damaged, NotFound, StateError, Unsupported
 from .format import keys
 from .format.boxes import Box, overlap, tile, within
 from .format.manifest import Chunk
@@ -197,7 +197,8 @@ class PackReader:
     def complete(self, runs: Sequence[Run], progress: Callable[[int], None] = lambda nbytes: None) -> None:
         """Fill the targets of ``runs``; ``progress`` is called with the decoded bytes of each chunk.
 
-        Raises ``Damaged`` naming pack and tensor, or the store's error; then the content of the targets is undefined. Takes 16
+        Raises ``Damaged`` naming pack and tensor, ``StateError`` if a target was changed while it was filled, or the store's
+        error; then the content of the targets is undefined. Takes 16
         MiB of stored bytes and one chunk for each thread, of which the caller's is one.
         """
         # Of a file, smaller ranges: they take less memory, and are as fast.
@@ -275,15 +276,23 @@ class PackReader:
         proven: bool = True,
     ) -> Iterator[tuple[Piece, Bytes]]:
         """A run's pieces, each with the bytes of its chunk's elements, fetched and checked. ``into``: memory to decode into, if
-        the elements are what is stored. ``memory``: for the run's stored bytes. ``proven``: see ``decode``."""
+        the elements are what is stored; ``StateError`` if it was changed meanwhile. ``memory``: for the run's stored bytes.
+        ``proven``: see ``decode``."""
         data = np.frombuffer(self.fetch(run, memory), np.uint8)
         for place in run.places:
             words: Bytes | None = None
+            base, in_place = self._needed(run, place.pieces[0]), False
             for piece in place.pieces:
-                base = self._needed(run, piece) if words is None else None
                 with run.naming(piece):
-                    stored = run.stored(piece, data)
-                    words, raw = decode(piece.chunk, stored, words, into=into(piece), base=base, proven=proven)
+                    stored, target = run.stored(piece, data), into(piece)
+                    in_place = in_place or (words is None and target is not None)
+                    try:
+                        words, raw = decode(piece.chunk, stored, words, into=target, base=base, proven=proven)
+                    except Damaged:
+                        if not in_place:
+                            raise
+                        decode(piece.chunk, stored, base=base, proven=proven)  # in memory that nobody else can change
+                        raise changed_target(piece) from None
                 yield piece, raw
 
     def bring(self, run: Run, into: memoryview | None) -> Buffer:
@@ -391,6 +400,12 @@ def decode(
     if proven and raw_digest(raw) != chunk.raw_digest:
         raise Damaged("the decoded bytes do not match their digest")
     return words, raw
+
+
+def changed_target(piece: Piece) -> StateError:
+    """The error for a target that does not have what was decoded into it, although the stored bytes are right."""
+    remedy = "let nothing write to it until the restore has ended, and restore again"
+    return StateError("its memory was changed while it was filled", subject=f"tensor {piece.chunk.name!r}", remedy=remedy)
 
 
 def _own_memory(piece: Piece) -> Bytes | None:

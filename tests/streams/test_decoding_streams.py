@@ -25,7 +25,7 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.coding import zstd
 from raystow.storage.coding.chunk import ZSTD
 from raystow.storage.coding.digest import stored_digest
-from raystow.storage.errors import Damaged
+from raystow.storage.errors import Damaged, StateError
 from raystow.storage.reader import PackReader, Request, Run
 from raystow.storage.version import Version
 from raystow.workers.gpu.decode import decoder, lane, lane_plan
@@ -141,6 +141,21 @@ def test_restored_tensors_are_the_saved_ones(saved: tuple[Version, State], seed:
     assert "decoded on the CPU" not in caplog.text, "lanes have taken all"
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_target_that_is_changed_while_it_is_filled_is_named(saved: tuple[Version, State], seed: int) -> None:
+    """A delta is requested three times into one memory: each changes what the others are added to."""
+    version, state = saved
+    (row,) = version.chunks["m0"]
+    assert row.coding.base is not None
+    requests = [Request("m0", [row], row.box, torch.zeros_like(state["m0"]).view(torch.int32))] * 3
+    reader = version.reader()
+    with decoding(seed):
+        made = decoder.Decoder(HERE)
+        with pytest.raises(StateError, match="tensor 'm0': its memory was changed while it was filled"):
+            made.fill(reader, reader.runs(requests), lambda nbytes: None)
+        made.close()
+
+
 def test_an_error_of_a_thread_that_reads_is_raised(saved: tuple[Version, State], monkeypatch: pytest.MonkeyPatch) -> None:
     bring, runs = PackReader.bring, itertools.count()
 
@@ -181,7 +196,7 @@ def test_each_missing_wait_is_detected(saved: tuple[Version, State], bug: str) -
         with decoding(seed, module):
             try:
                 return same(restored(*saved, module.Decoder(HERE)), saved[1])
-            except (Damaged, RuntimeError, AssertionError, ValueError):
+            except (Damaged, StateError, RuntimeError, AssertionError, ValueError):
                 return False
 
     assert not all(comes_back(seed) for seed in range(24))  # one or two find it, most often

@@ -24,7 +24,7 @@ import torch
 
 from ....storage.coding.chunk import DEFLATE
 from ....storage.errors import Damaged
-from ....storage.reader import PackReader, Piece, Run
+from ....storage.reader import PackReader, Piece, Run, changed_target
 from .. import kernel_args
 from ..kernel_args import Addressed, Table, part
 from ..kernels import blake3_kernels, copy_kernels, word_kernels
@@ -98,10 +98,11 @@ class _Work:
 
 class Decoder:
     """Fills tensors of one GPU. Allocates up to 1.3 GiB of device memory and 504 MiB of pinned memory until ``close``, and
-    672 MiB of device memory more if only parts of chunks are requested. Pinned memory is kept for later: see ``BUFFERS``."""
+    672 MiB of device memory more if only parts of chunks are requested. Pinned memory is kept for later: see ``BUFFERS``.
+    ``shared``: others may change the targets."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, shared: bool = True) -> None:
+        self._device, self._shared = device, shared
         self._lanes = list[Lane]()
         self._codecs: dict[tuple[str, int], Codec] = {_OWN: Deflate()}
 
@@ -116,6 +117,7 @@ class Decoder:
         """Do the work of ``PackReader.complete`` for targets that are tensors of words on this device.
 
         Earlier work of the current stream on the targets is waited for. Runs that do not fit into a lane are decoded on the CPU.
+        Raises ``StateError`` if a target is changed while it is filled.
         """
         others = list[Run]()
         with torch.cuda.device(self._device), contextlib.closing(LaneFetcher(reader)) as fetcher:
@@ -127,7 +129,7 @@ class Decoder:
                 stages: dict[int, Callable[[_Work], None]] = {
                     0: self._take_up,
                     -1: functools.partial(_launch, reader),
-                    _FETCHING - _LANES: functools.partial(self._finish, progress),
+                    _FETCHING - _LANES: functools.partial(self._finish, reader, progress),
                     _FETCHING: functools.partial(_fetch, fetcher),  # into the lane that has finished
                 }
                 for i in itertools.count():
@@ -185,7 +187,7 @@ class Decoder:
         with torch.cuda.stream(lane.stream):
             lane.send_numbers(end)
 
-    def _finish(self, progress: Progress, work: _Work) -> None:
+    def _finish(self, reader: PackReader, progress: Progress, work: _Work) -> None:
         """Wait for a lane, and check its results."""
         work.lane.wait()
         if any(status for kind, _, status in work.decoded() if kind == _OWN):
@@ -195,10 +197,32 @@ class Decoder:
             _decode(work)
             work.lane.wait()
         results = [step.results for step in work.steps[1:] if step.size]
-        sums = results[len(work.plan.streams) :]
-        progress(sum(work.plan.check(np.concatenate((_NOTHING, *sums)))))  # first, because its errors name a tensor
+        sums = np.concatenate((_NOTHING, *results[len(work.plan.streams) :]))
+        try:
+            decoded = sum(work.plan.check(sums))  # first, because its errors name a tensor
+        except Damaged:
+            if not self._shared or any(wrong or status for _, wrong, status in work.decoded()):
+                raise
+            run, piece = work.plan.requested(sums)
+            self._decode_apart(reader, run)
+            raise changed_target(piece) from None
+        progress(decoded)
         if any(wrong or status for _, wrong, status in work.decoded()):
             raise Damaged("not every stream decodes to its size", subject=work.plan.fetches[0].run.key)
+
+    def _decode_apart(self, reader: PackReader, run: Run) -> None:
+        """Decode a run into memory that nobody else can change. Raises ``Damaged`` if its stored bytes are wrong."""
+        decoder = Decoder(self._device, shared=False)
+        try:
+            decoder.fill(reader, [replace(run, pieces=tuple(map(self._apart, run.pieces)))], lambda nbytes: None)
+        finally:
+            decoder.close()
+
+    def _apart(self, piece: Piece) -> Piece:
+        """The piece with its whole chunk and memory of its own as its target."""
+        rest = piece.target.shape[len(piece.chunk.extent) :]  # complex128 is seen as pairs of words
+        own = torch.empty((*piece.chunk.extent, *rest), dtype=piece.target.dtype, device=self._device)
+        return piece._replace(source=(), target=own, direct=True)
 
     def _decoding(self, plan: LanePlan) -> Iterator[_Step]:
         """Yield the steps that decode the stored bytes once they are verified."""

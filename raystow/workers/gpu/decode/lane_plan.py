@@ -214,17 +214,28 @@ class LanePlan:
         ``sums``: ``raw_digest``, before ``finish``, of each row of the batches, in order. Raises ``Damaged`` naming the first
         wrong piece.
         """
+        for fetch, piece, right in self._compared(sums):
+            if not right:
+                with fetch.naming(piece):
+                    raise Damaged("the decoded bytes do not match their digest")
+            if not fetch.users:
+                yield piece.chunk.nbytes
+
+    def requested(self, sums: npt.NDArray[np.int64]) -> tuple[Run, Piece]:
+        """Return what was requested of the first wrong piece: that piece, or the one that is a delta to it. ``sums``: see
+        ``check``, which raises for them."""
+        fetch, piece = next((fetch, piece) for fetch, piece, right in self._compared(sums) if not right)
+        return fetch.users[-1] if fetch.users else (fetch.run, piece)
+
+    def _compared(self, sums: npt.NDArray[np.int64]) -> Iterator[tuple[Fetch, Piece, bool]]:
+        """Yield each piece that has a digest, and whether it is right."""
         of = itertools.chain.from_iterable(batch.of for _, batch in self.in_order)
         known = [(i, *one) for i, one in enumerate(of) if one is not None]  # of others only what is derived from them is checked
         nbytes = [piece.chunk.nbytes for _, _, piece in known]
         found = finish(sums.view(np.uint64)[[i for i, _, _ in known]], np.array(nbytes, np.uint64))
         right = found == np.array([piece.chunk.raw_digest for _, _, piece in known], np.uint64)
-        for (_, fetch, piece), size, same in zip(known, nbytes, right.tolist(), strict=True):
-            if not same:
-                with fetch.naming(piece):
-                    raise Damaged("the decoded bytes do not match their digest")
-            if not fetch.users:
-                yield size
+        for (_, fetch, piece), same in zip(known, right.tolist(), strict=True):
+            yield fetch, piece, same
 
 
 def plan(runs: Iterable[Run], others: list[Run]) -> Iterator[LanePlan]:
