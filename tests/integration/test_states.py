@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from local_cluster import LocalCluster
 import raystow
 from raystow.orchestrator.save.shards import bits
 from raystow.storage.coding.dtypes import DTYPES
+from raystow.storage.version import Version
 
 DTYPES_OF_TORCH = sorted(
     {
@@ -70,6 +72,24 @@ def test_conjugated_and_negated_views_are_resolved() -> None:
         version = cluster.save({"conj": z.conj(), "neg": z.conj().imag}, step=1)
     assert torch.equal(version.read("conj"), z.conj().resolve_conj())
     assert torch.equal(version.read("neg"), -z.imag)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
+def test_conjugated_and_negated_targets_get_the_saved_values(dtype: torch.dtype) -> None:
+    saved = {"z": torch.randn(5, 3, dtype=dtype), "part": torch.randn(5, 3, dtype=dtype.to_real()), "wide": torch.randn(5, 3)}
+    saved["z"][1, :2] = torch.tensor([complex(-0.0, math.inf), complex(math.nan, -0.0)])
+    saved["part"][1, :2] = torch.tensor([-0.0, -math.inf])
+    with LocalCluster(f"memory://conj-targets-{dtype}") as cluster:
+        cluster.save(saved, step=1)
+    z = torch.nn.Parameter(torch.zeros(5, 3, dtype=dtype).conj(), requires_grad=False)
+    part = torch.zeros(5, 3, dtype=dtype).conj().imag
+    assert z.is_conj()
+    assert part.is_neg()
+    raystow.restore_latest(cluster.uri, into={"z": z, "part": part, "wide": torch.zeros(3, 5).T})
+    assert same_bits(z.resolve_conj(), saved["z"])
+    assert same_bits(part.resolve_neg(), saved["part"])
+    raystow.restore_latest(cluster.uri, into={"wide": part, "part": torch.zeros(5, 3), "z": torch.zeros(5, 3).cfloat()}, cast=True)
+    assert torch.equal(part.resolve_neg(), saved["wide"].to(part.dtype))
 
 
 def test_plain_values_and_containers_are_restored() -> None:
@@ -166,6 +186,94 @@ def test_mismatches_are_reported_before_anything_changes(caplog: pytest.LogCaptu
     frozen.flags.writeable = False
     with pytest.raises(raystow.StateError, match="read-only"):
         raystow.restore_latest(cluster.uri, into={"a": frozen}, strict=False)
+
+
+PLAIN = {"seven": 7, "tenth": 0.1, "flag": True, "big": 2**24 + 1, "huge": 2**70, "nan": math.nan, "i": 1j, "none": None, "text": "x"}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Version:
+    with LocalCluster("memory://plain") as cluster:
+        return cluster.save(PLAIN, step=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("seven", torch.zeros(())),
+        ("seven", torch.zeros((), dtype=torch.bfloat16)),
+        ("seven", torch.zeros((), dtype=torch.uint64)),
+        ("seven", torch.zeros((), dtype=torch.float8_e4m3fn)),
+        ("seven", torch.nn.Parameter(torch.zeros(()))),
+        ("seven", np.zeros((), np.int8)),
+        ("seven", np.zeros((), ml_dtypes.bfloat16)),
+        ("seven", torch.zeros(2)[1]),
+        ("tenth", torch.zeros((), dtype=torch.float64)),
+        ("flag", torch.zeros((), dtype=torch.bool)),
+        ("flag", np.zeros((), np.float32)),
+        ("big", np.zeros((), np.int32)),
+        ("huge", torch.zeros(())),
+        ("nan", torch.zeros((), dtype=torch.complex64)),
+        ("i", torch.zeros((), dtype=torch.complex64)),
+        ("i", torch.zeros((), dtype=torch.complex64).conj()),
+        ("i", np.zeros((), np.complex128)),
+    ],
+    ids=repr,
+)
+def test_a_tensor_gets_a_number_that_its_dtype_has(plain: Version, name: str, target: Any) -> None:
+    into = {name: target}
+    plain.restore(into, strict=False)
+    assert into[name] is target
+    got = target.item()
+    assert got == PLAIN[name] or got != got and PLAIN[name] != PLAIN[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "what"),
+    [
+        ("tenth", torch.zeros(()), r"is float32, which does not have the saved number 0.1 \(cast=True converts"),
+        ("big", torch.zeros(()), "is float32, which does not have the saved number 16777217"),
+        ("seven", torch.zeros((), dtype=torch.bool), "is bool, which does not have the saved number 7"),
+        ("nan", np.zeros((), np.int64), "is int64, which does not have the saved number nan"),
+        ("huge", torch.zeros((), dtype=torch.int64), "is int64, which does not have"),
+        ("i", torch.zeros(()), "is float32, which does not have the saved number 1j"),
+        ("seven", torch.zeros(1), r"is float32 \(1,\), but the version holds the number 7"),
+        ("seven", np.zeros((2, 3)), r"is float64 \(2, 3\), but the version holds the number 7"),
+        ("none", torch.zeros(()), r"is float32 \(\), but the version holds None"),
+        ("text", np.zeros(()), r"is float64 \(\), but the version holds a str"),
+    ],
+)
+def test_a_tensor_is_not_replaced_by_a_plain_value(plain: Version, name: str, target: Any, what: str) -> None:
+    into = {"flag": False, name: target}
+    with pytest.raises(raystow.StateError, match=rf'into\["{name}"\]: {what}'):
+        plain.restore(into, strict=False)
+    assert into[name] is target
+    assert not into["flag"]
+    assert not np.asarray(target).any()
+
+
+def test_numbers_are_converted_with_cast(plain: Version) -> None:
+    tenth, big, i = torch.zeros(()), np.zeros((), np.float32), torch.zeros((), dtype=torch.float64)
+    plain.restore({"tenth": tenth, "big": big, "i": i}, strict=False, cast=True)
+    assert tenth == torch.tensor(0.1)
+    assert big == 2**24
+    assert i == 0
+    with pytest.raises(raystow.StateError, match="the version holds None"):
+        plain.restore({"none": tenth}, strict=False, cast=True)
+
+
+def test_a_number_is_replaced_by_the_number_of_a_saved_tensor() -> None:
+    state = {"a": torch.tensor(7.5), "b": np.array(3, np.int16), "c": np.float32(0.5), "d": torch.tensor(True), "w": torch.ones(2)}
+    with LocalCluster("memory://numbers") as cluster:
+        version = cluster.save(state, step=1)
+    into: dict[str, Any] = {"a": 0, "b": 0.0, "c": 1, "d": None, "w": None}
+    version.restore(into)
+    assert [type(into[name]) for name in "abcd"] == [float, int, float, torch.Tensor]
+    assert (into["a"], into["b"], into["c"]) == (7.5, 3, 0.5)
+    assert torch.equal(into["w"], torch.ones(2))
+    for number in (0, 0.0, np.float64(0)):
+        with pytest.raises(raystow.StateError, match=r'into\["w"\]: is a number, but the version holds float32 \(2,\)'):
+            version.restore({"w": number}, strict=False)
 
 
 def freed() -> torch.Tensor:

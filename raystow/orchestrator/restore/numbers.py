@@ -28,7 +28,7 @@ def element(value: object, shard: Shard, *, cast: bool) -> Elements:
     """
     where = show(shard.leaf.path, "into")
     if type(value) not in _NUMBERS or shard.shape:
-        saved = f"the number {value}" if type(value) in _NUMBERS else f"{type(value).__name__}, no tensor"
+        saved = f"the number {value}" if type(value) in _NUMBERS else "None" if value is None else f"a {type(value).__name__}"
         what = f"is {shard.dtype} {shard.shape}, but the version holds {saved}"
         raise StateError(what, subject=where, remedy="put a plain value there instead, such as None: it is replaced")
     try:
