@@ -484,5 +484,5 @@ def as_torch(raw: Words, name: str) -> Any:
     if dtype is None:
         raise Unsupported(f"torch {torch.__version__} has no {name}", subject=name, remedy="upgrade torch")
     if raw.size == 0:
-        return torch.empty(raw.shape, dtype=dtype)
+        return torch.empty(raw.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(raw.reshape(-1).view(np.uint8), dtype=torch.uint8).view(dtype).reshape(raw.shape)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -17,21 +18,23 @@ from ...storage.format.manifest import Chunk
 from ...storage.reader import PackReader, Request, Run
 from ..save.shards import Shard, bits, pending
 from ..save.state_tree import Elements, Path, State, replace, show
-from .aliases import Target, distinct, stored
 from .plan import Progress, silent
+from .targets import Target, distinct, stored
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 64 << 20  # bytes in host memory of tensors that are converted
+
 
 class Fill:
-    """The targets of one restore. Add all of them, ask for ``runs``, then ``run``.
+    """The targets of one restore. Add all of them, ask for ``runs``, then ``run``. ``what``: the name of ``into`` in errors.
 
     Attributes:
         values: New values for leaves that are replaced in their container, by path.
     """
 
-    def __init__(self, into: State, reader: PackReader) -> None:
-        self._into, self._reader = into, reader
+    def __init__(self, into: State, reader: PackReader, *, what: str = "into") -> None:
+        self._into, self._reader, self._what = into, reader, what
         self.values: dict[Path, object] = {}
         self._tensors = dict[Target, tuple[Shard, list[Chunk]]]()
         self._numbers = dict[Target, Elements]()
@@ -41,11 +44,11 @@ class Fill:
 
     def add(self, shard: Shard, chunks: list[Chunk]) -> None:
         """Fill this rank's part of a tensor from these chunks."""
-        self._tensors[_target(shard, lambda: stored(chunks, (shard.offset, shard.extent)))] = shard, chunks
+        self._tensors[self._target(shard, lambda: stored(chunks, (shard.offset, shard.extent)))] = shard, chunks
 
     def add_number(self, shard: Shard, number: Elements) -> None:
         """Fill a tensor without dimensions with one of the same dtype in host memory."""
-        self._numbers[_target(shard, lambda: bits(number).tobytes())] = number
+        self._numbers[self._target(shard, lambda: bits(number).tobytes())] = number
 
     def runs(self) -> Iterator[Run]:
         """The ranges of packs that are read. ``StateError`` if targets share memory, ``Damaged`` unless the chunks hold each
@@ -53,7 +56,7 @@ class Fill:
         filled = distinct([*self._tensors, *self._numbers])
         self._numbers = {target: self._numbers[target] for target in filled if target in self._numbers}
         for shard, chunks in (self._tensors[target] for target in filled if target in self._tensors):
-            if shard.dtype != chunks[0].dtype or pending(shard.local):
+            if shard.dtype != chunks[0].dtype or not _is_raw(shard.local):
                 self._converted.append((shard, chunks))
             else:
                 request = Request(shard.leaf.name, chunks, (shard.offset, shard.extent), shard.bits)
@@ -70,15 +73,45 @@ class Fill:
         for device, runs in self._runs.items():
             if device is not None:
                 fill_on_gpu(self._reader, device, self._requests[device], runs, progress)
-        for shard, chunks in self._converted:
-            _fill_and_convert(self._reader, shard, chunks, progress)
+        for some in _batches(self._converted):
+            self._fill_and_convert(some, progress)
         for target, number in self._numbers.items():
             assign(target.local, number)
         replace(self._into, self.values)
 
+    def _target(self, shard: Shard, content: Callable[[], Hashable]) -> Target:
+        return Target(show(shard.leaf.path, self._what), shard.local, content)
 
-def _target(shard: Shard, content: Callable[[], Hashable]) -> Target:
-    return Target(show(shard.leaf.path, "into"), shard.local, content)
+    def _fill_and_convert(self, some: Sequence[tuple[Shard, list[Chunk]]], progress: Progress) -> None:
+        """Fill targets through host memory whose own memory does not get the bits that were saved."""
+        raws = [np.empty(shard.extent, f"V{dtypes.dtype(chunks[0].dtype).itemsize}") for shard, chunks in some]
+        boxes = [(shard.leaf.name, chunks, (shard.offset, shard.extent)) for shard, chunks in some]
+        self._reader.fill([Request(*box, raw) for box, raw in zip(boxes, raws, strict=True)], progress)
+        for (shard, chunks), raw in zip(some, raws, strict=True):
+            try:
+                _convert(raw, chunks[0].dtype, shard.local)
+            except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
+                what = f"{chunks[0].dtype} is not converted to {shard.dtype}: {error}"
+                raise StateError(what, subject=show(shard.leaf.path, self._what)) from error
+
+
+def _is_raw(local: Elements) -> bool:
+    """Whether decoders write to the memory of a target, and its values have the bits that are there."""
+    return isinstance(local, np.ndarray) or (local.device.type in ("cpu", "cuda") and not pending(local))
+
+
+def _batches(converted: Iterable[tuple[Shard, list[Chunk]]]) -> Iterator[list[tuple[Shard, list[Chunk]]]]:
+    """Some shards at a time, which take ``_AT_ONCE`` bytes as they were saved, unless it is one shard."""
+    batch, size = list[tuple[Shard, list[Chunk]]](), 0
+    for shard, chunks in converted:
+        more = math.prod(shard.extent) * dtypes.dtype(chunks[0].dtype).itemsize
+        if batch and size + more > _AT_ONCE:
+            yield batch
+            batch, size = [], 0
+        batch.append((shard, chunks))
+        size += more
+    if batch:
+        yield batch
 
 
 def fill_on_gpu(reader: PackReader, device: int, requests: list[Request], runs: list[Run], progress: Progress) -> None:
@@ -113,19 +146,6 @@ def _fill_through_host(reader: PackReader, requests: Iterable[Request], progress
         reader.fill([dataclasses.replace(request, target=raw)], progress)
         if raw.size:
             words.copy_(torch.from_numpy(raw.reshape(-1).view(np.uint8)).view(words.dtype).reshape(words.shape))
-
-
-def _fill_and_convert(reader: PackReader, shard: Shard, chunks: list[Chunk], progress: Progress) -> None:
-    """Fill a target whose memory does not have the bits that were saved, through host memory for one shard: it has another dtype,
-    or is a conjugated or negated view."""
-    raw = np.empty(shard.extent, f"V{dtypes.dtype(chunks[0].dtype).itemsize}")
-    reader.fill([Request(shard.leaf.name, chunks, (shard.offset, shard.extent), raw)], progress)
-    try:
-        if raw.size:
-            _convert(raw, chunks[0].dtype, shard.local)
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
-        what = f"{chunks[0].dtype} is not converted to {shard.dtype}: {error}"
-        raise StateError(what, subject=show(shard.leaf.path, "into")) from error
 
 
 def _convert(raw: Words, saved: str, target: Elements) -> None:

@@ -12,7 +12,7 @@ from ...storage.errors import StateError
 from ...storage.format import manifest
 from ...storage.format.manifest import Chunk
 from ..save.shards import Shard
-from ..save.state_tree import Elements, show
+from ..save.state_tree import Elements
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 _NUMBERS = (bool, int, float, complex)
 
 
-def element(value: object, shard: Shard, *, cast: bool) -> Elements:
-    """A saved plain value as an element of the dtype of a target, in host memory.
+def element(value: object, shard: Shard, where: str, *, cast: bool) -> Elements:
+    """A saved plain value as an element of the dtype of a target, in host memory. ``where``: names the target in errors.
 
     ``StateError`` if it is not a number, if the target has dimensions, or if its dtype does not have exactly this number, unless
     ``cast``: then torch or numpy converts it.
     """
-    where = show(shard.leaf.path, "into")
     if type(value) not in _NUMBERS or shard.shape:
         saved = f"the number {value}" if type(value) in _NUMBERS else "None" if value is None else f"a {type(value).__name__}"
         what = f"is {shard.dtype} {shard.shape}, but the version holds {saved}"

@@ -93,9 +93,8 @@ def plan_restore(
                 fill.values[leaf.path] = _as_saved(version, leaf.path, leaf.value, match, fill)
         elif leaf.path in match.new and leaf.name in shards:
             value = fill.values.pop(leaf.path)
-            _check_writable(leaf)
             for shard in _targets(shards, leaf):
-                fill.add_number(shard, element(value, shard, cast=options.cast))
+                fill.add_number(shard, element(value, shard, show(leaf.path, "into"), cast=options.cast))
         elif not chunks or leaf.path in match.new:
             continue
         elif leaf.is_tensor and not _is_replaced(leaf):
@@ -149,13 +148,7 @@ def _targets(shards: Mapping[str, list[Shard] | StateError], leaf: Leaf) -> list
     return targets
 
 
-def _check_writable(leaf: Leaf) -> None:
-    if isinstance(leaf.value, np.ndarray) and not leaf.value.flags.writeable:
-        raise StateError("the array is read-only", subject=show(leaf.path, "into"))
-
-
 def _check_target(leaf: Leaf, shard: Shard, version: Version, saved: Chunk, *, cast: bool) -> None:
-    _check_writable(leaf)
     if shard.shape != saved.shape or (shard.dtype != saved.dtype and not cast):
         what = f"is {shard.dtype} {shard.shape}, but version {version.id} holds {saved.dtype} {saved.shape}"
         raise StateError(what, subject=show(leaf.path, "into"), remedy="" if shard.shape != saved.shape else "cast=True converts")

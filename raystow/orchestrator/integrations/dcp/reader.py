@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -15,20 +16,20 @@ from torch.futures import Future
 
 from ....storage.arguments import integer
 from ....storage.errors import NotARepository, RaystowError, StateError
-from ....storage.format.boxes import Box
 from ....storage.format.manifest import Chunk
-from ....storage.reader import PackReader, Request
 from ....storage.repository import Repository, open_repository
 from ....storage.version import Version
 from ....storage.version_selector import LATEST, VersionSelector
 from ...argument_checks import address
-from ...restore.fill import fill_on_gpu
-from ...save.shards import bits
+from ...restore.fill import Fill
+from ...restore.numbers import element
+from ...save.shards import Shard, shard_of
+from ...save.state_tree import Leaf, is_tensor, show
 from .checkpoint_id import is_id, parse_id
 from .checks import check_placed, refuse_torch_files
 from .version_metadata import UnreadMetadata, VersionMetadata
 
-_AT_ONCE = 64  # boxes that are converted or copied to another device together
+_WHAT = "state_dict"
 
 
 class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
@@ -41,6 +42,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         uri: The repository.
         version: An id, the name of a pin, ``"step:60"`` (the newest version of that step), a ``Version``, or ``"latest"``. A
             ``checkpoint_id`` selects another one: see ``Writer``.
+        cast: Convert tensors to the dtypes of the state. By default, another dtype is an error.
         trusted_keys: See ``raystow.open``.
         threads: Requests and decoding threads at a time. None: twice the cores, at most 16.
 
@@ -59,11 +61,13 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         uri: str | os.PathLike[str],
         version: VersionSelector = LATEST,
         *,
+        cast: bool = False,
         trusted_keys: str | os.PathLike[str] | None = None,
         threads: int | None = None,
     ) -> None:
         self.uri, self._requested, self._trusted = address(uri), version, trusted_keys
         self._threads = None if threads is None else integer("threads", threads, least=1, instead="None")
+        self._cast = cast
         self._named: str | None = None
         self._rank = 0
         self._repository: Repository | None = None
@@ -118,50 +122,42 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors and plain values of the plan. Raises ``Damaged`` if bytes do not match their digests."""
+        """Fill the tensors and plain values of the plan.
+
+        Raises ``StateError`` before anything is filled if a dtype differs, unless ``cast``, or if tensors share memory; ``Damaged``
+        if bytes do not match their digests.
+        """
         assert self.version is not None
         assert self._repository is not None
         with self._repository.lease(self.version):
-            self._fill([item for item in plan.items if item.type is not LoadItemType.BYTE_IO], planner)
-            for item in plan.items:
-                if item.type is LoadItemType.BYTE_IO:
-                    self._put(item, planner)
+            fill = Fill({}, self.version.reader(threads=self._threads), what=_WHAT)
+            items = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
+            targets = [planner.resolve_tensor(item).detach() for item in items]
+            for item, target in zip(items, targets, strict=True):
+                self._add_tensor(item, target, planner, fill)
+            values = [self._value(item, planner, fill) for item in plan.items if item.type is LoadItemType.BYTE_IO]
+            list(fill.runs())  # checks all targets
+            fill.run()
+            for item, target in zip(items, targets, strict=True):
+                planner.commit_tensor(item, target)
+            for key, value in filter(None, values):
+                _put(planner, key, value)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     validate_checkpoint_id = staticmethod(is_id)
 
-    def _fill(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        assert self.version is not None
+    def _add_tensor(self, item: ReadItem, target: torch.Tensor, planner: LoadPlanner, fill: Fill) -> None:
         assert self._metadata is not None
-        in_memory: list[Request] = []
-        on_gpu: dict[int, list[Request]] = defaultdict(list)
-        indirect: list[tuple[Chunk, Box, torch.Tensor]] = []
-        for key in {item.dest_index.fqn for item in items}:
-            check_placed(planner, key)
-        targets = [planner.resolve_tensor(item).detach() for item in items]
-        for item, target in zip(items, targets, strict=True):
-            chunk, box = self._metadata.box(item)
-            if 0 in box[1]:
-                continue
-            same = str(target.dtype) == f"torch.{chunk.dtype}" and not target.is_conj() and not target.is_neg()
-            if same and target.device.type in ("cpu", "cuda"):
-                request = Request(chunk.name, [chunk], box, bits(target))
-                (in_memory if target.device.type == "cpu" else on_gpu[target.device.index]).append(request)
-            else:
-                indirect.append((chunk, box, target))
-        reader = self.version.reader(threads=self._threads)
-        reader.fill(in_memory)
-        for device, requests in on_gpu.items():
-            fill_on_gpu(reader, device, requests, reader.runs(requests), lambda nbytes: None)
-        for start in range(0, len(indirect), _AT_ONCE):
-            _convert(reader, indirect[start : start + _AT_ONCE])
-        for item, target in zip(items, targets, strict=True):
-            planner.commit_tensor(item, target)
+        check_placed(planner, item.dest_index.fqn)
+        chunk, (offset, extent) = self._metadata.box(item)
+        if 0 not in extent:
+            shard = _shard(item.dest_index.fqn, target)
+            self._add(replace(shard, shape=chunk.shape, offset=offset, extent=extent), [chunk], fill)
 
-    def _put(self, item: ReadItem, planner: LoadPlanner) -> None:
-        """Store a plain value in the state, where DCP would store the value that it unpickles."""
+    def _value(self, item: ReadItem, planner: LoadPlanner, fill: Fill) -> tuple[str, object] | None:
+        """The key and new value of a plain value or array. None for one that is filled in place: a tensor or array of the state."""
         assert self._metadata is not None
         key = item.dest_index.fqn
         if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
@@ -170,16 +166,33 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         if planner.flatten_state_dict and self._metadata.is_flattened(key):
             what = f"version {self.version.id if self.version else ''} has a dict or list under this name"
             raise StateError(what, subject=key, remedy="pass one with the same keys, or use flatten_state_dict=False")
-        value = self._metadata.value(item.storage_index.fqn, self._rank)
-        if planner.flatten_state_dict:
-            set_element(planner.original_state_dict, planner.mappings[key], value)
-        else:  # state_dict is another dict than the caller's by default: flatten_sharded_tensors copies it
-            planner.state_dict[key] = planner.original_state_dict[key] = value
+        target = planner.state_dict.get(key)
+        if not is_tensor(target) or isinstance(target, np.generic):
+            return key, self._metadata.value(item.storage_index.fqn, self._rank)
+        shard = _shard(key, target)
+        if (chunks := self._metadata.array(key)) is not None:
+            self._add(shard, chunks, fill)
+        else:
+            value = self._metadata.value(item.storage_index.fqn, self._rank)
+            fill.add_number(shard, element(value, shard, show((key,), _WHAT), cast=self._cast))
+        return None
+
+    def _add(self, shard: Shard, chunks: list[Chunk], fill: Fill) -> None:
+        saved = chunks[0]
+        if shard.shape != saved.shape or (shard.dtype != saved.dtype and not self._cast):
+            what = f"is {shard.dtype} {shard.shape}, but the version holds {saved.dtype} {saved.shape}"
+            remedy = "" if shard.shape != saved.shape else "Reader(cast=True) converts"
+            raise StateError(what, subject=show(shard.leaf.path, _WHAT), remedy=remedy)
+        fill.add(shard, chunks)
 
 
-def _convert(reader: PackReader, boxes: list[tuple[Chunk, Box, torch.Tensor]]) -> None:
-    """Read boxes into host memory and copy them to tensors of other dtypes, as DCP does, or on other devices."""
-    staged = [torch.empty(box[1], dtype=getattr(torch, chunk.dtype)) for chunk, box, _ in boxes]
-    reader.fill([Request(chunk.name, [chunk], box, bits(raw)) for (chunk, box, _), raw in zip(boxes, staged, strict=True)])
-    for (_, _, target), raw in zip(boxes, staged, strict=True):
-        target.copy_(raw)
+def _shard(key: str, target: object) -> Shard:
+    return shard_of(Leaf((key,), key, target, True), what=_WHAT)
+
+
+def _put(planner: DefaultLoadPlanner, key: str, value: object) -> None:
+    """Store a plain value in the state, where DCP would store the value that it unpickles."""
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[key], value)
+    else:  # state_dict is another dict than the caller's by default: flatten_sharded_tensors copies it
+        planner.state_dict[key] = planner.original_state_dict[key] = value

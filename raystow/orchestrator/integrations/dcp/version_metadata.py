@@ -91,6 +91,12 @@ class VersionMetadata:
         """Whether DCP's planners split this key into several, unless ``flatten_state_dict=False``."""
         return key not in self._keys
 
+    def array(self, key: str) -> list[Chunk] | None:
+        """Return the chunks of a key that DCP treats as a value, but that is one tensor or array; None if it is not."""
+        parts = self._keys[key].parts if key in self._keys else self._outermost[key]
+        (name, path), *others = parts
+        return self._version.chunks.get(name) if not path and not others else None
+
     def value(self, key: str, rank: int) -> object:
         """Return a value as ``rank`` saved it; if that rank had none of this name, as the lowest rank that had one."""
         parts = self._keys[key].parts if key in self._keys else self._outermost[key]

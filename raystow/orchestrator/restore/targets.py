@@ -1,4 +1,4 @@
-"""Finds targets of a restore that share memory: each would get elements of both. Reads and changes no element.
+"""Checks the memory that a restore fills: of targets that share memory, each would get elements of both. Changes no element.
 
 Targets in the same memory that get the same elements, as tied weights do, are filled once.
 """
@@ -19,7 +19,7 @@ from ..save.shards import overlaps
 from ..save.state_tree import Elements
 
 _MOST_WORK = 1 << 20  # steps to decide whether two targets with gaps between their elements share memory
-_REMEDY = "give each memory of its own, as clone() does, or leave one of them out of `into`"
+_REMEDY = "give each memory of its own, as clone() does, or leave one of them out"
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +38,15 @@ def stored(chunks: Sequence[Chunk], box: Box) -> Hashable:
 
 
 def distinct(targets: Sequence[Target]) -> list[Target]:
-    """The targets without those that are the memory of an earlier one and get the same elements.
+    """The targets without empty ones, and without those that are the memory of an earlier one and get the same elements.
 
-    Raises ``StateError`` naming a target whose elements share memory, or two that share memory and do not get the same elements.
+    Raises ``StateError`` naming a target that is read-only or whose elements share memory, or two that share memory and do not
+    get the same elements.
     """
     regions = dict[Hashable, tuple[Target, _Region]]()
     for target in targets:
+        if isinstance(target.local, np.ndarray) and not target.local.flags.writeable:
+            raise StateError("the array is read-only", subject=target.where)
         if 0 in target.local.shape:
             continue
         if overlaps(target.local):

@@ -12,7 +12,7 @@ import torch
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.restore.aliases import Target, distinct
+from raystow.orchestrator.restore.targets import Target, distinct
 from raystow.storage.version import Version
 
 SHAPE = 400, 3000
