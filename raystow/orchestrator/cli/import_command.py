@@ -61,7 +61,8 @@ def import_(
             for tensor in of:
                 storing.add(_shard(path, tensor))
                 advance(tensor.end - tensor.start)
-        part = storing.finish()
+        storing.seal()
+        part = storing.finish([])
     expected = sum(coverage(t.name, t.dtype, t.shape, math.prod(t.shape)) for t in tensors)
     version = attempt.commit([part], expected, {})
     if json:

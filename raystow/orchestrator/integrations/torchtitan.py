@@ -82,7 +82,8 @@ class CheckpointManager(checkpoint.CheckpointManager):
         if found != -1:
             reader, states = Reader(self._uri, f"step:{found}"), self._states_to_load(model_only=found == 0)
         elif self.initial_load_path and _newest(self.initial_load_path) is not None:
-            reader, states = Reader(self.initial_load_path), self._states_to_load(self.initial_load_model_only)
+            reader = Reader(self.initial_load_path, cast=True)  # TorchTitan converts, and has no option for it
+            states = self._states_to_load(self.initial_load_model_only)
         else:
             return bool(super()._load())  # from other files, or not at all
         dcp.load(states, storage_reader=reader)

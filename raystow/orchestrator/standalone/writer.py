@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,13 +56,13 @@ class StandaloneWriter:
         self._packer = Packer(store, ticket, uploads=self._uploads, on_error=self._fail)
         self._writer = ChunkWriter(self._packer, self._budget, ticket)
         self._lock = threading.Lock()
-        self._values: list[Value] = []
+        self._packs: tuple[PackInfo, ...] = ()
         self._covered = 0
         self._error: BaseException | None = None
 
     @contextmanager
     def under_way(self) -> Iterator[StandaloneWriter]:
-        """Add and finish within. Whatever is raised there ends the attempt, and this rank's packs are deleted."""
+        """Add and seal within. Whatever is raised there ends the attempt, and this rank's packs are deleted."""
         try:
             yield self
         except BaseException:
@@ -79,19 +80,23 @@ class StandaloneWriter:
             self._budget.acquire(piece.nbytes, self._relieve)
             self._coders.submit(self._code, piece, counted)
 
-    def add_value(self, leaf: Leaf, ranks: Iterable[int]) -> None:
-        """Store a plain value, which these ranks hold."""
-        self._values.append(Value(leaf.name, path_text(leaf.path), values.dumps(leaf.value), tuple(ranks)))
-
-    def finish(self) -> StoredPart:
-        """Make all of it durable. Raises what coding or the store raised, ``DeadlineExceeded`` if the store takes too long."""
+    def seal(self) -> None:
+        """Make all packs durable. Raises what coding or the store raised, ``DeadlineExceeded`` if the store takes too long."""
         self._coders.shutdown(wait=True)
         self._check()
-        packs = self._packer.seal()
+        self._packs = tuple(self._packer.seal())
         self._packer.finish(self._ticket.timeout)
-        key, data, fragment = self._writer.fragment(self._values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sealed packs."""
+        return sum(pack.size for pack in self._packs)
+
+    def finish(self, values: Sequence[Value]) -> StoredPart:
+        """Store the manifest fragment, after ``seal``. ``values``: the plain values in it, of any ranks."""
+        key, data, fragment = self._writer.fragment(values)
         self._store.put(key, [data])
-        return StoredPart(fragment.info(data, [self._ticket.node]), tuple(packs), self._covered % MODULUS)
+        return StoredPart(fragment.info(data, [self._ticket.node]), self._packs, self._covered % MODULUS)
 
     def _code(self, piece: PlannedChunk, counted: bool) -> None:
         try:
@@ -119,6 +124,20 @@ class StandaloneWriter:
         """Let the budget shrink, unless that is no longer worth waiting for."""
         self._check()
         self._packer.flush()
+
+
+def value_of(leaf: Leaf, rank: int) -> Value:
+    """The row of a plain value of a rank."""
+    return Value(leaf.name, path_text(leaf.path), values.dumps(leaf.value), (rank,))
+
+
+def merged(rows: Iterable[Value]) -> list[Value]:
+    """The rows of several ranks, with one for all ranks that have the same value under a name."""
+    ranks: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for row in rows:
+        ranks[row.name, row.path, row.text].extend(row.ranks)
+    alike: dict[tuple[int, ...], tuple[int, ...]] = {}  # most values are of all ranks
+    return [Value(*key, alike.setdefault(tuple(of), tuple(of))) for key, of in ranks.items()]
 
 
 def cores() -> int:

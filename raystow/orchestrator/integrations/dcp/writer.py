@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from torch.futures import Future
 from ....storage.arguments import integer
 from ....storage.clock import SYSTEM
 from ....storage.errors import NotARepository, SaveFailed, StateError
+from ....storage.format.manifest import Value
 from ....storage.repository import open_repository
 from ....storage.retention.policy import Policy
 from ....storage.stores import open_store
@@ -31,7 +31,7 @@ from ...lossy.tensor_values import dtype_name
 from ...save.shards import Shard, shard_of
 from ...save.state_tree import Leaf, flatten
 from ...standalone.commit import StandaloneCommit
-from ...standalone.writer import StandaloneWriter, StoredPart, cores
+from ...standalone.writer import StandaloneWriter, StoredPart, cores, merged, value_of
 from .checkpoint_id import is_id, parse_id
 from .checks import check_placed, refuse_torch_files
 from .keys import path_of
@@ -42,11 +42,19 @@ _MEMORY = 512 << 20
 
 @dataclass(frozen=True)
 class _Task:
-    """Sent by the coordinator rank with each plan. ``holders``: the ranks that have each value that this rank stores."""
+    """Sent by the coordinator rank with each plan."""
 
     repository: str
     ticket: Ticket
-    holders: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Sent to the coordinator rank by each. ``part``: None of the coordinator rank, whose fragment is stored last. ``values``: the
+    plain values of the rank, which the coordinator rank stores: DCP assigns each key to one rank, whatever the others have."""
+
+    part: StoredPart | None
+    values: tuple[Value, ...]
 
 
 class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
@@ -97,6 +105,8 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         self._memory = argument_checks.memory_of_a_rank(memory, least=1)  # a larger chunk is processed alone
         self._threads = None if threads is None else integer("threads", threads, least=1, instead="None")
         self._committing: StandaloneCommit | None = None
+        self._storing: StandaloneWriter | None = None  # on the coordinator rank
+        self._values: tuple[MetadataIndex, ...] = ()  # of this rank
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new save; ``checkpoint_id`` is its step or its name."""
@@ -104,7 +114,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         if isinstance(found, int):
             self.step = found
         self._name = found if isinstance(found, str) else None
-        self._committing = self._version = None
+        self._committing = self._storing = self._version = None
 
     @property
     def version(self) -> Version | None:
@@ -119,7 +129,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
     def __getstate__(self) -> dict[str, object]:
         """Choose the attempt of the copy: a process-based executor commits with the copy, and this Writer finds its version."""
         self._attempt, self._version = SYSTEM.token(), None
-        return {**self.__dict__, "_committing": None}
+        return {**self.__dict__, "_committing": None, "_storing": None}
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Refuse to save without the other ranks."""
@@ -127,8 +137,9 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
             raise StateError("a commit needs all ranks", subject=self.uri, remedy="remove use_collectives=False")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Record the values that this rank has, before DCP assigns each to one rank."""
-        return replace(plan, storage_data=tuple(item.index.fqn for item in _of_values(plan)))
+        """Note the values that this rank has, before DCP assigns each to one rank."""
+        self._values = tuple(item.index for item in _of_values(plan))
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Open an attempt on the coordinator rank, and send it to each rank with its plan."""
@@ -138,18 +149,9 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
             refuse_torch_files(self.uri)
         chosen, self._attempt = self._attempt, None
         self._committing = attempt = StandaloneCommit(self.uri, self.step, chosen)
-        found: dict[str, list[int]] = defaultdict(list)
-        for rank, plan in enumerate(plans):
-            for key in plan.storage_data or ():
-                found[key].append(rank)
-        alike: dict[tuple[int, ...], tuple[int, ...]] = {}
-        holders = {key: alike.setdefault(tuple(ranks), tuple(ranks)) for key, ranks in found.items()}
-        extended = []
-        for rank, plan in enumerate(plans):
-            mine = {item.index.fqn: holders.get(item.index.fqn, (rank,)) for item in _of_values(plan)}
-            ticket = Ticket(attempt.id, attempt.attempt, rank, self._timeout, attempt.step)
-            extended.append(replace(plan, storage_data=_Task(attempt.repository.id, ticket, mine)))
-        return extended
+        tickets = [Ticket(attempt.id, attempt.attempt, rank, self._timeout, attempt.step) for rank in range(len(plans))]
+        tasks = [_Task(attempt.repository.id, ticket) for ticket in tickets]
+        return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Code and upload this rank's part. Values that cannot be stored are refused before the first byte is written."""
@@ -158,17 +160,16 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         if open_repository(self.uri).id != task.repository:
             what = "this rank sees another folder there than the rank that commits"
             raise SaveFailed(what, subject=self.uri, remedy="use one all nodes share")
-        mappings = getattr(planner, "mappings", {})
-        leaves = [(item.index.fqn, leaf) for item in _of_values(plan) for leaf in _leaves(item, planner, mappings)]
-        within = [_whole(leaf) for _, leaf in leaves if leaf.is_tensor]
+        rank, mappings = task.ticket.node, getattr(planner, "mappings", {})
+        leaves = [(index.fqn, leaf) for index in self._values for leaf in _leaves(index, planner, mappings)]
+        assigned = {item.index.fqn for item in _of_values(plan)}
+        within = [_whole(leaf) for key, leaf in leaves if leaf.is_tensor and key in assigned]
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         for item in tensors:
             _shard(item, planner, mappings)  # raises before anything is written
+        values = tuple(value_of(leaf, rank) for _, leaf in leaves if not leaf.is_tensor)
         storing = StandaloneWriter(open_store(self.uri), task.ticket, memory=self._memory, threads=self._threads or cores())
         with storing.under_way():
-            for key, leaf in leaves:
-                if not leaf.is_tensor:
-                    storing.add_value(leaf, task.holders[key])
             for shard in within:
                 storing.add(shard, counted=False)
             for item in tensors:
@@ -176,16 +177,20 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
                 if shard.device is not None:
                     torch.cuda.current_stream(shard.device).synchronize()  # wait until it is computed
                 storing.add(shard)
-            part = storing.finish()
+            storing.seal()
+            part = None if self._committing is not None else storing.finish([])
+        self._storing = storing if part is None else None
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(f"rank {task.ticket.node}"), part.info.stored, part)])
+        future.set_result([WriteResult(MetadataIndex(f"rank {rank}"), storing.nbytes, _Written(part, values))])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the version, on the coordinator rank."""
-        if self._committing is None:
+        if self._committing is None or self._storing is None:
             raise SaveFailed("DCP has planned nothing with this Writer", subject=self.uri)
-        parts: Sequence[StoredPart] = [result.storage_data for of_rank in results for result in of_rank]
+        written: list[_Written] = [result.storage_data for of_rank in results for result in of_rank]
+        own = self._storing.finish(merged(value for one in written for value in one.values))
+        parts, self._storing = [one.part or own for one in written], None
         self._version = self._committing.commit(parts, _expected(metadata), self._metrics, {"torch": str(torch.__version__)})
         if self._name is not None:
             open_repository(self.uri).pin(self._version, self._name)
@@ -208,10 +213,10 @@ def _check_planner(planner: SavePlanner) -> None:
         raise StateError("plans cannot be cached, since each names its own attempt", remedy="remove enable_plan_caching=True")
 
 
-def _leaves(item: WriteItem, planner: DefaultSavePlanner, mappings: Mapping[str, Sequence[str | int]]) -> list[Leaf]:
+def _leaves(index: MetadataIndex, planner: DefaultSavePlanner, mappings: Mapping[str, Sequence[str | int]]) -> list[Leaf]:
     """The leaves of a value that is not a tensor; raises ``StateError`` naming the key of a value that is not plain."""
-    key, path = item.index.fqn, path_of(item.index.fqn, mappings)
-    found = flatten({key: planner.lookup_object(item.index)}, what=_WHAT)
+    key, path = index.fqn, path_of(index.fqn, mappings)
+    found = flatten({key: planner.lookup_object(index)}, what=_WHAT)
     return [leaf._replace(path=path + leaf.path[1:]) for leaf in found]
 
 
