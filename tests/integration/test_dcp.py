@@ -347,18 +347,29 @@ def test_targets_are_filled_in_place(uri: str) -> None:
     """As by the Checkpointer: also conjugated ones, and where an array or a number was saved. DCP itself replaces arrays."""
     saved = {"z": torch.randn(3, dtype=torch.complex64), "a": np.arange(3), "t": np.arange(3.0), "n": 7, "f": 0.1, "o": None}
     dcp.save({"deep": saved}, storage_writer=Writer(uri), no_dist=True)
-    into = {"z": torch.zeros(3).cfloat().conj(), "a": np.zeros(3), "t": torch.zeros(3).double(), "n": torch.zeros(()), "f": 0}
+    into = {
+        "z": torch.zeros(3).cfloat().conj(),
+        "a": np.zeros(3),
+        "t": torch.zeros(3).double(),
+        "n": torch.zeros(()),
+        "f": 0,
+        "o": 0,
+    }
     state = {"deep": dict(into)}
     dcp.load(state, storage_reader=Reader(uri), no_dist=True)
     assert all(state["deep"][name] is into[name] for name in "ztn")
     state["deep"]["z"] = into["z"].resolve_conj()
-    assert same(state["deep"], {"z": saved["z"], "a": saved["a"], "t": torch.arange(3.0).double(), "n": torch.tensor(7.0), "f": 0.1})
+    assert same(
+        state["deep"], {"z": saved["z"], "a": saved["a"], "t": torch.arange(3.0).double(), "n": torch.tensor(7.0), "f": 0.1}
+    )
     refused({"deep": {"f": torch.zeros(())}}, uri, "is float32, which does not have the saved number 0.1")
     refused({"deep": {"o": torch.zeros(())}}, uri, "but the version holds None")
     refused({"deep": {"n": torch.zeros(1)}}, uri, r"is float32 \(1,\), but the version holds the number 7")
 
 
-@pytest.mark.parametrize("way", [torch.device, lambda name: contextlib.nullcontext(torch.set_default_device(name))], ids=["with", "set"])
+@pytest.mark.parametrize(
+    "way", [torch.device, lambda name: contextlib.nullcontext(torch.set_default_device(name))], ids=["with", "set"]
+)
 def test_a_default_device_changes_nothing(uri: str, way: Any) -> None:
     state = {"w": torch.arange(6.0), "e": torch.empty(0, 2), "n": 7, "a": np.arange(3), "c": (torch.ones(2), torch.empty(0))}
     into = {**copy.deepcopy(state), "w": torch.zeros(6, dtype=torch.float64), "n": torch.zeros(())}
@@ -413,8 +424,13 @@ def fill_dtensors(rank: int, n: int, uri: str) -> None:
 
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(f"t{next(_CALLS)}",))
     mine = torch.arange(6.0).reshape(2, 3) + 10 * rank
-    state = {"z": placed(mine.cfloat() * 1j, Shard(0)), "tied": placed(mine, Shard(0)), "other": placed(mine + 1, Shard(0)), "n": 7}
-    dcp.save({**state, "also": state["tied"]}, storage_writer=Writer(uri))
+    state = {
+        "z": placed(mine.cfloat() * 1j, Shard(0)),
+        "tied": placed(mine, Shard(0)),
+        "other": placed(mine + 1, Shard(0)),
+        "n": 7,
+    }
+    dcp.save({**state, "also": state["tied"], "n": 7}, storage_writer=Writer(uri))
     for load in (lambda into: dcp.load(into, storage_reader=Reader(uri)), lambda into: raystow.restore(uri, into, strict=False)):
         target = placed(torch.zeros(2, 3), Shard(0))
         into = {"z": placed(torch.zeros(2, 3).cfloat().conj(), Shard(0)), "tied": target, "also": target}

@@ -88,7 +88,9 @@ def test_conjugated_and_negated_targets_get_the_saved_values(dtype: torch.dtype)
     raystow.restore_latest(cluster.uri, into={"z": z, "part": part, "wide": torch.zeros(3, 5).T})
     assert same_bits(z.resolve_conj(), saved["z"])
     assert same_bits(part.resolve_neg(), saved["part"])
-    raystow.restore_latest(cluster.uri, into={"wide": part, "part": torch.zeros(5, 3), "z": torch.zeros(5, 3).cfloat()}, cast=True)
+    raystow.restore_latest(
+        cluster.uri, into={"wide": part, "part": torch.zeros(5, 3), "z": torch.zeros(5, 3).cfloat()}, cast=True
+    )
     assert torch.equal(part.resolve_neg(), saved["wide"].to(part.dtype))
 
 
@@ -188,7 +190,17 @@ def test_mismatches_are_reported_before_anything_changes(caplog: pytest.LogCaptu
         raystow.restore_latest(cluster.uri, into={"a": frozen}, strict=False)
 
 
-PLAIN = {"seven": 7, "tenth": 0.1, "flag": True, "big": 2**24 + 1, "huge": 2**70, "nan": math.nan, "i": 1j, "none": None, "text": "x"}
+PLAIN = {
+    "seven": 7,
+    "tenth": 0.1,
+    "flag": True,
+    "big": 2**24 + 1,
+    "huge": 2**70,
+    "nan": math.nan,
+    "i": 1j,
+    "none": None,
+    "text": "x",
+}
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +237,7 @@ def test_a_tensor_gets_a_number_that_its_dtype_has(plain: Version, name: str, ta
     plain.restore(into, strict=False)
     assert into[name] is target
     got = target.item()
-    assert got == PLAIN[name] or got != got and PLAIN[name] != PLAIN[name]
+    assert got == PLAIN[name] or (got != got and PLAIN[name] != PLAIN[name])
 
 
 @pytest.mark.parametrize(
@@ -263,7 +275,13 @@ def test_numbers_are_converted_with_cast(plain: Version) -> None:
 
 
 def test_a_number_is_replaced_by_the_number_of_a_saved_tensor() -> None:
-    state = {"a": torch.tensor(7.5), "b": np.array(3, np.int16), "c": np.float32(0.5), "d": torch.tensor(True), "w": torch.ones(2)}
+    state = {
+        "a": torch.tensor(7.5),
+        "b": np.array(3, np.int16),
+        "c": np.float32(0.5),
+        "d": torch.tensor(True),
+        "w": torch.ones(2),
+    }
     with LocalCluster("memory://numbers") as cluster:
         version = cluster.save(state, step=1)
     into: dict[str, Any] = {"a": 0, "b": 0.0, "c": 1, "d": None, "w": None}

@@ -75,5 +75,5 @@ def test_wrong_stored_bytes_are_damage_also_if_the_target_is_changed(version: Ve
     write_into(into["noise"], monkeypatch)
     target = into["noise"].numpy().view("V4")
     request = Request("noise", [replace(row, raw_digest=row.raw_digest ^ np.uint64(1))], ((0,), (5000,)), target)
-    with pytest.raises(raystow.Damaged, match="tensor 'noise', .*decoded bytes do not match their digest"):
+    with pytest.raises(raystow.Damaged, match=r"tensor 'noise', .*decoded bytes do not match their digest"):
         version.reader().fill([request])

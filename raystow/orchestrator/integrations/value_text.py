@@ -11,7 +11,7 @@ from ...storage.errors import Damaged, StateError
 from ...storage.format import manifest, values
 from ...storage.format.manifest import parse_path, path_text
 from ...storage.version import as_torch
-from ..save.shards import Shard, bits, resolved, shard_of
+from ..save.shards import Shard, bits, shard_of
 from ..save.state_tree import Leaf, flatten, show
 from .dcp.keys import assemble
 
@@ -58,7 +58,7 @@ def _whole(leaf: Leaf, what: str) -> Shard:
 
 
 def _form(shard: Shard) -> object:
-    local = shard.local if isinstance(shard.local, np.ndarray) else bits(resolved(shard.local).detach().cpu())
+    local = shard.local if isinstance(shard.local, np.ndarray) else bits(shard.local.detach().resolve_conj().resolve_neg().cpu())
     data = values.encode(np.ascontiguousarray(local).tobytes())
     return {"kind": shard.kind, "dtype": shard.dtype, "shape": shard.shape, "data": data}
 

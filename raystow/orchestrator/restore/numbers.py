@@ -26,8 +26,9 @@ def element(value: object, shard: Shard, where: str, *, cast: bool) -> Elements:
     ``StateError`` if it is not a number, if the target has dimensions, or if its dtype does not have exactly this number, unless
     ``cast``: then torch or numpy converts it.
     """
-    if type(value) not in _NUMBERS or shard.shape:
-        saved = f"the number {value}" if type(value) in _NUMBERS else "None" if value is None else f"a {type(value).__name__}"
+    if not isinstance(value, _NUMBERS) or shard.shape:
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        saved = f"the number {_text(value)}" if isinstance(value, _NUMBERS) else kind
         what = f"is {shard.dtype} {shard.shape}, but the version holds {saved}"
         raise StateError(what, subject=where, remedy="put a plain value there instead, such as None: it is replaced")
     try:
@@ -41,7 +42,7 @@ def element(value: object, shard: Shard, where: str, *, cast: bool) -> Elements:
     except (TypeError, ValueError, OverflowError, RuntimeError, NotImplementedError) as caught:
         error = caught
     remedy = "" if cast else "cast=True converts, or put a plain number there: it is replaced"
-    raise StateError(f"is {shard.dtype}, which does not have the saved number {value}", subject=where, remedy=remedy) from error
+    raise StateError(f"is {shard.dtype}, which does not have the saved number {_text(value)}", subject=where, remedy=remedy) from error
 
 
 def number(leaf_value: object, saved: object, chunk: Chunk, where: str) -> object:
@@ -58,11 +59,18 @@ def number(leaf_value: object, saved: object, chunk: Chunk, where: str) -> objec
     return saved if is_scalar and chunk.kind == manifest.SCALAR else saved.item()  # type: ignore[attr-defined]
 
 
-def _wide(value: object) -> str:
+def _text(value: complex) -> str:
+    """A number in errors; Python refuses to write very long ones in decimal digits."""
+    return f"{value:#x}"[:40] if isinstance(value, int) and value.bit_length() > 128 else str(value)
+
+
+def _wide(value: complex) -> str:
     """The widest dtype for a number."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
         return "int64" if -(1 << 63) <= value < 1 << 63 else "uint64" if 0 <= value < 1 << 64 else "float64"
-    return {bool: "bool", float: "float64"}.get(type(value), "complex128")
+    return "float64" if isinstance(value, float) else "complex128"
 
 
 def _tensor(wide: Words, like: torch.Tensor) -> torch.Tensor:

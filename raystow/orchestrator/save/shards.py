@@ -211,12 +211,12 @@ def overlaps(local: Elements) -> bool:
 
 def pending(local: Elements) -> bool:
     """Whether the conjugation or negation of a torch tensor is pending: other bits are in its memory than its values have."""
-    return not isinstance(local, np.ndarray) and (local.is_conj() or local.is_neg())
+    return not isinstance(local, np.ndarray) and bool(local.is_conj() or local.is_neg())
 
 
 def resolved(local: Elements) -> Elements:
     """The same values with their own bits in memory: a copy if they are ``pending``."""
-    return local.detach().resolve_conj().resolve_neg() if pending(local) else local
+    return local if isinstance(local, np.ndarray) or not pending(local) else local.detach().resolve_conj().resolve_neg()
 
 
 def bits(local: Elements) -> Elements:

@@ -124,8 +124,8 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors and plain values of the plan.
 
-        Raises ``StateError`` before anything is filled if a dtype differs, unless ``cast``, or if tensors share memory; ``Damaged``
-        if bytes do not match their digests.
+        Raises ``StateError`` before anything is filled if a dtype differs, unless ``cast``, or if tensors share memory;
+        ``Damaged`` if bytes do not match their digests.
         """
         assert self.version is not None
         assert self._repository is not None
@@ -157,7 +157,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
             self._add(replace(shard, shape=chunk.shape, offset=offset, extent=extent), [chunk], fill)
 
     def _value(self, item: ReadItem, planner: LoadPlanner, fill: Fill) -> tuple[str, object] | None:
-        """The key and new value of a plain value or array. None for one that is filled in place: a tensor or array of the state."""
+        """The key and new value of a plain value or array; None if a tensor or array of the state is filled in place."""
         assert self._metadata is not None
         key = item.dest_index.fqn
         if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:

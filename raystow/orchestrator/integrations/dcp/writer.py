@@ -50,8 +50,8 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Written:
-    """Sent to the coordinator rank by each. ``part``: None of the coordinator rank, whose fragment is stored last. ``values``: the
-    plain values of the rank, which the coordinator rank stores: DCP assigns each key to one rank, whatever the others have."""
+    """Sent to the coordinator rank by each. ``part``: None of the coordinator rank, whose fragment is stored last. ``values``:
+    the plain values of the rank, which the coordinator rank stores: DCP assigns each key to one rank, whatever others have."""
 
     part: StoredPart | None
     values: tuple[Value, ...]
