@@ -369,7 +369,7 @@ class Version:
             progress: See ``raystow.restore``.
 
         Raises:
-            StateError: Names, shapes or dtypes do not match. ``into`` is unchanged.
+            StateError: Names, shapes or dtypes do not match, or memory is shared. ``into`` is unchanged.
             NotFound: The version was dropped.
             Damaged: The version is damaged. The content of ``into`` is undefined.
         """

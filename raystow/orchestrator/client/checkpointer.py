@@ -351,7 +351,7 @@ class Checkpointer:
             The version, or None if the latest one is asked for and there is none.
 
         Raises:
-            StateError: Names, shapes or dtypes do not match, and ``into`` is unchanged; or ``version`` is invalid, or another one
+            StateError: Names, shapes or dtypes do not match, or memory is shared; or ``version`` is invalid, or another one
                 than on another rank.
             NotFound: There is no such version.
             Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.

@@ -42,7 +42,8 @@ def element(value: object, shard: Shard, where: str, *, cast: bool) -> Elements:
     except (TypeError, ValueError, OverflowError, RuntimeError, NotImplementedError) as caught:
         error = caught
     remedy = "" if cast else "cast=True converts, or put a plain number there: it is replaced"
-    raise StateError(f"is {shard.dtype}, which does not have the saved number {_text(value)}", subject=where, remedy=remedy) from error
+    what = f"is {shard.dtype}, which does not have the saved number {_text(value)}"
+    raise StateError(what, subject=where, remedy=remedy) from error
 
 
 def number(leaf_value: object, saved: object, chunk: Chunk, where: str) -> object:
