@@ -20,6 +20,9 @@ from ..storage.errors import ClusterError
 from ..workers import head_node
 from ..workers.ray_connection import RayConnection
 
+VERSION: str = ray.__version__
+"""The version of Ray."""
+
 _UNAUTHENTICATED = "AuthenticationError", "InvalidAuthToken"  # in messages of Ray
 _ANSWER = 30.0  # seconds in which the head node must answer a question
 

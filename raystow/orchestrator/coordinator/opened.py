@@ -6,8 +6,6 @@ import functools
 import platform
 from collections.abc import Collection
 
-import ray
-
 from ... import __version__
 from ...storage import metrics
 from ...storage.clock import SYSTEM
@@ -15,6 +13,7 @@ from ...storage.committer import Committer
 from ...storage.errors import RaystowError
 from ...storage.format import key_files
 from ...storage.repository import create_repository
+from .. import ray_cluster
 from ..journal.rounds import JournalRounds
 from ..restore.rounds import RestoreRounds
 from ..restore.version_cache import VersionCache
@@ -38,7 +37,7 @@ class OpenedRepository:
         self.committer = Committer(repository, owner, signer)
         self.known = VersionCache(repository, on_read=self.committer.notice)
         self.known.root()  # cached while the store answers
-        writer = {"raystow": __version__, "ray": ray.__version__, "python": platform.python_version()}
+        writer = {"raystow": __version__, "ray": ray_cluster.VERSION, "python": platform.python_version()}
         self.core = Coordinator(self.committer, SYSTEM, writer=writer)
         count_damage = functools.partial(metrics.record, metrics.DAMAGED, repository=uri)
         current = self.committer.is_current
