@@ -22,8 +22,7 @@ def stage(fill: float, *layers: int) -> dict[str, Any]:
         return FlatFragment(torch.full((4000,), fill * (1 + layer)), (4000,), 0)
 
     return {
-        "layers": {str(layer): tensor(layer) for layer in layers},
-        "lr": {f"layers.{layer}": fill * layer for layer in layers},
+        "layers": {str(layer): {"weight": tensor(layer), "rate": fill * layer} for layer in layers},
         "step": fill,
     }
 
@@ -32,10 +31,10 @@ def set_stage(rank: Any, fill: float, *layers: int) -> None:
     rank.state = stage(fill, *layers)
 
 
-def shown(rank: Any) -> tuple[dict[str, list[float]], dict[str, float], float]:
-    """Each layer's values, the learning rates, and the step."""
-    layers = {name: tensor.elements.unique().tolist() for name, tensor in rank.state["layers"].items()}
-    return layers, rank.state["lr"], rank.state["step"]
+def shown(rank: Any) -> tuple[dict[str, tuple[list[float], float]], float]:
+    """Each layer's values and its rate, and the step."""
+    layers = rank.state["layers"].items()
+    return {name: (layer["weight"].elements.unique().tolist(), layer["rate"]) for name, layer in layers}, rank.state["step"]
 
 
 def begin(uri: str, *stages: tuple[int, ...], fill: float = 0.0) -> list[Any]:
@@ -51,22 +50,22 @@ def save(uri: str, *stages: tuple[int, ...]) -> None:
     ranks.give_back()
 
 
-def expected(*layers: int) -> tuple[dict[str, list[float]], dict[str, float], float]:
-    return {str(n): [1.0 + n] for n in layers}, {f"layers.{n}": float(n) for n in layers}, 1.0
+def expected(fill: float, *layers: int) -> tuple[dict[str, tuple[list[float], float]], float]:
+    return {str(n): ([fill * (1 + n)], fill * n) for n in layers}, fill
 
 
 @pytest.mark.parametrize(
     "restored", [((0, 1), (2, 3)), ((2, 3), (0, 1)), ((0, 1, 2, 3),), ((0,), (1, 2), (3,)), ((0, 1, 2, 3), (2, 3))]
 )
-def test_all_ranks_together_have_every_name(two_nodes: Any, tmp_path: Path, restored: tuple[tuple[int, ...], ...]) -> None:
+def test_all_ranks_together_have_every_name(cluster: Any, tmp_path: Path, restored: tuple[tuple[int, ...], ...]) -> None:
     uri = str(tmp_path)
     save(uri, (0, 1), (2, 3))
     into = begin(uri, *restored)
     assert {version.id for version in ranks.every(into, "restore")} == {1}
-    assert ranks.every(into, "do", shown) == [expected(*layers) for layers in restored]
+    assert ranks.every(into, "do", shown) == [expected(1.0, *layers) for layers in restored]
 
 
-def test_a_name_that_no_rank_has_is_an_error_on_all(two_nodes: Any, tmp_path: Path) -> None:
+def test_a_name_that_no_rank_has_is_an_error_on_all(cluster: Any, tmp_path: Path) -> None:
     uri = str(tmp_path)
     save(uri, (0, 1), (2, 3))
     into = begin(uri, (0,), (2, 3))
@@ -74,9 +73,7 @@ def test_a_name_that_no_rank_has_is_an_error_on_all(two_nodes: Any, tmp_path: Pa
         with pytest.raises(RayTaskError) as caught:
             ray.get(rank, timeout=60)
         assert isinstance(caught.value.cause, raystow.StateError)
-        assert "saved but not in `into`: layers.1" in str(caught.value.cause)
+        assert "saved but not in `into`: layers.1.rate, layers.1.weight" in str(caught.value.cause)
         assert "layers.0" not in str(caught.value.cause)
         assert "allow_unused='layers.1'" in caught.value.cause.remedy
-    assert ranks.every(into, "do", shown) == [
-        ({str(n): [0.0] for n in layers}, {f"layers.{n}": 0.0 for n in layers}, 0.0) for layers in ((0,), (2, 3))
-    ]
+    assert ranks.every(into, "do", shown) == [expected(0.0, *layers) for layers in ((0,), (2, 3))]
