@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from builders import memory_repository
+from builders import empty_record, memory_repository
 from fake_clock import FakeClock
 
 from raystow.orchestrator.restore.rounds import RestoreRound, RestoreRounds
