@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
+from ..storage import background
 from ..storage.clock import SYSTEM
 from ..workers.protocol.messages import JournalVote, RankReading, RestoreVote
+from .late_ranks import LATE, next_warning
 
 
 class Heartbeat:
@@ -20,3 +23,49 @@ class Heartbeat:
         if now >= self._sent + vote.timeout / 4:
             self._sent = now
             self._send(RankReading(vote.rank, vote.incarnation, vote.number, vote.timeout))
+
+    def again(self) -> None:
+        """Let the next ``beat`` tell at once."""
+        self._sent = float("-inf")
+
+
+class StallWatch:
+    """Notices that a rank reads nothing for long. Thread-safe. ``on_stall`` gets the seconds, whenever they have doubled."""
+
+    def __init__(self, on_stall: Callable[[float], None]) -> None:
+        self._on_stall = on_stall
+        self._progress = 0.0
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """The rank begins to read."""
+        self.stop()
+        self.progress()
+        self._wait(LATE)
+
+    def progress(self) -> None:
+        """The rank has read something."""
+        self._progress = SYSTEM.monotonic()
+
+    def stop(self) -> None:
+        """The rank reads no more."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None
+
+    def _wait(self, seconds: float) -> None:
+        with self._lock:
+            self._timer = background.after(seconds, "raystow-stall", self._look)
+
+    def _look(self) -> None:
+        now, timer = SYSTEM.monotonic(), self._timer
+        quiet = now - self._progress
+        late = quiet >= LATE
+        if late:
+            self._on_stall(quiet)
+        with self._lock:
+            if self._timer is timer and timer is not None:
+                wait = next_warning(now, self._progress) - now if late else LATE - quiet
+                self._timer = background.after(wait, "raystow-stall", self._look)

@@ -20,6 +20,11 @@ class LateWarning:
     to: int
 
 
+def process_name(incarnation: str) -> str:
+    """The host and process id of a process, for people (see ``client.startup``); "" for none."""
+    return incarnation and (incarnation.partition("@")[2] or "another process")
+
+
 def next_warning(now: float, since: float) -> float:
     """When to warn again, after a warning now of what has lasted ``since`` then: each takes twice as long as the one before."""
     return now + max(LATE, now - since)

@@ -18,11 +18,10 @@ from ...storage.catalog import Catalog
 from ...storage.clock import SYSTEM
 from ...storage.coding.digest import stored_digest
 from ...storage.committer import outcome_in
-from ...storage.errors import Fenced, NotARepository, OutcomeUnknown, RaystowError, StoreError
-from ...storage.format.root import Entry, Root
+from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
+from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from ...storage.log import about, here
-from ...storage.root_register import BEGIN_ANEW
 from ...workers import ray_metrics
 from ...workers.node.actor import holders, journal_entries, ranks_connected
 from ...workers.protocol import messages
@@ -89,7 +88,7 @@ class CoordinatorActor:
         self._census: tuple[asyncio.Task[list[dict[str, Any]]], set[str]] | None = None  # Ray's nodes, and those known before
         self._chores: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None  # deletes the objects of abandoned attempts
-        self._look: asyncio.Task[Root] | None = None  # whether the repository is still there
+        self._look: asyncio.Task[RaystowError | None] | None = None  # whether the repository is still there
         self._looked = 0  # the number of starts when it was asked last
         self._abandoned: set[tuple[int, str]] = set()  # attempts of repositories that are gone
         self._fenced: tuple[Fenced, str] | None = None  # by another run, with the job that was fenced
@@ -130,7 +129,10 @@ class CoordinatorActor:
         if (at := self._opened) is None or number <= self._looked:
             return
         self._looked = self._starts
-        if (gone := await self._gone(at)) is None:
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(asyncio.to_thread(at.gone, in_use=at.in_use))
+        await asyncio.wait([self._look], timeout=_SOON)
+        if not self._look.done() or (gone := self._look.result()) is None:
             return
         about(logger, repository=self._uri).warning("this coordinator begins anew: %s", gone.what)
         self._opened, self._fenced, self._in_store = None, None, {}
@@ -139,20 +141,6 @@ class CoordinatorActor:
         self._abandoned |= {(attempt.id, attempt.attempt) for attempt in at.core.attempts}
         self._sweep = asyncio.create_task(asyncio.to_thread(at.upkeep.discard, at.core.abandoned()))
         await self._tell(at)
-
-    async def _gone(self, at: OpenedRepository) -> RaystowError | None:
-        """Why the repository is not the one that was opened; None if it is, or if the store does not answer soon."""
-        if self._look is None or self._look.done():
-            self._look = asyncio.create_task(asyncio.to_thread(at.committer.catalog.root))
-        try:
-            root = await asyncio.wait_for(asyncio.shield(self._look), _SOON)
-        except NotARepository as error:
-            return error
-        except (StoreError, asyncio.TimeoutError):
-            return None
-        if at.committer.outdated(root) and not at.in_use:
-            return NotARepository("a repair or a backup has replaced the root", subject=self._uri, remedy=BEGIN_ANEW)
-        return None
 
     async def overview(self) -> CoordinatorStatus | None:
         """The status; None before ``start``."""
@@ -267,7 +255,8 @@ class CoordinatorActor:
                 at = await self._started()
                 async with self._restoring:
                     at.rounds.reading(request)
-                    at.replays.reading(request)
+                    if not request.quiet:
+                        at.replays.reading(request)
         return messages.Acknowledged()
 
     async def handle_vote(self, protocol: str, data: bytes) -> tuple[bytes, ray.ObjectRef | None]:
@@ -290,8 +279,10 @@ class CoordinatorActor:
             round = await asyncio.to_thread(at.rounds.vote, vote, in_memory)
             at.core.restored(at.rounds.restored())
         await self._tell(at)
-        if not await self._within(vote.timeout, lambda: round.answers(vote.tried)):
+        if not await self._within(vote.timeout, lambda: round.answers(vote.tried) or round.warns(vote)):
             return RanksReading()
+        if not round.answers(vote.tried) and (warning := round.warning) is not None:
+            return RanksReading(warning.number, warning.text)
         entry = round.answer(vote.tried)
         if entry is None:
             return NoVersion()

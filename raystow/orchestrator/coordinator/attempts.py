@@ -20,7 +20,7 @@ from ...storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...storage.root_register import BEGIN_ANEW
 from ...workers.protocol.coordinator_client import MODULUS
 from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksLate, RestoreVote, Ticket, UnusedNames
-from ..late_ranks import LATE, next_warning
+from ..late_ranks import LATE, next_warning, process_name
 from .attempt import Attempt, Phase, first_differences, version_record
 from .delta_schedule import DeltaGroup, after
 from .save_costs import SaveCosts
@@ -112,7 +112,7 @@ class Coordinator:
         takes_over = isinstance(message, Begin | AskNextSave) and message.on_fenced == "takeover"
         other_size = self._world_size not in (None, message.world_size)
         if other_size and not takes_over and incarnation < (newest := max(self._members.values())):
-            what = f"{_process(newest)} has begun a run of world size {self._world_size} after {_process(incarnation)}"
+            what = f"{process_name(newest)} has begun a run of world size {self._world_size} after {process_name(incarnation)}"
             raise Fenced(what, subject=self._committer.catalog.uri, remedy=ANOTHER_RUN)
         self._assume(rank, incarnation, message.world_size)
         if takes_over and self._members[rank] != incarnation:
@@ -121,13 +121,13 @@ class Coordinator:
                 self._generation += 1
             self.join(rank, incarnation, message.world_size)
         if self._members[rank] != incarnation:
-            what = f"{_process(self._members[rank])} has taken up this rank after {_process(incarnation)}"
+            what = f"{process_name(self._members[rank])} has taken up this rank after {process_name(incarnation)}"
             remedy = f"run each rank once, and give each process its own rank; {ANOTHER_RUN}"
             raise Fenced(what, subject=f"rank {rank} of {self._committer.catalog.uri}", remedy=remedy)
         if takes_over:
             self._ousted.discard(incarnation)
         if incarnation in self._ousted:
-            what = f"another run has taken over from that of {_process(incarnation)}"
+            what = f"another run has taken over from that of {process_name(incarnation)}"
             raise Fenced(what, subject=self._committer.catalog.uri, remedy=ANOTHER_RUN)
 
     def next_save(self, ask: AskNextSave) -> NextSave:
@@ -291,14 +291,14 @@ class Coordinator:
             return None
         return RanksLate(warning.number, warning.text)
 
-    def process_of(self, rank: int) -> str:
-        """The process that has a rank, for people; "" if none has joined."""
-        return _process(self._members[rank]) if rank in self._members else ""
+    def member(self, rank: int) -> str:
+        """The incarnation of the process that has a rank; "" if none has joined."""
+        return self._members.get(rank, "")
 
     def _look_for_late(self, attempt: Attempt, now: float) -> None:
         if now < attempt.warn_at:
             return
-        if (warning := attempt.late(self.process_of, now)) is None:
+        if (warning := attempt.late(lambda rank: process_name(self.member(rank)), now)) is None:
             attempt.warn_at = max(attempt.progress, now - LATE + 1) + LATE
             return
         attempt.warning, attempt.warn_at = warning, next_warning(now, attempt.opened)
@@ -402,7 +402,7 @@ class Coordinator:
         """Raise ``NotARepository`` if a process began with a repository that was here before: see ``CoordinatorStarted.turn``."""
         catalog, turn = self._committer.catalog, incarnation.partition("@")[0].split(".")
         if len(turn) == 3 and turn[0] != catalog.id:
-            what = f"{_process(incarnation)} began with repository {turn[0]}, in whose place is repository {catalog.id} now"
+            what = f"{process_name(incarnation)} began with repository {turn[0]}, in whose place is repository {catalog.id} now"
             raise NotARepository(what, subject=catalog.uri, remedy=BEGIN_ANEW)
 
     def _joinable(self, begin: Begin) -> Attempt | None:
@@ -499,8 +499,3 @@ class Coordinator:
     def _log(self, attempt: Attempt) -> Log:
         run = self._committer.catalog.uri
         return about(logger, repository=run, version=attempt.id, attempt=attempt.attempt, step=attempt.step)
-
-
-def _process(incarnation: str) -> str:
-    """The host and process id of a process, for people (see ``client.checkpointer``)."""
-    return incarnation.partition("@")[2] or "another process"

@@ -10,9 +10,10 @@ from ... import __version__
 from ...storage import metrics
 from ...storage.clock import SYSTEM
 from ...storage.committer import Committer
-from ...storage.errors import RaystowError
+from ...storage.errors import NotARepository, RaystowError, StoreError
 from ...storage.format import key_files
 from ...storage.repository import create_repository
+from ...storage.root_register import BEGIN_ANEW
 from .. import ray_cluster
 from ..journal.rounds import JournalRounds
 from ..restore.rounds import RestoreRounds
@@ -41,7 +42,9 @@ class OpenedRepository:
         self.core = Coordinator(self.committer, SYSTEM, writer=writer)
         count_damage = functools.partial(metrics.record, metrics.DAMAGED, repository=uri)
         current = self.committer.is_current
-        self.rounds = RestoreRounds(repository, SYSTEM, self.known, is_current=current, on_fall_back=count_damage)
+        self.rounds = RestoreRounds(
+            repository, SYSTEM, self.known, is_current=current, on_fall_back=count_damage, member=self.core.member
+        )
         self.replays = JournalRounds(SYSTEM, lambda: self.committer.rollbacks)
         self.segments = Segments(self.committer, SYSTEM)
         self.upkeep = Upkeep(self.committer)
@@ -60,6 +63,20 @@ class OpenedRepository:
     def has_commit(self) -> bool:
         """Whether a save or a segment is complete."""
         return self.core.next_commit() is not None or self.segments.next_commit() is not None
+
+    def gone(self, *, in_use: bool) -> RaystowError | None:
+        """Why the repository is not the one that was opened; None if it is, or if the store does not answer. What a repair or a
+        backup has put in its place counts only while it is not ``in_use``: a commit finds it."""
+        try:
+            root = self.committer.catalog.root()
+        except NotARepository as error:
+            return error
+        except StoreError:
+            return None
+        if in_use or not self.committer.outdated(root):
+            return None
+        uri = self.committer.catalog.uri
+        return NotARepository("a repair or a backup has replaced the root", subject=uri, remedy=BEGIN_ANEW)
 
     def give_up(self, error: RaystowError) -> None:
         """End all saves and restores in progress, and forget what is in memory only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,7 @@ from ...storage.coding.digest import stored_digest
 from ...storage.errors import ClusterError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo
+from ...storage.log import about
 from ...workers.node.actor import NAMESPACE
 from ...workers.protocol import messages
 from ...workers.protocol.messages import (
@@ -35,6 +37,8 @@ from ...workers.protocol.messages import (
 )
 from ...workers.ray_connection import RayConnection
 from .actor import UNUSED, CoordinatorActor
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -98,6 +102,9 @@ class RayCoordinatorClient:
         while isinstance(answer, messages.RanksReading):
             data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
             answer = messages.decode(data, RestoreChoice, messages.NoVersion, messages.RanksReading)
+            if isinstance(answer, messages.RanksReading) and answer.warning:
+                about(logger, repository=self._uri, rank=vote.rank).warning("restore: %s", answer.warning)
+                vote = replace(vote, told=answer.number)
         if not isinstance(answer, RestoreChoice):
             return None
         if records is None:

@@ -22,7 +22,7 @@ from ...storage.version import Bases, Version
 from ...storage.version_selector import LATEST, VersionSelector, select, selector_text
 from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
-from ..heartbeat import Heartbeat
+from ..heartbeat import Heartbeat, StallWatch
 from .name_check import OtherRanks, Unused
 from .name_match import name_bits, named
 from .plan import Sources, by_source
@@ -143,7 +143,7 @@ class ClusterAgreement:
         here: str = "",
     ) -> None:
         self._repository, self._port, self._numbers, self._address = repository, port, numbers, address
-        self._heartbeat = Heartbeat(port.reading)
+        self._heartbeat, self._watch = Heartbeat(port.reading), StallWatch(self._stalled)
         self._patience = SYSTEM.monotonic() + opening.timeout
         self._opening = replace(opening, node=here)
         self._here, self.sources = here, Sources()
@@ -180,6 +180,7 @@ class ClusterAgreement:
         """The version, read through the node worker, which reads common data of its ranks once. A rank that restores alone reads
         from the store itself what no node has in memory."""
         assert self._choice is not None
+        self._watch.start()
         self.sources = Sources()
         try:
             self._cache = NodeCacheStore(self._repository.store, self._address(), self._repository.id)
@@ -231,11 +232,24 @@ class ClusterAgreement:
             return unused.names
         who = vote.rank, vote.world_size, vote.incarnation, vote.number, vote.timeout
         told = UnusedNames(*who, choice.entry, len(names), name_bits(names, mine))
+        self._watch.stop()  # while it waits for other ranks
         common = self._port.compare(told)
+        self._watch.start()
         return named(names, common) if common else unused.values
 
     def reading(self) -> None:
+        self._watch.progress()
         self._heartbeat.beat(self._opening)
+
+    def _stalled(self, seconds: float) -> None:
+        """Say what this rank waits for, here and to the other ranks, which wait for it."""
+        vote, choice, source = self._opening, self._choice, self._repository.uri
+        if choice is not None and choice.near:
+            source += " and the memory of nodes"
+        version = choice.entry.id if choice is not None else 0
+        self._log.warning("restoring version %d: nothing was read for %.0f s from %s", version, seconds, source)
+        self._heartbeat.again()
+        self._port.reading(RankReading(vote.rank, vote.incarnation, vote.number, vote.timeout, seconds, source))
 
     def give_up(self, error: str) -> None:
         self._let_go()
@@ -243,6 +257,7 @@ class ClusterAgreement:
             self._port.settle(replace(self._opening, error=error))
 
     def _let_go(self) -> None:
+        self._watch.stop()
         if self._cache is not None:
             read = self._cache.read
             self._log.info("this rank's restore has read %s", by_source(read), extra={"bytes_read": dict(read)})

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 
 from ...storage.clock import Clock
 from ...storage.errors import (
@@ -30,6 +31,7 @@ from ...storage.log import about
 from ...storage.repository import Repository
 from ...storage.version_selector import LATEST, select
 from ...workers.protocol.messages import NO_GROUP, RankReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
+from ..late_ranks import LATE, LateWarning, late_text, next_warning, process_name, ranks_text, with_processes
 from .version_cache import VersionCache
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,8 @@ class RestoreRound:
     ``joined``: whether all ranks have joined; their nodes are the ``group`` then. ``begun``: when the first joined, in monotonic
     seconds. ``read``: bytes by source that each rank has read. ``alike``: whether all ranks restore tensors of the same names;
     else they compare: ``compared`` are the ranks that have told or used all names of the first candidate, ``unused`` are the
-    names that all of these leave unused."""
+    names that all of these leave unused. ``stalls``: since when ranks have read nothing, and from where. ``warn_at``: when
+    to look for late ranks; ``warning``: the newest about them, which one rank logs. ``patience``: the longest timeout of any."""
 
     world_size: int
     version: str
@@ -71,6 +74,20 @@ class RestoreRound:
     lease: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     done: bool = False
     failure: RaystowError | None = None
+    stalls: dict[int, tuple[float, str]] = field(default_factory=dict)
+    warn_at: float = 0.0
+    patience: float = 0.0
+    warning: LateWarning | None = None
+
+    def warns(self, vote: RestoreVote) -> bool:
+        """Whether a rank has to log the newest warning."""
+        return self.warning is not None and self.warning.to == vote.rank and self.warning.number > vote.told
+
+    @property
+    def reported(self) -> set[int]:
+        """The ranks that wait for the others."""
+        comparing = set() if self.has_compared else self.compared
+        return {*self.votes, *comparing} if self.joined else {*self.members}
 
     def answers(self, tried: Entry | None) -> bool:
         """Whether a rank that has ``tried`` this version can be answered. The first answer waits for all ranks, since they share
@@ -133,7 +150,7 @@ def _listed(ranks: list[int]) -> str:
 
 class RestoreRounds:
     """The rounds of one repository. Waits for the store as long as ``known`` does. ``is_current``: whether there was no rollback
-    since the save with an id began.
+    since the save with an id began. ``member``: the incarnation of the process that has a rank; "" if none has.
 
     Not thread-safe, but another thread may call ``answers`` and ``answer`` of a round at any time. So each method changes what
     they return only after its calls of the store, and then ``changes``.
@@ -147,7 +164,11 @@ class RestoreRounds:
         *,
         is_current: Callable[[int], bool] = lambda save: True,
         on_fall_back: Callable[[], None] = lambda: None,
+        member: Callable[[int], str] = lambda rank: "",
     ) -> None:
+        self._member = member
+        self._missed = dict[int, tuple[str, RestoreRound]]()  # rank -> its process then, and the round that failed without it
+        self._missed_until = 0.0
         self._repository, self._clock, self._known = repository, clock, known
         self._is_current, self._on_fall_back = is_current, on_fall_back
         self._open: RestoreRound | None = None
@@ -158,8 +179,8 @@ class RestoreRounds:
 
     @property
     def in_use(self) -> bool:
-        """Whether a round is open."""
-        return self._open is not None
+        """Whether a round is open, or has failed for lack of a rank that may come soon."""
+        return self._open is not None or (bool(self._missed) and self._clock.monotonic() < self._missed_until)
 
     def vote(self, vote: RestoreVote, held: RestoreChoice | None = None) -> RestoreRound:
         """Take a rank's vote. When all have tried a version that is damaged for one of them, go on to the next version.
@@ -169,10 +190,13 @@ class RestoreRounds:
         member, ended = self._ended.get(vote.rank, (None, None))
         if ended is not None and member == (vote.incarnation, vote.number):  # the round ended while this rank was busy
             return ended
+        if (missed := self._missed_by(vote)) is not None:
+            return missed
         round = self._round_of(vote, held if vote.allow_uncommitted else None)
         if vote.rank not in round.members or (vote.tried is not None and vote.rank not in round.votes):  # not a repetition
             round.deadline = self._clock.monotonic() + vote.timeout
         round.members[vote.rank] = vote.incarnation, vote.number
+        round.patience = max(round.patience, vote.timeout)
         round.asked[vote.rank] = vote.version
         round.nodes[vote.rank] = vote.node
         round.names[vote.rank] = vote.names
@@ -181,6 +205,7 @@ class RestoreRounds:
             self._check_asked(round)
             round.alike = len({*round.names.values()}) == 1
             round.joined = True  # last: ranks can be answered now
+            round.warn_at = self._clock.monotonic() + LATE
             self.changes += 1
         if vote.error:
             self._fail(round, ClusterError(f"rank {vote.rank} could not restore: {vote.error}"))
@@ -233,11 +258,19 @@ class RestoreRounds:
     def reading(self, rank: RankReading) -> None:
         """A rank reads on: the others wait for it."""
         member, round = (rank.incarnation, rank.number), self._open
-        if round is not None and round.members.get(rank.rank, member) == member and rank.rank not in round.votes:
-            round.deadline = max(round.deadline, self._clock.monotonic() + rank.timeout)
+        if round is None or round.members.get(rank.rank, member) != member or rank.rank in round.votes:
+            return
+        now = self._clock.monotonic()
+        if rank.quiet:
+            round.stalls[rank.rank], round.warn_at = (now - rank.quiet, rank.source), now
+        else:
+            round.stalls.pop(rank.rank, None)
+            round.deadline = max(round.deadline, now + rank.timeout)
 
     def left(self, rank: int, incarnation: str) -> None:
         """A new process has taken a rank: the round of its previous process fails."""
+        if any(missed.members.get(rank, ("",))[0] not in ("", incarnation) for _, missed in self._missed.values()):
+            self._missed.clear()  # the training was restarted
         round = self._open
         if round is not None and rank in round.members and round.members[rank][0] != incarnation:
             self._fail(round, RankRestarted(f"rank {rank} was restarted during the restore", remedy="restore again"))
@@ -248,13 +281,69 @@ class RestoreRounds:
             self._fail(self._open, error)
 
     def tick(self) -> None:
-        """Fail the round if it is past its deadline."""
-        round = self._open
-        if round is not None and self._clock.monotonic() > round.deadline:
-            comparing = set() if round.has_compared else round.compared
-            reported = {*round.votes, *comparing} if round.joined else {*round.members}
-            waiting = sorted(set(range(round.world_size)) - reported)
-            self._fail(round, DeadlineExceeded(f"ranks {waiting} have not restored what the others have"))
+        """Fail the round if it is past its deadline, or warn of ranks that are late."""
+        round, now = self._open, self._clock.monotonic()
+        if round is not None and now >= round.warn_at:
+            self._look_for_late(round, now)
+        if round is not None and now > round.deadline:
+            self._fail(round, self._overdue(round, now))
+
+    def _missed_by(self, vote: RestoreVote) -> RestoreRound | None:
+        """The round that has failed without a rank, which comes now; None if it begins another one: a process that has started
+        since may be of a restarted training, and waits for the others, with a warning."""
+        process, missed = self._missed.get(vote.rank, ("", None))
+        late = missed is not None and self._open is None and self._clock.monotonic() < self._missed_until
+        if missed is None or not late or process != vote.incarnation:
+            return None
+        del self._missed[vote.rank]
+        self._ended[vote.rank] = (vote.incarnation, vote.number), missed
+        return missed
+
+    def _process_of(self, round: RestoreRound, rank: int) -> str:
+        return process_name(round.members[rank][0] if rank in round.members else self._member(rank))
+
+    def _look_for_late(self, round: RestoreRound, now: float) -> None:
+        """Warn of ranks that have not called restore, or that read nothing, while others wait."""
+        round.warn_at = now + LATE
+        waiting = round.reported
+        if round.joined:
+            stalls = {rank: stall for rank, stall in round.stalls.items() if rank not in waiting}
+            late = {*stalls}
+            since, source = min(stalls.values(), default=(now, ""))
+            what = f"read nothing for {now - since:.0f} s from {source}"
+        else:
+            late, since = set(range(round.world_size)) - waiting, round.begun
+            what = f"not called restore for {now - since:.0f} s"
+        if not late or not waiting:
+            return
+        text = late_text(late, waiting, what, lambda rank: self._process_of(round, rank))
+        self._warn(round, text, min(waiting))
+        if not round.joined:
+            round.warn_at = next_warning(now, since)
+
+    def _warn(self, round: RestoreRound, text: str, to: int) -> None:
+        round.warning = LateWarning(1 if round.warning is None else round.warning.number + 1, text, to)
+        self.changes += 1
+        about(logger, repository=self._repository.uri).warning("restore: %s", text)
+
+    def _overdue(self, round: RestoreRound, now: float) -> DeadlineExceeded:
+        """The error for all ranks: who has not restored, and why the others have given up."""
+        missing = set(range(round.world_size)) - round.reported
+        has = "has" if len(missing) == 1 else "have"
+        who = with_processes(missing, lambda rank: self._process_of(round, rank))
+        if round.joined:
+            entry = round.candidates[0]
+            stalls = (
+                f"; rank {rank} has read nothing for {now - since:.0f} s from {source}"
+                for rank, (since, source) in sorted(round.stalls.items())[:_LISTED]
+                if rank in missing
+            )
+            what = f"{who} {has} not restored version {entry.id} (step {entry.step}){''.join(stalls)}"
+        else:
+            what = f"{who} {has} not called restore for {now - round.begun:.0f} s"
+        at = datetime.fromtimestamp(self._clock.now(), timezone.utc)
+        gave_up = f"; {ranks_text(round.reported)} gave up at {at:%H:%M:%S} UTC" if round.reported else ""
+        return DeadlineExceeded(f"{what}{gave_up}", subject="restore", remedy="restore again on all ranks")
 
     def _round_of(self, vote: RestoreVote, held: RestoreChoice | None) -> RestoreRound:
         if (round := self._open) is not None:
@@ -265,9 +354,13 @@ class RestoreRounds:
             elif round.members.get(vote.rank, member) == member:
                 return round
             self._fail(round, ClusterError(what, remedy="restore again"))
+            self._missed.clear()  # this rank begins the next round
         root, said = self._known.root()
         round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
-        round.store_down = not said
+        round.store_down, round.warn_at = not said, self._clock.monotonic() + LATE
+        if (missed := self._missed.pop(vote.rank, None)) is not None and self._clock.monotonic() < self._missed_until:
+            self._warn(round, f"{missed[1].failure}; {ranks_text([vote.rank])} waits for them again", vote.rank)
+        self._missed.clear()
         newest = root.versions[-1].id if root.versions else 0
         if vote.version != LATEST:
             try:
@@ -352,6 +445,10 @@ class RestoreRounds:
     def _fail(self, round: RestoreRound, error: RaystowError) -> None:
         round.failure = error
         self._close(round)
+        if not round.joined and not isinstance(error, RankRestarted):
+            absent = set(range(round.world_size)) - round.members.keys()
+            self._missed = {rank: (self._member(rank), round) for rank in absent}
+            self._missed_until = self._clock.monotonic() + round.patience
 
     def _close(self, round: RestoreRound) -> None:
         self.changes += 1

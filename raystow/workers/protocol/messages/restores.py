@@ -25,7 +25,7 @@ class RestoreVote(Message, frozen=True):
     ``timeout``: the seconds it waits for others that do not read on. ``allow_uncommitted``: a save that is not durable yet will
     do. ``node``: the one it runs on, if that has a node worker. ``read``: stored bytes that it has read of the version, by where
     they came from. ``version``: the version that the rank asks for, as ``selector_text`` gives it. ``names``: a digest of the
-    names of the tensors that it restores."""
+    names of the tensors that it restores. ``told``: the number of the last warning."""
 
     rank: int
     world_size: int
@@ -41,6 +41,7 @@ class RestoreVote(Message, frozen=True):
     whole: bool = False
     version: Text = LATEST
     names: Digest = 0
+    told: int = 0
 
 
 class RestoreChoice(Message, frozen=True):
@@ -112,13 +113,20 @@ class NoVersion(Message, frozen=True):
 
 
 class RanksReading(Message, frozen=True):
-    """The answer to a vote while other ranks read on: vote the same again."""
+    """The answer to a vote while other ranks read on: vote the same again. ``warning``: the ``number``-th of the round,
+    about ranks that are late."""
+
+    number: int = 0
+    warning: Text = ""
 
 
 class RankReading(Message, frozen=True):
-    """A rank reads on, in its restore or replay with this ``number``: the others wait for it for ``timeout`` seconds from now."""
+    """A rank reads on, in its restore or replay with this ``number``: the others wait for it for ``timeout`` seconds from now.
+    ``quiet``: instead, it has read nothing for so many seconds, from ``source``; they do not wait longer then."""
 
     rank: int
     incarnation: Text
     number: int
     timeout: float
+    quiet: float = 0.0
+    source: Text = ""

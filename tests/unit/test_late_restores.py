@@ -1,0 +1,166 @@
+"""A rank that comes late to a restore, or reads nothing, is named to the ranks that wait, and learns what became of the restore."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from test_restore_rounds import RestoringRun
+
+from raystow.orchestrator import heartbeat
+from raystow.orchestrator.restore.agreement import ClusterAgreement
+from raystow.orchestrator.restore.rounds import RestoreRound, RestoreRounds
+from raystow.storage.errors import ClusterError, DeadlineExceeded
+from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
+
+
+@pytest.fixture
+def run() -> RestoringRun:
+    return RestoringRun()
+
+
+def fail_without(run: RestoringRun, rank: int, process: str = "") -> RestoreRound:
+    """Let the other rank wait for ``rank`` until it gives up."""
+    run.rounds = RestoreRounds(run.repository, run.clock, run.known, member=lambda of: process if of == rank else "")
+    round = run.vote(1 - rank)
+    run.clock.time += 61
+    run.rounds.tick()
+    return round
+
+
+def test_a_late_rank_learns_at_once_that_the_others_gave_up(run):
+    """Also what it had not done, and when they gave up; its next restore is a new round."""
+    (entry,) = run.commit(1)
+    round = fail_without(run, 1, "a1")
+    assert run.rounds.in_use
+    run.clock.time += 30
+    late = run.vote(1)
+    assert late.answers(None)
+    for told in (round, late):
+        with pytest.raises(
+            DeadlineExceeded, match=r"rank 1 \(.*\) has not called restore for 61 s; rank 0 gave up at \d\d:\d\d:\d\d UTC"
+        ):
+            told.answer(None)
+    assert not run.vote(1, number=2).answers(None)
+    assert run.vote(0, number=2).answer(None) == entry
+
+
+def test_a_late_rank_learns_that_another_was_interrupted(run):
+    run.commit(1)
+    run.rounds = RestoreRounds(run.repository, run.clock, run.known, member="a{}".format)
+    run.vote(0), run.vote(0, error="KeyboardInterrupt()")
+    with pytest.raises(ClusterError, match="rank 0 could not restore: KeyboardInterrupt"):
+        run.vote(1).answer(None)
+
+
+def test_a_process_that_starts_late_waits_with_a_warning(run):
+    """It may be of a restarted training, whose other ranks come soon."""
+    (entry,) = run.commit(1)
+    fail_without(run, 1)
+    round = run.vote(1)
+    assert not round.answers(None)
+    assert round.warns(RestoreVote(1, 2, "a1", 1, 60.0))
+    assert "rank 0 gave up" in round.warning.text
+    assert not round.warns(RestoreVote(1, 2, "a1", 1, 60.0, told=round.warning.number))
+    assert run.vote(0, process="b").answer(None) == entry
+
+
+@pytest.mark.parametrize("how", ["restarted", "later", "again"])
+def test_a_failed_round_is_forgotten(run, how):
+    """Once a rank is restarted or restores again, or after another timeout."""
+    (entry,) = run.commit(1)
+    fail_without(run, 1, "a1")
+    if how == "restarted":
+        run.rounds.left(0, "b0")
+    elif how == "later":
+        run.clock.time += 61
+    else:
+        run.vote(0, number=2)
+    assert (how == "again") is run.rounds.in_use
+    round = run.vote(1)
+    assert round.answers(None) is (how == "again")
+    assert run.vote(0, number=2).answer(None) == round.answer(None) == entry
+
+
+def test_a_rank_that_does_not_restore_is_named_after_30_s(run, caplog):
+    run.commit(1)
+    run.rounds = RestoreRounds(run.repository, run.clock, run.known, member="turn@process {} on host, job 1".format)
+    round, changes = run.vote(1), run.rounds.changes
+    run.clock.time += 29
+    run.rounds.tick()
+    assert round.warning is None
+    run.clock.time += 2
+    run.rounds.tick()
+    text = "rank 0 (process 0 on host) has not called restore for 31 s; rank 1 waits"
+    assert round.warning.text == text
+    assert f"restore: {text}" in caplog.text
+    assert run.rounds.changes > changes
+    vote = RestoreVote(1, 2, "a1", 1, 60.0)
+    assert round.warns(vote)
+    run.clock.time += 20
+    run.rounds.tick()
+    assert round.warning.number == 1, "the next warning comes after 60 s"
+
+
+def test_a_rank_whose_store_hangs_is_named_with_its_store(run):
+    """To the ranks that wait, and in the error of all: it has joined, but reads nothing."""
+    (entry,) = run.commit(1)
+    waiting = run.vote(0, run.vote(0).answer(None))
+    run.vote(1)
+    run.clock.time += 35
+    run.rounds.reading(RankReading(1, "a1", 1, 60.0, 34.0, "file:///mnt/run"))
+    run.rounds.tick()
+    assert waiting.warning.text == "rank 1 (another process) has read nothing for 34 s from file:///mnt/run; rank 0 waits"
+    assert waiting.warns(RestoreVote(0, 2, "a0", 1, 60.0, entry))
+    run.clock.time += 26
+    run.rounds.tick()
+    for rank in range(2):
+        with pytest.raises(DeadlineExceeded, match=r"rank 1 .* has read nothing for 60 s from file:///mnt/run; rank 0 gave up"):
+            run.vote(rank, entry).answer(entry)
+
+
+def test_a_rank_that_reads_again_is_not_blamed(run):
+    (entry,) = run.commit(1)
+    waiting = run.vote(0, run.vote(0).answer(None))
+    run.vote(1)
+    run.rounds.reading(RankReading(1, "a1", 1, 60.0, 31.0, "file:///mnt/run"))
+    run.rounds.reading(RankReading(1, "a1", 1, 60.0))
+    run.rounds.tick()
+    assert waiting.warning is None
+    run.vote(1, entry)
+    assert waiting.answer(entry) == entry
+
+
+class HangingPort:
+    """A coordinator that chooses a version, and receives what a rank tells while it reads."""
+
+    def __init__(self, choice: RestoreChoice) -> None:
+        self._choice, self.told, self.heard = choice, list[RankReading](), threading.Semaphore(0)
+
+    def settle(self, vote: RestoreVote) -> RestoreChoice:
+        return self._choice
+
+    def reading(self, rank: RankReading) -> None:
+        self.told.append(rank)
+        self.heard.release()
+
+
+def test_a_rank_tells_what_hangs(run, monkeypatch, caplog):
+    """In its own log, and to the others, until it reads again."""
+    monkeypatch.setattr(heartbeat, "LATE", 0.01)
+    (entry,) = run.commit(1)
+    port = HangingPort(RestoreChoice(entry))
+    opening = RestoreVote(1, 2, "a1", 1, 600.0)
+    agreement = ClusterAgreement(run.repository, port, opening, iter(range(2, 9)), lambda: "no node worker")
+    assert agreement.settle(None, "") == entry
+    agreement.version(entry)
+    assert port.heard.acquire(timeout=30)
+    uri = run.repository.uri
+    assert port.told[0].quiet > 0
+    assert port.told[0].source == uri
+    assert f"restoring version 1: nothing was read for 0 s from {uri}" in caplog.text
+    agreement._watch.stop()
+    told = len(port.told)
+    agreement.reading()
+    assert port.told[told:][-1] == RankReading(1, "a1", 1, 600.0)
+    agreement.give_up("interrupted")
