@@ -9,8 +9,9 @@ import pytest
 import ray
 from builders import layers
 from polling import wait_until
-from ranks import Rank, every, start
+from ranks import Rank, every, start, take
 
+import raystow
 from raystow.orchestrator import late_ranks
 from raystow.orchestrator.coordinator import attempts
 from raystow.orchestrator.coordinator.ray_client import coordinator_name
@@ -41,3 +42,18 @@ def test_the_ranks_that_save_learn_who_does_not(tmp_path: Path) -> None:
     assert text.endswith("; rank 1 waits")
     every(ranks[:1], "save", 1)
     assert [version.step for version in every(ranks, "result")] == [1, 1]
+
+
+def test_a_late_rank_learns_at_once_that_the_other_gave_up(tmp_path: Path) -> None:
+    """Not after its own timeout, for which this test would not wait."""
+    first, late = [take(node) for node in ("node_a", "node_b")]
+    begin = [(first, 0, {"timeout": 3.0}), (late, 1, {"timeout": 3600.0})]
+    ray.get([rank.begin.remote(str(tmp_path), n, 2, options) for rank, n, options in begin], timeout=120)
+    every([first, late], "set", layers, 1, 1000)
+    every([first, late], "save", 1)
+    every([first, late], "result")
+    said = r"rank 1 \(process \d+ on .*\) has not called restore for \d+ s; rank 0 gave up at \d\d:\d\d:\d\d UTC"
+    for rank in (first, late):
+        with pytest.raises(raystow.DeadlineExceeded, match=said):
+            every([rank], "restore")
+    assert [version.step for version in every([first, late], "restore")] == [1, 1]

@@ -1,4 +1,4 @@
-"""A rank that comes late to a restore, or reads nothing, is named to the ranks that wait, and learns what became of the restore."""
+"""A rank that comes late to a restore, or reads nothing, is named to the ranks that wait, and learns what became of it."""
 
 from __future__ import annotations
 
