@@ -103,7 +103,9 @@ print("same")
 """
 
 _SUCCESSORS = """
-import raystow
+import ray, raystow
+from raystow.orchestrator.coordinator.ray_client import coordinator_name
+from raystow.workers.node.actor import NAMESPACE
 for trial in range(trials):
     match trial % 4:
         case 0:
@@ -119,6 +121,7 @@ for trial in range(trials):
                 first.restore(state)
     with raystow.Checkpointer(uri, rank=0, world_size=1) as second:
         assert second.save(state, step=trial).result(60).step == trial
+    ray.kill(ray.get_actor(coordinator_name(second.uri), NAMESPACE))  # the next two race for a new one
 print(trials)
 """
 
@@ -205,9 +208,9 @@ def test_random_numbers_stay_those_of_the_training(cluster: Cluster, tmp_path: P
     assert run(_RANDOM, cluster, tmp_path / "r")[0] == "same\n"
 
 
-@pytest.mark.parametrize("trials", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_checkpointer_after_another_saves(cluster: Cluster, tmp_path: Path, trials: int) -> None:
-    assert run(_SUCCESSORS, cluster, tmp_path / "r", trials)[0] == f"{trials}\n"
+    assert run(_SUCCESSORS, cluster, tmp_path / "r", trials)[0].splitlines()[-1] == str(trials)
     assert len(raystow.open(tmp_path / "r").versions()) == trials
 
 
