@@ -1,6 +1,6 @@
 """Addresses of stores, and the local paths that cannot be mistaken for one.
 
-A text that begins with ``/``, ``./``, ``../`` or ``~`` is a local path. Any other text is refused if it is no valid address and
+A text that begins with ``/``, ``./``, ``../`` or ``~`` is a local path. Every other text is refused if it is no valid address and
 looks like one: its first part, up to a slash, has a colon or a backslash, or is a known scheme before two slashes, or a host of a
 cloud's store. So is a text with a variable that was not expanded, or with a space at an end.
 """

@@ -99,7 +99,7 @@ class RayConnection:
         what = f"ray.shutdown() was called, and this process has connected {to} since"
         raise ClusterError(what, subject=subject, remedy=_NEW)
 
-    def call(self, send: Callable[[], Any], timeout: float, who: str) -> Any:
+    def call(self, send: Callable[[], object], timeout: float, who: str) -> Any:
         """Return the result of a remote call within ``timeout`` seconds.
 
         Args:
@@ -115,7 +115,7 @@ class RayConnection:
         with self._calling(who):
             return self._get(send(), timeout, who)
 
-    def send(self, send: Callable[[], Any], who: str) -> Any:
+    def send(self, send: Callable[[], object], who: str) -> Any:
         """As ``call``, but return Ray's reference instead of waiting."""
         with self._calling(who):
             return send()
@@ -162,7 +162,7 @@ class RayConnection:
         except BaseException as error:
             answer.set_exception(error)
 
-    def _get(self, answer: Any, timeout: float, who: str) -> Any:
+    def _get(self, answer: object, timeout: float, who: str) -> object:
         seen = SYSTEM.monotonic()  # when the head node was there
         until = seen + timeout
         while True:

@@ -57,7 +57,7 @@ def state_of(rank: Any) -> dict[str, Any]:
     return state
 
 
-def test_saves_name_the_deleted_repository_and_a_new_training_begins_anew(tmp_path: Path) -> None:
+def test_a_deleted_repository_is_named_and_begun_anew(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     old = saved(folder)
     before = raystow.open(folder).id

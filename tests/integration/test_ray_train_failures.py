@@ -152,9 +152,7 @@ def test_a_failing_store_does_not_stop_training(cluster: Cluster, tmp_path: Path
 
 
 @pytest.mark.parametrize("on_failure", ["raise", 10])
-def test_fit_fails_if_the_last_save_fails_and_the_training_asks_for_it(
-    cluster: Cluster, tmp_path: Path, on_failure: str | int
-) -> None:
+def test_fit_fails_with_the_last_save_if_asked_to(cluster: Cluster, tmp_path: Path, on_failure: str | int) -> None:
     run, uri = Run(tmp_path), tmp_path / "elsewhere"
     options = {"uri": str(uri), "timeout": 30.0, "on_failure": on_failure}
     with ThreadPoolExecutor(1) as pool:

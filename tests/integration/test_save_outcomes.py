@@ -223,7 +223,7 @@ def _close_after_a_failed_save(self: Rank, uri: str, on_failure: str | int, end:
 
 
 @pytest.mark.parametrize(("on_failure", "end"), [("raise", "with"), ("raise", "error"), (1, "close"), (10, "close")])
-def test_the_end_of_a_training_says_that_its_last_step_was_not_saved(tmp_path: Path, on_failure: str | int, end: str) -> None:
+def test_a_training_says_at_its_end_what_was_not_saved(tmp_path: Path, on_failure: str | int, end: str) -> None:
     found = ray.get(take("node_a").do.remote(_close_after_a_failed_save, str(tmp_path), on_failure, end), timeout=120)
     if end == "error":
         assert found["raised"] == "ArithmeticError: the loss is not finite"

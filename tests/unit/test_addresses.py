@@ -104,7 +104,7 @@ def test_the_error_says_what_was_meant(text: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "what"), UNKNOWN.items())
-def test_what_is_no_address_is_refused(text: str, what: str) -> None:
+def test_other_texts_than_addresses_are_refused(text: str, what: str) -> None:
     with pytest.raises(StateError, match=what):
         open_store(text)
 

@@ -50,6 +50,7 @@ OF_ONE = {
     "raystow-listen": "receives for one process; an error ends the connection and its saves",
     "raystow-attempt": "drives one attempt; an error fails it",
     "raystow-alarm": "reports one attempt that is too late; the coordinator has a deadline, too",
+    "raystow-stall": "sends one warning; the rank is told by the coordinator, too",
     "raystow-late": "learns the outcome of one save that has not ended by its deadline; result() asks again",
     "raystow-states": "listens for one sender of a state, or ends a wait for one",
     "raystow-ray": "asks the head node once; an error is raised where the answer is awaited",
@@ -69,7 +70,7 @@ OF_ONE = {
 }
 """Threads that end with the object that they serve."""
 
-TIMERS = {"raystow-alarm", "raystow-late", "raystow-states"}
+TIMERS = {"raystow-alarm", "raystow-late", "raystow-stall", "raystow-states"}
 """Threads of ``OF_ONE`` that start after a delay."""
 
 IN_POOLS = {"raystow-code", "raystow-seal", "raystow-encode"}
@@ -99,7 +100,7 @@ AWAITED = {
 }
 """Number of pools by file. The results of their calls are awaited, so an error is raised there."""
 
-TASKS = {"orchestrator/coordinator/actor.py": 4, "storage/stores/endless_answers.py": 1}
+TASKS = {"orchestrator/coordinator/actor.py": 7, "storage/stores/endless_answers.py": 1}
 """Tasks of event loops: tasks of the actor record all errors in an ``ErrorLog``; the result of the other task is awaited."""
 
 
@@ -132,7 +133,12 @@ def test_every_thread_of_the_package_is_known() -> None:
             elif name in ("Thread", "Timer", "start_new_thread", "ProcessPoolExecutor") and path.name != "background.py":
                 raw.append(f"{where}: {function}")
     assert raw == []
-    assert named == {"repeat": LOOPS, "start": {*OF_ONE} - {"raystow-alarm", "raystow-late"}, "after": TIMERS, "submit": IN_POOLS}
+    assert named == {
+        "repeat": LOOPS,
+        "start": {*OF_ONE} - {"raystow-alarm", "raystow-late", "raystow-stall"},
+        "after": TIMERS,
+        "submit": IN_POOLS,
+    }
     assert pools == AWAITED
     assert tasks == TASKS
 

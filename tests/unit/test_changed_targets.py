@@ -69,7 +69,7 @@ def test_the_error_names_the_target_and_nothing_falls_back(
     assert "DAMAGED" not in caplog.text
 
 
-def test_wrong_stored_bytes_are_damage_also_if_the_target_is_changed(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_stored_bytes_are_damage_in_any_target(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
     into = blank(version)
     (row,) = version.chunks["noise"]
     write_into(into["noise"], monkeypatch)

@@ -296,7 +296,7 @@ def test_only_stale_probe_objects_are_deleted_as_scraps(run):
     assert run.left() == {keys.ROOT}
 
 
-def test_objects_of_other_programs_and_repositories_are_never_deleted(run):
+def test_objects_of_other_programs_are_never_deleted(run):
     """Also not in the folder of an attempt that is deleted."""
     id, attempt = leftover(run)
     foreign = {
@@ -317,7 +317,7 @@ def test_objects_of_other_programs_and_repositories_are_never_deleted(run):
     assert not run.repository.plan_collection(grace=0).garbage
 
 
-def test_an_attempt_that_is_discarded_keeps_objects_of_other_programs(run):
+def test_a_discarded_attempt_keeps_objects_of_others(run):
     id, attempt = leftover(run)
     run.store.put(f"{keys.prefix(id, attempt)}notes.txt", [b"not ours"])
     run.committer.discard(id, attempt)

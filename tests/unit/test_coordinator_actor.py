@@ -238,7 +238,7 @@ class Cluster:
         return self.connected
 
 
-def test_a_coordinator_ends_within_a_minute_after_its_last_training(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_ends_soon_after_its_last_training(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are connected keep it for days, and so does a save that only memory has."""
 
     async def run() -> None:

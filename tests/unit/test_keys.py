@@ -76,7 +76,7 @@ def test_the_layout_contains_each_kind_of_object_and_its_folders(key):
 
 
 @pytest.mark.parametrize("key", [*FOREIGN, *(f"nested/{key}" for key in LAYOUT), *(f"versions/{key}" for key in LAYOUT)])
-def test_the_layout_contains_no_object_of_another_program_or_repository(key):
+def test_the_layout_contains_no_object_of_others(key):
     assert not keys.in_layout(key)
 
 

@@ -85,7 +85,7 @@ def test_a_port_without_a_head_node_is_an_error(
     assert no_cluster == []
 
 
-def test_a_thread_that_calls_ray_while_it_is_shut_down_connects_to_nothing(no_cluster: list[str]) -> None:
+def test_a_thread_connects_to_nothing_after_a_shutdown(no_cluster: list[str]) -> None:
     """The connection ends after it was checked: Ray's functions would start or join a cluster."""
     connection = NoRay("127.0.0.1:1", "gone", "1", "node")
     for call in (

@@ -12,7 +12,7 @@ import torch
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.restore.targets import Target, distinct
+from raystow.orchestrator.restore.targets import RestoreTarget, distinct
 from raystow.storage.version import Version
 
 SHAPE = 400, 3000
@@ -82,7 +82,7 @@ def test_the_latest_version_is_not_replaced_by_an_older_one(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("make", [torch.randn, lambda shape: torch.randn(shape).numpy()], ids=["torch", "numpy"])
-def test_tied_targets_are_filled_if_the_stored_elements_are_equal(make: Callable[..., Any]) -> None:
+def test_tied_targets_with_equal_elements_are_filled(make: Callable[..., Any]) -> None:
     weight = make(SHAPE)
     version = save({"emb": weight, "other": make(7), "deep": [{"head": weight}]})
     target, read = make(SHAPE), list[int]()
@@ -159,7 +159,7 @@ def test_sharing_is_found_exactly() -> None:
     for pair in itertools.combinations(views, 2):
         shared = not set(addresses(pair[0])).isdisjoint(addresses(pair[1]))
         outcomes.add(shared)
-        targets = [Target(f"{i}", torch.from_numpy(view) if i else view, lambda i=i: i) for i, view in enumerate(pair)]
+        targets = [RestoreTarget(f"{i}", torch.from_numpy(view) if i else view, lambda i=i: i) for i, view in enumerate(pair)]
         if shared:
             with pytest.raises(raystow.StateError, match="memory"):
                 distinct(targets)
@@ -176,7 +176,7 @@ def addresses(view: np.ndarray) -> list[int]:
 def test_very_many_targets_are_compared_by_their_addresses() -> None:
     """With a comparison of all pairs, this would take minutes."""
     buffer = torch.zeros(30_000)
-    targets = [Target(str(i), part, lambda: None) for i, part in enumerate(buffer.split(1))]
+    targets = [RestoreTarget(str(i), part, lambda: None) for i, part in enumerate(buffer.split(1))]
     assert len(distinct(targets)) == 30_000
     with pytest.raises(raystow.StateError, match="more: shares memory with 29997"):
-        distinct([*targets, Target("more", buffer[29_997:29_999], lambda: None)])
+        distinct([*targets, RestoreTarget("more", buffer[29_997:29_999], lambda: None)])

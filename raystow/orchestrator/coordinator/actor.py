@@ -427,7 +427,7 @@ class CoordinatorActor:
             at.known.committed(committer.root)
             idle = self._chores is None or self._chores.done()  # else the policy waits for the next commit
             if attempt.phase is Phase.COMMITTED and attempt.retention is not None and idle:
-                house = asyncio.to_thread(at.upkeep.keep_house, attempt.retention, core.bases)
+                house = asyncio.to_thread(at.upkeep.apply_retention, attempt.retention, core.bases)
                 self._chores = asyncio.create_task(house)
         if (opened := at.segments.next_commit()) is not None:
             try:

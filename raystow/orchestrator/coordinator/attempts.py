@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 _MISSED = 16  # steps of which failed saves are remembered
 _RESTORES = 16  # restores that the next version reports
 
-
 ANOTHER_RUN = 'if another run writes here, stop it or give it a URI of its own; on_fenced="takeover" takes the repository over'
 """The remedy for two runs with one repository."""
 

@@ -172,7 +172,7 @@ class RayCoordinatorClient:
     def _call(self, method: str, request: messages.Message, timeout: float) -> Any:
         data = messages.encode(request)
 
-        def answer() -> Any:
+        def answer() -> object:
             actor = self._known()
             return self._ray.call(lambda: getattr(actor, method).remote(PROTOCOL, data), timeout, self._who)
 

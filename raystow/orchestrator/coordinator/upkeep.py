@@ -1,4 +1,4 @@
-"""What a coordinator does with the store, on threads: it commits, keeps house and deletes. Never touches attempts in progress."""
+"""The threads of a coordinator that use the store: they commit, apply retention and delete. Never touches open attempts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Upkeep:
         finally:
             metrics.record(metrics.COMMIT, SYSTEM.monotonic() - begun, repository=self._uri)
 
-    def keep_house(self, policy: Policy, bases: Collection[int]) -> None:
+    def apply_retention(self, policy: Policy, bases: Collection[int]) -> None:
         """Apply a policy: see ``Housekeeping.run``."""
         try:
             self._housekeeping.run(policy, bases)

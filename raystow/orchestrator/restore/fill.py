@@ -19,7 +19,7 @@ from ...storage.reader import PackReader, Request, Run
 from ..save.shards import Shard, bits, pending
 from ..save.state_tree import Elements, Path, State, replace, show
 from .plan import Progress, silent
-from .targets import Target, distinct, stored
+from .targets import RestoreTarget, distinct, stored
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class Fill:
     def __init__(self, into: State, reader: PackReader, *, what: str = "into") -> None:
         self._into, self._reader, self._what = into, reader, what
         self.values: dict[Path, object] = {}
-        self._tensors = dict[Target, tuple[Shard, list[Chunk]]]()
-        self._numbers = dict[Target, Elements]()
+        self._tensors = dict[RestoreTarget, tuple[Shard, list[Chunk]]]()
+        self._numbers = dict[RestoreTarget, Elements]()
         self._requests: dict[int | None, list[Request]] = defaultdict(list)  # by CUDA device; None: host memory
         self._runs: dict[int | None, list[Run]] = {}
         self._converted: list[tuple[Shard, list[Chunk]]] = []
@@ -79,8 +79,8 @@ class Fill:
             assign(target.local, number)
         replace(self._into, self.values)
 
-    def _target(self, shard: Shard, content: Callable[[], Hashable]) -> Target:
-        return Target(show(shard.leaf.path, self._what), shard.local, content)
+    def _target(self, shard: Shard, content: Callable[[], Hashable]) -> RestoreTarget:
+        return RestoreTarget(show(shard.leaf.path, self._what), shard.local, content)
 
     def _fill_and_convert(self, some: Sequence[tuple[Shard, list[Chunk]]], progress: Progress) -> None:
         """Fill targets through host memory whose own memory does not get the bits that were saved."""

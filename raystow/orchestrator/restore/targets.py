@@ -23,7 +23,7 @@ _REMEDY = "give each memory of its own, as clone() does, or leave one of them ou
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class RestoreTarget:
     """Memory that a restore fills. ``where``: names it in errors. ``content``: returns what is equal for equal elements."""
 
     where: str
@@ -37,13 +37,13 @@ def stored(chunks: Sequence[Chunk], box: Box) -> Hashable:
     return chunks[0].dtype, chunks[0].shape, box, tuple(sorted(rows))
 
 
-def distinct(targets: Sequence[Target]) -> list[Target]:
+def distinct(targets: Sequence[RestoreTarget]) -> list[RestoreTarget]:
     """The targets without empty ones, and without those that are the memory of an earlier one and get the same elements.
 
     Raises ``StateError`` naming a target that is read-only or whose elements share memory, or two that share memory and do not
     get the same elements.
     """
-    regions = dict[Hashable, tuple[Target, _Region]]()
+    regions = dict[Hashable, tuple[RestoreTarget, _Region]]()
     for target in targets:
         if isinstance(target.local, np.ndarray) and not target.local.flags.writeable:
             raise StateError("the array is read-only", subject=target.where)
@@ -123,10 +123,10 @@ def _meaning(local: Elements) -> Hashable:
     return str(local.dtype).removeprefix("torch."), lazy
 
 
-def _check_apart(regions: Iterable[tuple[Target, _Region]]) -> None:
+def _check_apart(regions: Iterable[tuple[RestoreTarget, _Region]]) -> None:
     """Raise ``StateError`` for the first two in order of addresses that share a byte."""
     spans = sorted(((region.device, *region.bounds, target, region) for target, region in regions), key=lambda span: span[:3])
-    reaching = list[tuple[str, int, int, Target, _Region]]()  # those before that end after the beginning of this one
+    reaching = list[tuple[str, int, int, RestoreTarget, _Region]]()  # those before that end after the beginning of this one
     for span in spans:
         device, low, _, target, region = span
         reaching = [other for other in reaching if other[0] == device and other[2] > low]

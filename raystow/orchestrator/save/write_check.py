@@ -1,4 +1,4 @@
-"""Keeps a version from mixing what tensors were at ``save`` with what the training makes of them before they are read.
+"""Keeps a version from mixing the tensors of ``save`` with what the training writes to them before they are read.
 
 ``save`` copies small tensors of the host, such as the statistics of a batch norm, which change in the next forward pass. It
 also copies memory of which torch counts no writes: arrays, inference tensors, and tensors in shared memory. If that is too large
