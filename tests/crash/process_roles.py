@@ -30,6 +30,7 @@ from raystow.orchestrator.cli import app
 from raystow.orchestrator.client import checkpointer, startup
 from raystow.orchestrator.client.options import Compression
 from raystow.orchestrator.coordinator import actor as coordinator_actor
+from raystow.orchestrator.coordinator import opened, upkeep
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.orchestrator.coordinator.segments import OpenedSegment, Segments
 from raystow.storage.clock import SYSTEM
@@ -99,7 +100,7 @@ def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
             super().settled(opened)
             control.send(settled=[opened.newest.step, opened.newest.generation])
 
-    coordinator_actor.Housekeeping, coordinator_actor.Segments = Told, ToldSegments
+    upkeep.Housekeeping, opened.Segments = Told, ToldSegments
 
     async def serve() -> None:
         actor, loop = coordinator_actor.CoordinatorActor(request["uri"]), asyncio.get_running_loop()
@@ -119,7 +120,8 @@ def _node(request: Message, control: Control, trip: Tripwire) -> None:
     others = UnlistedPeers(nodes.contact, SYSTEM)
     node = Node(request["name"], lambda uri: CoordinatorPort(request["port"], trip), peers=others, threads=1)
     entries = node.journal.store.holdings
-    port = SimpleNamespace(holdings=node.holdings, journal_entries=entries, contact=lambda: node.contact)
+    calls = {"holdings": node.holdings, "journal_entries": entries, "contact": lambda: node.contact}
+    port = SimpleNamespace(**calls, saves_to=lambda uri: [uri])  # keeps the coordinator alive
     PortServer(port, nodes.at(request["name"]))
     control.send(ready={"address": node.address})
     signal.pause()
