@@ -137,7 +137,8 @@ except raystow.Fenced:
     print("fenced")
 newer.save(state, step=4).result(60)
 newer.close()
-older.close()
+with contextlib.suppress(raystow.Fenced):
+    older.close()
 """
 
 _FORK = """
@@ -210,7 +211,8 @@ def test_random_numbers_stay_those_of_the_training(cluster: Cluster, tmp_path: P
 
 @pytest.mark.parametrize("trials", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_checkpointer_after_another_saves(cluster: Cluster, tmp_path: Path, trials: int) -> None:
-    assert run(_SUCCESSORS, cluster, tmp_path / "r", trials)[0].splitlines()[-1] == str(trials)
+    printed, _ = run(_SUCCESSORS, cluster, tmp_path / "r", trials)  # beside what Ray prints about killed actors
+    assert str(trials) in printed.splitlines()
     assert len(raystow.open(tmp_path / "r").versions()) == trials
 
 
@@ -233,8 +235,8 @@ def test_the_end_of_a_script_waits_for_its_saves(cluster: Cluster, tmp_path: Pat
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (_UNCLOSED_DOWN, "these steps are not durable: 2; the newest version is that of step 1"),
-        (_UNCLOSED_WAITING, "these steps are not durable: 7; this process has saved no version"),
+        (_UNCLOSED_DOWN, "the newest version is 1 (step 1)"),
+        (_UNCLOSED_WAITING, "step 7 may not have been saved: the save has not ended; this process has saved no version"),
     ],
 )
 def test_the_end_of_a_script_names_what_is_not_durable(cluster: Cluster, tmp_path: Path, script: str, said: str) -> None:
