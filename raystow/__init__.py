@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .orchestrator.lossy.rules import Blockwise, MantissaBits
     from .orchestrator.lossy.sqnr import Sqnr
     from .orchestrator.restore.as_saved import AsSaved
+    from .orchestrator.save.box import Box, Boxes
     from .orchestrator.save.state_tree import State
     from .orchestrator.sensitivity import sensitivity
     from .storage.errors import (
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AsSaved",
     "Blockwise",
+    "Box",
+    "Boxes",
     "Checkpointer",
     "ClusterError",
     "CollectionPlan",
@@ -96,6 +99,8 @@ __all__ = [
 _MODULES = {
     "AsSaved": "orchestrator.restore.as_saved",
     "Blockwise": "orchestrator.lossy.rules",
+    "Box": "orchestrator.save.box",
+    "Boxes": "orchestrator.save.box",
     "Checkpointer": "orchestrator.client.checkpointer",
     "CollectionPlan": "storage.retention.collect",
     "Compression": "orchestrator.client.options",

@@ -71,7 +71,7 @@ class CodedRank:
         """Announce all chunks as slots become free, and wait until the version is durable. ``data``: their bytes; None announces
         what is in the slots, which must be the same in all of them; nobody can restore it."""
         self._saves += 1
-        total = coverage(self._name, "uint8", (self._chunks * self._chunk,), self._chunks * self._chunk)
+        total = coverage(self._name, "uint8", (self._chunks * self._chunk,))
         begin = first_save(self._opening, save=self._saves, step=step, timeout=600.0, expected=total)
         self._connection.send(BeginSave(begin, ()))
         done, ended = 0, False

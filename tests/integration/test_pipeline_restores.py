@@ -12,14 +12,14 @@ import torch
 from ray.exceptions import RayTaskError
 
 import raystow
-from raystow.orchestrator.save.flat_fragment import FlatFragment
+from raystow import Boxes
 
 
 def stage(fill: float, *layers: int) -> dict[str, Any]:
     """The state of a rank with some layers, each of which no other rank has."""
 
-    def tensor(layer: int) -> FlatFragment:
-        return FlatFragment(torch.full((4000,), fill * (1 + layer)), (4000,), 0)
+    def tensor(layer: int) -> Boxes:
+        return Boxes.of_range(torch.full((4000,), fill * (1 + layer)), (4000,), 0)
 
     return {
         "layers": {str(layer): {"weight": tensor(layer), "rate": fill * layer} for layer in layers},

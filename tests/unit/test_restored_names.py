@@ -15,7 +15,7 @@ import torch
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.save.flat_fragment import FlatFragment
+from raystow import Boxes
 
 
 def saved(folder: Path, *states: Any) -> raystow.Version:
@@ -295,7 +295,7 @@ def test_new_ranks_get_values_of_the_lowest_rank_with_a_warning(
 
 
 def test_a_rank_alone_proposes_the_checkpointer(tmp_path: Path, rank: Any) -> None:
-    version = saved(tmp_path, *({"layers": {f"{i}": FlatFragment(weight(i + 1), (8,), 0)}} for i in range(2)))
+    version = saved(tmp_path, *({"layers": {f"{i}": Boxes.of_range(weight(i + 1), (8,), 0)}} for i in range(2)))
     rank(0, 2)
     into = {"layers": {"0": weight()}}
     with pytest.raises(raystow.StateError, match=r"saved but not in `into`: layers.1") as caught:

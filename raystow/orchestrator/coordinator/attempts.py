@@ -18,7 +18,7 @@ from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo
 from ...storage.log import Log, about
 from ...storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...storage.root_register import BEGIN_ANEW
-from ...workers.protocol.coordinator_client import MODULUS
+from ...workers.protocol.coordinator_client import differing, total
 from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksLate, RestoreVote, Ticket, UnusedNames
 from ..late_ranks import LATE, next_warning, process_name
 from .attempt import Attempt, Phase, first_differences, version_record
@@ -153,7 +153,7 @@ class Coordinator:
             attempt.lossy.update(begin.lossy)
             attempt.retention = begin.retention or attempt.retention
             attempt.takes_over = attempt.takes_over or begin.on_fenced == "takeover"
-            attempt.expected += begin.expected
+            attempt.expected = total((attempt.expected, begin.expected))
             if begin.plain_tensors:
                 self._plain_tensors[begin.rank] = begin.plain_tensors
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
@@ -174,8 +174,11 @@ class Coordinator:
             what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(self._plain_tensors, odd[0])}"
             self._abort(attempt, f"{what}: {same}; shard what differs as DTensors")
             return
-        if (attempt.expected - sum(attempt.covered.values())) % MODULUS:
-            self._abort(attempt, "the shards of all ranks do not add up to whole tensors: the ranks disagree on their placements")
+        if (covered := total(attempt.covered.values())) != attempt.expected:
+            found = differing(covered, attempt.expected, attempt.owned_dtensors)
+            whole = f"add up to the whole tensor {found[0]!r}" if len(found) == 1 else "add up to whole tensors"
+            why = "there is a gap or an overlap, or the ranks disagree on its placement"
+            self._abort(attempt, f"the shards of all ranks do not {whole}: {why}")
             return
         self._enter(attempt, Phase.SEALING)
 

@@ -87,7 +87,7 @@ def unused_names(match: NameMatch, finder: Finder, rules: NameRules) -> Unused:
     def listed() -> tuple[Sequence[str], Collection[str]]:
         found = finder.read_all()
         every = sorted(found.names | found.ranks.names)
-        return every, [name for name in every if name not in match.used and name not in rules.unused]
+        return every, [name for name in every if match.leaves(name) and name not in rules.unused]
 
     tensors, values = ([name for name in names if name not in rules.unused] for names in (match.tensors, match.values))
     return Unused(tensors, values, listed)

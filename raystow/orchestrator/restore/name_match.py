@@ -15,6 +15,7 @@ from ...storage.tensor_index import Finder, Seeker
 from ...storage.value_tree import Path as ValuePath
 from ...storage.value_tree import part_text
 from ..save.state_tree import Leaf, Path, State, flatten, show
+from ..save.wrapper_tensors import ShardPart
 from .as_saved import AsSaved, load, rows_beneath
 from .plain_containers import PlainNode, by_container, is_same, match_values
 
@@ -28,7 +29,7 @@ class NameMatch:
 
     ``new``: values and containers that replace parts of ``into``; ``whole``: leaves that are replaced by a tensor or by a
     numpy scalar; ``marked``: what is in the place of each marker, by path from there. ``places``: the containers and plain values
-    in ``into``, by name.
+    in ``into``, by name. ``elsewhere``: names below which other ranks have tensors, which this rank does not leave unused.
     """
 
     used: set[str] = field(default_factory=set)
@@ -39,6 +40,11 @@ class NameMatch:
     whole: list[Leaf] = field(default_factory=list)
     marked: dict[Path, dict[ValuePath, Value | list[Chunk]]] = field(default_factory=dict)
     places: dict[str, Path] = field(default_factory=dict)
+    elsewhere: set[str] = field(default_factory=set)
+
+    def leaves(self, name: str) -> bool:
+        """Whether a name of the version is left to nobody else, and not restored."""
+        return name not in self.used and not (self.elsewhere and any(around in self.elsewhere for around in _around(name)))
 
     def advice(self, names: Iterable[str]) -> str:
         """What to do about names in containers that both sides have."""
@@ -55,12 +61,16 @@ class NameMatch:
         )
 
 
-def match_names(leaves: Sequence[Leaf], nodes: Sequence[PlainNode], finder: Finder, seeker: Seeker) -> NameMatch:
+def match_names(
+    leaves: Sequence[Leaf], nodes: Sequence[PlainNode], finder: Finder, seeker: Seeker, *, empty: Collection[str] = ()
+) -> NameMatch:
     """Match ``into`` with what a finder has found of it. Reads the rest of a large manifest only if that may change the match.
 
-    ``nodes``: the plain values and containers among the ``leaves``.
+    ``nodes``: the plain values and containers among the ``leaves``. ``empty``: the tensors of which this rank has no elements;
+    where other ranks have tensors that consist of others, the version has other names.
     """
-    found, match = finder.found, NameMatch()
+    shards = {leaf.name.removesuffix(f".{leaf.path[-1]}") for leaf in leaves if isinstance(leaf.value, ShardPart)}
+    found, match = finder.found, NameMatch(elsewhere={*empty, *shards})
     around = by_container(found.values.values())
     if not finder.complete and not all(is_same(node, found.values, around) for node in nodes):
         around = by_container(finder.read_all().values.values())
@@ -86,11 +96,11 @@ def match_names(leaves: Sequence[Leaf], nodes: Sequence[PlainNode], finder: Find
             if (row := found.values.get(leaf.name)) is not None:
                 match.new[leaf.path] = load(row)
                 match.used.add(leaf.name)
-            else:
+            elif leaf.name not in empty:
                 match.missing.append(leaf)
-    match.tensors.update(found.names - match.used)
+    match.tensors.update(filter(match.leaves, found.names))
     own = (name for name, row in found.values.items() if seeker.rank in row.ranks or seeker.rank >= seeker.saved)
-    match.values.update(name for name in own if name not in match.used)
+    match.values.update(filter(match.leaves, own))
     match.places.update(_places(leaves))
     return match
 

@@ -19,6 +19,7 @@ from ...storage.value_tree import nested
 from ...storage.version import Version
 from ..save.shards import Shard, shard_of
 from ..save.state_tree import Leaf, Path, State, boxes, flatten, show
+from ..save.wrapper_tensors import WrapperText
 from .as_saved import AsSaved, load, target
 from .fill import Fill
 from .name_check import (
@@ -71,7 +72,7 @@ def plan_restore(
     for leaf in leaves:
         if not _is_replaced(leaf):
             try:
-                shards[leaf.name] = [shard_of(box, rank=options.rank, what="into") for box in boxes(leaf)]
+                shards[leaf.name] = [shard_of(box, rank=options.rank, what="into") for box in boxes(leaf, "into")]
             except StateError as error:
                 shards[leaf.name] = error  # raised only if the version holds a tensor of this name
     nodes, seeker = plain_nodes(leaves), Seeker(options.rank, options.world_size, version.world_size)
@@ -81,7 +82,8 @@ def plan_restore(
     check_filled(version, found, filled)
     if wants_all_names(finder, seeker, options.names):
         finder.read_all()
-    match = match_names(leaves, nodes, finder, seeker)
+    empty = {leaf.name for leaf in leaves if _is_empty_here(shards.get(leaf.name))}
+    match = match_names(leaves, nodes, finder, seeker, empty=empty)
     unused = unused_names(match, finder, options.names)
     check_names(version, match, options.names, unused.names if peers.alike else (), peers.advice)
     fill = Fill(into, version.reader(turn=options.rank / options.world_size))
@@ -91,6 +93,9 @@ def plan_restore(
         if isinstance(leaf.value, AsSaved):
             if match.marked[leaf.path]:
                 fill.values[leaf.path] = _as_saved(version, leaf.path, leaf.value, match, fill)
+        elif isinstance(leaf.value, WrapperText):
+            if leaf.path in match.new or leaf in match.whole:
+                check_wrapper(leaf, version, fill.values.pop(leaf.path, None))
         elif leaf.path in match.new and leaf.name in shards:
             value = fill.values.pop(leaf.path)
             for shard in _targets(shards, leaf):
@@ -99,7 +104,7 @@ def plan_restore(
             continue
         elif leaf.is_tensor and not _is_replaced(leaf):
             for shard in _targets(shards, leaf):
-                _check_target(leaf, shard, version, chunks[0], cast=options.cast)
+                check_target(leaf, shard, version, chunks[0], cast=options.cast)
                 fill.add(shard, chunks)
         elif leaf.is_tensor or leaf in match.whole:
             saved = version.assemble(leaf.name, chunks)
@@ -131,6 +136,18 @@ def _as_saved(version: Version, path: Path, marker: AsSaved, match: NameMatch, f
     return nested(parts)
 
 
+def check_wrapper(leaf: Leaf, version: Version, saved: object, *, what: str = "into") -> None:
+    """``StateError`` unless a tensor that consists of others is described as the one that was saved."""
+    if leaf.value != saved:
+        differ = f"is {leaf.value}, but version {version.id} holds {saved!r:.1000}"
+        raise StateError(differ, subject=show(leaf.path[:-1], what), remedy="pass a tensor like the one that was saved")
+
+
+def _is_empty_here(targets: list[Shard] | StateError | None) -> bool:
+    """Whether other ranks have all elements of a tensor; those may be of another class, which consists of tensors."""
+    return isinstance(targets, list) and bool(targets) and all(0 in one.extent and 0 not in one.shape for one in targets)
+
+
 def _sought(leaf: Leaf, targets: list[Shard] | StateError | None) -> Sought:
     if isinstance(leaf.value, AsSaved):
         return Sought(beneath=True)
@@ -148,7 +165,8 @@ def _targets(shards: Mapping[str, list[Shard] | StateError], leaf: Leaf) -> list
     return targets
 
 
-def _check_target(leaf: Leaf, shard: Shard, version: Version, saved: Chunk, *, cast: bool) -> None:
+def check_target(leaf: Leaf, shard: Shard, version: Version, saved: Chunk, *, cast: bool) -> None:
+    """``StateError`` if a tensor or array cannot be filled from ``saved``."""
     if shard.shape != saved.shape or (shard.dtype != saved.dtype and not cast):
         what = f"is {shard.dtype} {shard.shape}, but version {version.id} holds {saved.dtype} {saved.shape}"
         raise StateError(what, subject=show(leaf.path, "into"), remedy="" if shard.shape != saved.shape else "cast=True converts")

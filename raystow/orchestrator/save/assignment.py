@@ -6,13 +6,12 @@ No communication is needed: all holders of a box compute the same split from the
 from __future__ import annotations
 
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ...storage.format.groups import OPTIMIZER, WEIGHTS, group
-from ...workers.protocol.coordinator_client import MODULUS, coverage
+from ...workers.protocol.coordinator_client import coverage, total
 from ...workers.shm.ring import SLOT
 from .chunks import Cut, cuts
 from .planned_chunk import DeviceChunks, PlannedChunk, PlannedDerived
@@ -68,12 +67,12 @@ def assign_chunks(
         )
         for device, pieces in mine.items()
     }
-    weights = [(s, coverage(s.leaf.name, s.dtype, s.shape, math.prod(s.shape))) for s in shards]
-    replicated = sum(weight for shard, weight in weights if not shard.holders)
-    expected = sum(weight for shard, weight in weights if shard.first == rank)
-    owned_dtensors = tuple(shard.leaf.name for shard in shards if shard.holders and shard.first == rank)
+    terms = [(s, coverage(s.leaf.name, s.dtype, s.shape)) for s in shards if not s.holders or s.first == rank]
+    replicated = total(term for shard, term in terms if not shard.holders)
+    expected = total(term for shard, term in terms if shard.holders or rank == 0)
+    owned_dtensors = tuple(shard.leaf.name for shard in shards if shard.first == rank)
     plain_tensors = tuple(f"{shard.leaf.name} {shard.dtype} {list(shard.shape)}" for shard in shards if not shard.holders)
-    return ChunkAssignment(shards, sources, parts, (replicated % MODULUS, expected % MODULUS), owned_dtensors, plain_tensors)
+    return ChunkAssignment(shards, sources, parts, (replicated, expected), owned_dtensors, plain_tensors)
 
 
 def _is_derived(shard: Shard, source: Shard) -> bool:

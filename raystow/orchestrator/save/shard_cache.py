@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from .box import Box
 from .dtensor_layout import MeshKey
-from .flat_fragment import FragmentBox
 from .shards import Shard, shard_of
 from .state_tree import Elements, Leaf, Path
 
@@ -35,7 +35,7 @@ class ShardCache:
         self._shards: list[Shard] = []
 
     def look(self, leaves: Sequence[Leaf], rank: int = 0) -> tuple[TensorView, ...]:
-        """A view of each tensor or box of a fragment; ``StateError`` as by ``shard_of``. Thousands of unchanged tensors are
+        """A view of each tensor or box; ``StateError`` as by ``shard_of``. Thousands of unchanged tensors are
         recognized by one comparison."""
         locals, marks = _glance(leaves)
         if marks == self._marks:  # equal marks mean equal shards, except for the elements
@@ -55,7 +55,7 @@ class ShardCache:
                 shard = shard_of(leaf, rank=rank)
                 views.append(TensorView(leaf, shard.local, shard))
                 continue
-            of = leaf.name, leaf.value.box if isinstance(leaf.value, FragmentBox) else None
+            of = leaf.name, leaf.value.box if isinstance(leaf.value, Box) else None
             known = before.get(of)
             if known is None or known[0] != mark:
                 known = mark, shard_of(leaf, rank=rank).without_elements()
@@ -71,8 +71,8 @@ def _glance(leaves: Sequence[Leaf]) -> tuple[list[torch.Tensor], list[object]]:
     values: list[torch.Tensor] = [leaf.value for leaf in leaves]
     spread: list[object] = [None] * len(values)
     for i, value in enumerate(values):
-        if type(value) is FragmentBox:
-            spread[i], values[i] = value[1:], value.elements
+        if isinstance(value, Box):
+            spread[i], values[i] = (value.shape, value.offset, value.ranks), value.local
     if distributed is not None:
         for i, value in enumerate(values):
             if type(value) is distributed.DTensor:

@@ -18,9 +18,10 @@ from ...storage.format import manifest
 from ...storage.format.boxes import Box
 from ..lossy.rules import Rule, RuleSelector
 from ..lossy.tensor_values import dtype_name, words_of
+from .box import Box as TensorBox
 from .dtensor_layout import dtensor_shard
-from .flat_fragment import FragmentBox
 from .state_tree import Elements, Leaf, show
+from .wrapper_tensors import unwrapped
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +35,7 @@ Likeness: TypeAlias = tuple[str, str, tuple[int, ...], bool]
 
 @dataclass(eq=False)
 class Shard:
-    """``holders``: the ranks that have the same box, ascending; empty for all ranks. ``first``: the first rank that has a part of
-    the tensor; for boxes of a fragment -1, except for that with the first element. ``local``: this rank's elements; None after
+    """``holders``: the ranks that have the same box, ascending; empty for all ranks. ``local``: this rank's elements; None after
     ``release``. ``device``: their CUDA device; None for host memory. ``selector``: the rounding that the user specified;
     ``rule``: the rule that is used; ``findings``: its errors by the box of each chunk (see ``lossy.rounded_chunk``)."""
 
@@ -46,7 +46,6 @@ class Shard:
     offset: tuple[int, ...]
     extent: tuple[int, ...]
     holders: tuple[int, ...]
-    first: int
     local: Elements
     device: int | None = None
     selector: RuleSelector | None = None
@@ -100,6 +99,12 @@ class Shard:
     def nbytes(self) -> int:
         return math.prod(self.extent) * self.itemsize
 
+    @property
+    def first(self) -> int:
+        """The rank that counts the tensor: of those with its first element the lowest, -1 for all other boxes and for the tensors
+        of all ranks."""
+        return self.holders[0] if self.holders and not any(self.offset) and 0 not in self.extent else -1
+
     @functools.cached_property
     def place(self) -> int | None:
         """On a device: the address of the first element; None if the tensor is not contiguous, or lazily conjugated."""
@@ -131,14 +136,16 @@ class Shard:
 
 
 def shard_of(leaf: Leaf, *, rank: int = 0, what: str = "state") -> Shard:
-    """The shard of a tensor leaf, which is no fragment but may be a box of one, that only ``rank`` has. ``StateError`` for a
-    tensor of a kind that is not plain bytes in memory."""
+    """The shard of a tensor leaf; ``rank`` alone has a box that names no ranks. ``StateError`` for a tensor that is not plain
+    bytes in memory."""
     value = leaf.value
-    if isinstance(value, FragmentBox):
-        shard = _torch_shard(leaf._replace(value=value.elements), what)
-        offset, extent = value.box
-        first = rank if value.first else -1
-        return dataclasses.replace(shard, shape=value.shape, offset=offset, extent=extent, holders=(rank,), first=first)
+    if isinstance(value, TensorBox):
+        shard, holders = shard_of(leaf._replace(value=value.local), what=what), value.ranks or (rank,)
+        if shard.holders:
+            raise _unsuitable(leaf, what, "boxes of a DTensor", "pass its local tensor")
+        if rank not in holders and what == "state":
+            raise StateError(f"is a box of ranks {holders}, not of rank {rank}", subject=show(leaf.path, what))
+        return dataclasses.replace(shard, leaf=leaf, shape=value.shape, offset=value.offset, holders=tuple(sorted(holders)))
     if isinstance(value, np.ndarray | np.generic):
         if isinstance(value, np.ndarray) and type(value) not in _ARRAYS:
             raise _unsuitable(leaf, what, f"arrays of class {type(value).__name__}", "save its parts")
@@ -149,7 +156,7 @@ def shard_of(leaf: Leaf, *, rank: int = 0, what: str = "state") -> Shard:
             raise _unsuitable(
                 leaf, what, f"numpy dtype {array.dtype}", "convert it to a numeric or boolean dtype of native byte order"
             )
-        return Shard(leaf, kind, dtype, array.shape, (0,) * array.ndim, array.shape, (), 0, array)
+        return Shard(leaf, kind, dtype, array.shape, (0,) * array.ndim, array.shape, (), array)
     return _torch_shard(leaf, what)
 
 
@@ -163,15 +170,16 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
     except RuntimeError as error:  # nested, or a lazy parameter before its first use
         sort = "nested" if tensor.is_nested else "uninitialized"
         raise _unsuitable(leaf, what, f"{sort} tensors", "save dense tensors") from error
-    offset, extent, first, local = (0,) * len(shape), shape, 0, tensor
+    offset, extent, local = (0,) * len(shape), shape, tensor
     holders: tuple[int, ...] = ()
     if kind is torch.Tensor or kind is torch.nn.Parameter:  # as most are
         pass
     elif (distributed := sys.modules.get("torch.distributed.tensor")) is not None and isinstance(tensor, distributed.DTensor):
-        place, local = dtensor_shard(tensor, show(leaf.path, what)), tensor.to_local()
-        (offset, extent), holders, first = place.box, place.holders, place.first
-    elif kind is not torch.nn.Buffer:
-        raise _unsuitable(leaf, what, f"tensors of class {kind.__name__}", "save its parts")
+        place, local = dtensor_shard(tensor, show(leaf.path, what)), unwrapped(tensor._local_tensor)
+        (offset, extent), holders, kind = place.box, place.holders, type(local)
+    if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or torch._is_functional_tensor(local):
+        sort = "nested tensors" if local.is_nested else f"tensors of class {kind.__name__}"
+        raise _unsuitable(leaf, what, sort, "save its parts")
     if local.layout != torch.strided or local.is_quantized or local.is_meta:
         flags = {"quantized": local.is_quantized, "meta": local.is_meta}
         sort = next((name for name, is_set in flags.items() if is_set), str(local.layout))
@@ -180,7 +188,7 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
     if dtype not in dtypes.DTYPES:
         raise StateError(f"dtype {dtype} cannot be stored", subject=show(leaf.path, what))
     device = local.device.index if local.is_cuda else None
-    shard = Shard(leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, local, device)
+    shard = Shard(leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, local, device)
     check_memory(leaf, local, shard.reach, what=what)
     return shard
 

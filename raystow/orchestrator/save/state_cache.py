@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from .dtensor_layout import is_dtensor
 from .state_tree import Leaf, flatten, is_tensor
 
 
@@ -19,7 +20,7 @@ class StateCache:
         self._paths: list[object] = []
         self._names: list[str] = []
         self._tensors: list[bool] = []
-        self._kinds: list[type] = []
+        self._kinds: list[object] = []
         self._empty: list[int] = []  # indices of leaves that are empty containers
 
     def leaves(self, state: object) -> list[Leaf]:
@@ -28,15 +29,18 @@ class StateCache:
         if self._root is not None and _gather(self._root, state, found) and self._fits(found):
             return list(map(Leaf._make, zip(self._paths, self._names, found, self._tensors, strict=True)))
         leaves = flatten(state)
-        self._root = _structure(state)
+        self._root, found = _structure(state), []
+        if not _gather(self._root, state, found) or list(map(id, found)) != [id(leaf.value) for leaf in leaves]:
+            self._root = None  # a tensor consists of others, which may change between saves
+            return leaves
         self._paths, self._names = [leaf.path for leaf in leaves], [leaf.name for leaf in leaves]
-        self._tensors, self._kinds = [leaf.is_tensor for leaf in leaves], [type(leaf.value) for leaf in leaves]
+        self._tensors, self._kinds = [leaf.is_tensor for leaf in leaves], _kinds([leaf.value for leaf in leaves])
         self._empty = [i for i, leaf in enumerate(leaves) if _is_container(leaf.value)]
         return leaves
 
     def _fits(self, found: list[object]) -> bool:
         """Whether these are leaves, too: of the same classes as before, and containers among them still empty."""
-        return list(map(type, found)) == self._kinds and not any(found[i] for i in self._empty)
+        return _kinds(found) == self._kinds and not any(found[i] for i in self._empty)
 
 
 class _Container(NamedTuple):
@@ -46,6 +50,12 @@ class _Container(NamedTuple):
     kind: type
     keys: object
     children: tuple[_Container | None, ...] | None
+
+
+def _kinds(values: list[object]) -> list[object]:
+    """The class of each value, and of the local tensor of each DTensor."""
+    kinds: list[object] = list(map(type, values))
+    return kinds + [type(value._local_tensor) for value in values if is_dtensor(value)]
 
 
 def _structure(node: object) -> _Container:

@@ -13,12 +13,15 @@ from ...storage.errors import StateError
 from ...storage.format import values
 from ...storage.format.manifest import path_text
 from ...storage.limits import MAX_NAME
-from .flat_fragment import FlatFragment
+from .box import Box, Boxes
+from .dtensor_layout import dtensor_boxes, is_dtensor
+from .wrapper_tensors import WrapperText, inner_tensors, unwrapped
 
 if TYPE_CHECKING:
     import torch
 
 _DEEPEST = 100  # containers around a leaf, far below Python's recursion limit
+_SIMPLE = (np.ndarray, np.memmap)
 _LONG = MAX_NAME // 16  # characters of a name; the path of a shorter one, whose characters JSON may escape, fits the format
 
 State: TypeAlias = dict[str, Any]
@@ -83,14 +86,18 @@ def contains_placeholders(into: State) -> bool:
 def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...], leaves: list[Leaf]) -> None:
     """The training waits for this: names are built on the way down, and leaves are appended instead of returned."""
     if is_tensor(node):
-        leaves.append(Leaf(path, name, node, True))
-    elif values.is_plain(node):
+        node = unwrapped(node)
+        parts = inner_tensors(node, show(path, what)) if type(node) not in _SIMPLE else None
+        if parts is None:
+            leaves.append(Leaf(path, name, node, True))
+            return
+        _check_depth(node, path, what, around)
+        for key, part in parts.items():
+            _walk(part, (*path, key), f"{name}.{key}" if path else key, what, (*around, id(node)), leaves)
+    elif values.is_plain(node) or isinstance(node, WrapperText):
         leaves.append(Leaf(path, name, node, False))
     elif isinstance(node, dict | list | tuple):
-        if id(node) in around:
-            raise StateError("contains itself", subject=show(path, what))
-        if len(around) == _DEEPEST:
-            raise StateError(f"is nested more than {_DEEPEST} deep", subject=show(path[:3], what), remedy="flatten it")
+        _check_depth(node, path, what, around)
         items = _items(node, path, what)
         if not items and path:
             leaves.append(Leaf(path, name, node, False))
@@ -103,6 +110,13 @@ def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...
     else:
         problem = f"{_type(node)} is not a tensor, array, number, string, bytes, None, list, tuple or dict"
         raise StateError(problem, subject=show(path, what), remedy="leave it out, or turn it into one of these")
+
+
+def _check_depth(node: object, path: Path, what: str, around: tuple[int, ...]) -> None:
+    if id(node) in around:
+        raise StateError("contains itself", subject=show(path, what))
+    if len(around) == _DEEPEST:
+        raise StateError(f"is nested more than {_DEEPEST} deep", subject=show(path[:3], what), remedy="flatten it")
 
 
 def _items(node: Mapping[object, object] | Sequence[object], path: Path, what: str) -> Sequence[tuple[PathPart, object]]:
@@ -118,14 +132,18 @@ def _items(node: Mapping[object, object] | Sequence[object], path: Path, what: s
 
 
 def is_tensor(node: object) -> bool:
-    """Whether a leaf is a torch tensor, a fragment of one, a numpy array or a numpy scalar."""
+    """Whether a node is a torch tensor, boxes of one, a numpy array or a numpy scalar."""
     torch = sys.modules.get("torch")
-    return (torch is not None and isinstance(node, torch.Tensor)) or isinstance(node, np.ndarray | np.generic | FlatFragment)
+    return (torch is not None and isinstance(node, torch.Tensor)) or isinstance(node, np.ndarray | np.generic | Box | Boxes)
 
 
-def boxes(leaf: Leaf) -> list[Leaf]:
-    """The leaf, or one of the same name for each box of a fragment."""
-    return [leaf._replace(value=box) for box in leaf.value.boxes] if isinstance(leaf.value, FlatFragment) else [leaf]
+def boxes(leaf: Leaf, what: str = "state") -> list[Leaf]:
+    """The leaf, or one of the same name for each of several boxes."""
+    if isinstance(leaf.value, Boxes):
+        found: Sequence[Box] | None = leaf.value.boxes
+    else:
+        found = dtensor_boxes(leaf.value, show(leaf.path, what)) if is_dtensor(leaf.value) else None
+    return [leaf] if found is None else [leaf._replace(value=box) for box in found]
 
 
 def replace(node: object, new: Mapping[Path, object], path: Path = ()) -> object:

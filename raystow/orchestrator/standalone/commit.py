@@ -15,7 +15,7 @@ from ...storage.format import key_files
 from ...storage.repository import create_repository
 from ...storage.retention.policy import Policy
 from ...storage.version import Version
-from ...workers.protocol.coordinator_client import MODULUS
+from ...workers.protocol.coordinator_client import total
 from ..coordinator.attempt import Attempt, version_record
 from ..coordinator.housekeeping import Housekeeping
 from .writer import StoredPart
@@ -67,7 +67,7 @@ class StandaloneCommit:
         self, parts: Sequence[StoredPart], expected: int, metrics: Mapping[str, object], writer: Mapping[str, str] | None = None
     ) -> Version:
         """Make the version. ``expected``: the sum of ``coverage`` over all tensors. ``writer``: further software to record."""
-        if (sum(part.covered for part in parts) - expected) % MODULUS:
+        if total(part.covered for part in parts) != expected:
             what = "the stored data of the ranks does not add up to whole tensors"
             remedy = "save on every rank that has a part of them"
             raise SaveFailed(what, subject=f"save of step {self.step}", remedy=remedy)

@@ -5,7 +5,6 @@ It stands for a node of its own: its packs and its manifest fragment bear the nu
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections import defaultdict
@@ -25,7 +24,7 @@ from ...storage.object_store import ObjectStore
 from ...workers.packing.attempt import draft
 from ...workers.packing.chunk_writer import ChunkWriter
 from ...workers.packing.packer import Packer
-from ...workers.protocol.coordinator_client import MODULUS, coverage
+from ...workers.protocol.coordinator_client import coverage, total
 from ...workers.protocol.messages import Ticket
 from ...workers.shm.ring import SLOT
 from ..save.chunks import cuts
@@ -96,7 +95,7 @@ class StandaloneWriter:
         """Store the manifest fragment, after ``seal``. ``values``: the plain values in it, of any ranks."""
         key, data, fragment = self._writer.fragment(values)
         self._store.put(key, [data])
-        return StoredPart(fragment.info(data, [self._ticket.node]), self._packs, self._covered % MODULUS)
+        return StoredPart(fragment.info(data, [self._ticket.node]), self._packs, self._covered)
 
     def _code(self, piece: PlannedChunk, counted: bool) -> None:
         try:
@@ -108,7 +107,7 @@ class StandaloneWriter:
             chunk = self._writer.encode(draft(piece.describe(), self._ticket.node), raw)
             if counted:
                 with self._lock:
-                    self._covered += coverage(chunk.name, chunk.dtype, chunk.shape, math.prod(chunk.extent))
+                    self._covered = total((self._covered, coverage(chunk.name, chunk.dtype, chunk.shape, chunk.box)))
         except BaseException as error:
             self._fail(error)
 

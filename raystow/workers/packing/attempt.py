@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from ...storage.log import about
 from ...storage.memory_budget import MemoryBudget
 from ...storage.object_store import ObjectStore
 from ..cache.base_version import BaseVersion, KnownChunks
-from ..protocol.coordinator_client import MODULUS, CoordinatorClient, coverage
+from ..protocol.coordinator_client import CoordinatorClient, coverage, total
 from ..protocol.messages import AttemptKey, AttemptStatus, ChunkInfo, Stage, Ticket
 from ..shm.coded_layout import CodedChunk
 from ..shm.slots import Slots
@@ -251,9 +250,9 @@ class NodeAttempt:
 
     def _cover(self, rank: int, *chunks: Chunk) -> None:
         """Count chunks."""
-        covered = sum(coverage(chunk.name, chunk.dtype, chunk.shape, math.prod(chunk.extent)) for chunk in chunks)
+        covered = total(coverage(chunk.name, chunk.dtype, chunk.shape, chunk.box) for chunk in chunks)
         with self._lock:
-            self._covered[rank] += covered
+            self._covered[rank] = total((self._covered[rank], covered))
             self.raw += sum(chunk.nbytes for chunk in chunks)
             self._coded += sum(chunk.stored for chunk in chunks)
 
@@ -280,7 +279,7 @@ class NodeAttempt:
 
     def _report(self, rank: int) -> None:
         try:
-            self._port.finished(self._ticket, rank, self._covered[rank] % MODULUS)
+            self._port.finished(self._ticket, rank, self._covered[rank])
         except RaystowError as error:
             what = "rank %d of attempt %d is stored here, but the coordinator does not take it: %s"
             self._log.warning(what, rank, self._ticket.id, error, extra={"rank": rank})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from ....storage.repository import open_repository
 from ....storage.retention.policy import Policy
 from ....storage.stores import open_store
 from ....storage.version import Version
-from ....workers.protocol.coordinator_client import coverage
+from ....workers.protocol.coordinator_client import coverage, total
 from ....workers.protocol.messages import Ticket
 from ... import argument_checks
 from ...coordinator.housekeeping import kept_by_a_run
@@ -247,4 +246,4 @@ def _shard(item: WriteItem, planner: SavePlanner, mappings: Mapping[str, Sequenc
 
 def _expected(metadata: Metadata) -> int:
     tensors = {k: data for k, data in metadata.state_dict_metadata.items() if isinstance(data, TensorStorageMetadata)}
-    return sum(coverage(k, dtype_name(d.properties.dtype), tuple(d.size), math.prod(d.size)) for k, d in tensors.items())
+    return total(coverage(k, dtype_name(d.properties.dtype), tuple(d.size)) for k, d in tensors.items())

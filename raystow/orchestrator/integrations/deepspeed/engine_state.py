@@ -53,15 +53,15 @@ def engine_state(engine: Engine) -> EngineState:
             found.tree["model"][name] = parameter
             continue
         partition = partition_of(engine, parameter, group.flats if group else ())
-        found.tree["model"][name] = partition.fragment()
+        found.tree["model"][name] = partition.boxes()
         if partition.flat is None or names[parameter] != name:
             continue  # frozen, or a second name of a tied parameter
-        found.tree["master"][name] = partition.fragment(partition.flat)
+        found.tree["master"][name] = partition.boxes(partition.flat)
         _initialize(optimizer, group, partition.flat)
         state = optimizer.state[partition.flat]
         flat = {key for key, value in state.items() if torch.is_tensor(value) and value.shape == partition.flat.shape}
         kept = {key: value for key, value in state.items() if not key.endswith(_OFFLOAD_BUFFER)}
-        own = {key: partition.fragment(value) if key in flat else value for key, value in kept.items()}
+        own = {key: partition.boxes(value) if key in flat else value for key, value in kept.items()}
         found.tree["optim"]["state"][name] = own
         found.steps.append((state, own))
     for group in found.groups:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import distributed
 
-from ...save.flat_fragment import FlatFragment
+from ...save.box import Boxes
 from ...save.state_tree import State
 
 Engine: TypeAlias = Any
@@ -40,10 +40,10 @@ class ParameterPartition:
     flat: torch.Tensor | None = None
     at: int = 0
 
-    def fragment(self, of: torch.Tensor | None = None) -> FlatFragment:
+    def boxes(self, of: torch.Tensor | None = None) -> Boxes:
         """The range of ``weights``, or that of a tensor like ``flat``."""
         size = self.weights.numel()
-        return FlatFragment(self.weights if of is None else of.detach()[self.at : self.at + size], self.shape, self.start)
+        return Boxes.of_range(self.weights if of is None else of.detach()[self.at : self.at + size], self.shape, self.start)
 
 
 def groups(engine: Engine) -> Iterator[ParameterGroup]:

@@ -18,7 +18,7 @@ import torch
 from ....storage.errors import Damaged, StateError
 from ....storage.version import Version
 from ....storage.version_selector import VersionSelector
-from ...save.flat_fragment import FlatFragment
+from ...save.box import Box
 
 FILES = "files"
 """The key of the files in the state."""
@@ -78,10 +78,10 @@ def read_files(folder: Path, skip: Collection[str] = ()) -> dict[str, bytes]:
     return found
 
 
-def state_of_files(files: dict[str, bytes]) -> dict[str, FlatFragment]:
+def state_of_files(files: dict[str, bytes]) -> dict[str, Box]:
     """The files as tensors that only this rank has. An empty file is left out, as a tensor without elements is on no rank."""
     tensors = {name: torch.frombuffer(bytearray(content), dtype=torch.uint8) for name, content in files.items() if content}
-    return {name: FlatFragment(tensor, tuple(tensor.shape), 0) for name, tensor in tensors.items()}
+    return {name: Box(tensor, tuple(tensor.shape), (0,)) for name, tensor in tensors.items()}
 
 
 def write_files(version: Version, folder: str | os.PathLike[str]) -> None:
