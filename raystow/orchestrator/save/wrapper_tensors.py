@@ -72,7 +72,14 @@ def _is_wrapper(tensor: object) -> TypeGuard[Any]:
 
 def _parts(outer: Any, box: Box | None, where: str) -> dict[str, object]:
     names, context = outer.__tensor_flatten__()
-    made: dict[str, object] = {}
+    shape = tuple(outer.shape if box is None else box.shape)
+    form = {
+        "class": _class_name(outer),
+        "dtype": str(outer.dtype),
+        "shape": list(shape),
+        "context": _form(context, tuple(outer.shape), where),
+    }
+    made: dict[str, object] = {DESCRIPTION: WrapperText(json.dumps(form, sort_keys=True))}
     for name in names:
         inner = getattr(outer, name)
         if inner is not getattr(outer, name):
@@ -82,14 +89,6 @@ def _parts(outer: Any, box: Box | None, where: str) -> dict[str, object]:
             made[name] = inner
         elif (part := _part(inner, box)) is not None:
             made[name] = part
-    shape = tuple(box.shape if box is not None else outer.shape)
-    form = {
-        "class": _class_name(outer),
-        "dtype": str(outer.dtype),
-        "shape": list(shape),
-        "context": _form(context, tuple(outer.shape), where),
-    }
-    made[DESCRIPTION] = WrapperText(json.dumps(form, sort_keys=True))
     return made
 
 
