@@ -31,7 +31,7 @@ from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import Repository, create_repository
 from raystow.workers.packing.packer import PACK
-from raystow.workers.protocol.coordinator_client import MODULUS, coverage
+from raystow.workers.protocol.coordinator_client import coverage, total
 from raystow.workers.protocol.messages import AwaitRanks, Begin, PartStaged, RankFinished, Ticket
 from raystow.workers.ray_connection import RayConnection
 
@@ -75,7 +75,7 @@ def fragment(node: int, nodes: int) -> tuple[Fragment, Report]:
     ends: dict[str, tuple[int, int]] = {}  # group -> number and size of the open pack
     for i in range(TENSORS):
         name, group, dtype, shape, shard, coding = tensor(i, nodes)
-        path, part = path_text(tuple(name.split("."))), coverage(name, dtype, shape, shard[0] * shard[1])
+        path = path_text(tuple(name.split(".")))
         for local in range(RANKS):
             pack, start = ends.get(group, (0, 0))
             if start + coding.size > PACK:
@@ -85,7 +85,7 @@ def fragment(node: int, nodes: int) -> tuple[Fragment, Report]:
             raw = int.from_bytes(digest[:8], "little")
             chunks.append(Chunk(name, path, TENSOR, dtype, shape, offset, shard, node, group, pack, start, coding, raw, digest))
             ends[group] = pack, start + coding.size
-            covered[local] += part
+            covered[local] = total((covered[local], coverage(name, dtype, shape, (offset, shard))))
     ranks = tuple(range(node * RANKS, (node + 1) * RANKS))
     raw_bytes, stored = sum(chunk.nbytes for chunk in chunks), sum(chunk.coding.size for chunk in chunks)
     packs = tuple(
@@ -94,7 +94,7 @@ def fragment(node: int, nodes: int) -> tuple[Fragment, Report]:
         for number in range(last + 1)
     )
     info = FragmentInfo(node, 0, "", ranks, len(chunks), raw_bytes, stored)
-    return Fragment(node, tuple(chunks), ()), Report(tuple(c % MODULUS for c in covered), info, packs)
+    return Fragment(node, tuple(chunks), ()), Report(tuple(covered), info, packs)
 
 
 def report(node: int, nodes: int) -> tuple[Report, bytes]:
@@ -173,10 +173,7 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
     with ProcessPoolExecutor(2, context) as pool:
         made = list(pool.map(report, range(nodes), [nodes] * nodes, chunksize=4))
     built = time.perf_counter() - start
-    whole = sum(
-        coverage(name, dtype, shape, shape[0] * shape[1])
-        for name, _, dtype, shape, _, _ in (tensor(i, nodes) for i in range(TENSORS))
-    )
+    whole = total(coverage(name, dtype, shape) for name, _, dtype, shape, _, _ in (tensor(i, nodes) for i in range(TENSORS)))
     pipe, theirs = context.Pipe()
     process = context.Process(target=coordinate, args=(theirs, uri, nodes))
     process.start()
@@ -185,7 +182,7 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
     for save in range(1, saves + 1):
         pipe.send(save)
         for node, (told, _) in enumerate(made):
-            pipe.send((_begins(node, nodes, save, whole % MODULUS), told))
+            pipe.send((_begins(node, nodes, save, whole), told))
             pipe.send(told)
         costs.append(pipe.recv())
     pipe.send(None)

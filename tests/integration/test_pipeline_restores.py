@@ -34,7 +34,7 @@ def set_stage(rank: Any, fill: float, *layers: int) -> None:
 def shown(rank: Any) -> tuple[dict[str, tuple[list[float], float]], float]:
     """Each layer's values and its rate, and the step."""
     layers = rank.state["layers"].items()
-    return {name: (layer["weight"].elements.unique().tolist(), layer["rate"]) for name, layer in layers}, rank.state["step"]
+    return {name: (layer["weight"].boxes[0].local.unique().tolist(), layer["rate"]) for name, layer in layers}, rank.state["step"]
 
 
 def begin(uri: str, *stages: tuple[int, ...], fill: float = 0.0) -> list[Any]:

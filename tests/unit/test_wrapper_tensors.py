@@ -123,7 +123,7 @@ def test_parts_of_one_shard_are_refused_in_other_layouts() -> None:
             version.restore(state)
 
 
-def test_inner_tensors_that_are_split_like_their_wrapper_are_resharded() -> None:
+def test_inner_tensors_split_like_their_wrapper_are_resharded() -> None:
     codes, scale = torch.randint(-128, 128, (10, 6), dtype=torch.int8), torch.randn(10, 1)
 
     def shard(rank: int, mesh: DeviceMesh, *, fill: bool = True) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def test_uneven_shards_that_say_where_they_are_are_resharded() -> None:
             assert torch.equal(state["w"]._local_tensor, kept)
 
 
-def test_uneven_shards_that_do_not_say_where_they_are_are_refused() -> None:
+def test_uneven_shards_without_a_place_are_refused() -> None:
     states = as_ranks(2, uneven((3, 5), torch.randn(8, 3), listed=False))
     with LocalCluster("memory://silent") as cluster, pytest.raises(StateError, match=r"this rank holds .* raystow\.Box"):
         cluster.save(states[0], step=1, world_size=2)

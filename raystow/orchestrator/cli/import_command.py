@@ -15,7 +15,7 @@ from ...storage.coding import dtypes
 from ...storage.errors import StateError
 from ...storage.format import manifest
 from ...storage.stores import open_store
-from ...workers.protocol.coordinator_client import coverage
+from ...workers.protocol.coordinator_client import coverage, total
 from ...workers.protocol.messages import Ticket
 from ..save.shards import Shard
 from ..save.state_tree import Leaf
@@ -51,11 +51,11 @@ def import_(
         integer("--step", step, least=0)
     start, files = SYSTEM.monotonic(), find_tensors(source)
     tensors = [tensor for of in files.values() for tensor in of]
-    total = sum(tensor.end - tensor.start for tensor in tensors)
+    nbytes = sum(tensor.end - tensor.start for tensor in tensors)
     attempt = StandaloneCommit(uri, step)
     ticket = Ticket(attempt.id, attempt.attempt, 0, _TIMEOUT, attempt.step)
     storing = StandaloneWriter(open_store(uri), ticket, memory=_MEMORY, threads=cores())
-    with progress_bar(str(source), total, quiet=json) as advance, storing.under_way():
+    with progress_bar(str(source), nbytes, quiet=json) as advance, storing.under_way():
         for path, of in files.items():
             for tensor in of:
                 storing.add(_shard(path, tensor))
@@ -72,13 +72,13 @@ def import_(
                 "step": version.step,
                 "files": [str(path) for path in files],
                 "tensors": len(tensors),
-                "nbytes": total,
+                "nbytes": nbytes,
                 "stored": version.bytes,
                 "seconds": round(SYSTEM.monotonic() - start, 3),
             }
         )
         return
-    what = f"{count(len(tensors), 'tensor')}, {size(total)}, stored in {size(version.bytes)}"
+    what = f"{count(len(tensors), 'tensor')}, {size(nbytes)}, stored in {size(version.bytes)}"
     out.print(f"version {version.id} (step {version.step}): {what}")
 
 
@@ -146,4 +146,4 @@ def _shard(path: Path, tensor: SourceTensor) -> Shard:
     else:
         raw = np.empty(tensor.shape, item)
     leaf, shape = Leaf((tensor.name,), tensor.name, None, True), tensor.shape
-    return Shard(leaf, manifest.TENSOR, tensor.dtype, shape, (0,) * len(shape), shape, (), 0, raw)
+    return Shard(leaf, manifest.TENSOR, tensor.dtype, shape, (0,) * len(shape), shape, (), raw)

@@ -293,14 +293,10 @@ class Coordinator:
             return None
         return RanksLate(warning.number, warning.text)
 
-    def member(self, rank: int) -> str:
-        """The incarnation of the process that has a rank; "" if none has joined."""
-        return self._members.get(rank, "")
-
     def _look_for_late(self, attempt: Attempt, now: float) -> None:
         if now < attempt.warn_at:
             return
-        if (warning := attempt.late(lambda rank: process_name(self.member(rank)), now)) is None:
+        if (warning := attempt.late(lambda rank: process_name(self._members.get(rank, "")), now)) is None:
             attempt.warn_at = max(attempt.progress, now - LATE + 1) + LATE
             return
         attempt.warning, attempt.warn_at = warning, next_warning(now, attempt.opened)

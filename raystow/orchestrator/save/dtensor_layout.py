@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -75,7 +75,7 @@ def _listed(tensor: DTensor, where: str) -> list[Box]:
     """The boxes that the local tensor names."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    local: Any = tensor._local_tensor
+    local = tensor._local_tensor
     shape, holders, found = tuple(tensor.shape), _holders_of(tensor, where), list[Box]()
     for number, chunk in enumerate(local.__create_chunk_list__()):
         part = local

@@ -92,8 +92,8 @@ def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...
             leaves.append(Leaf(path, name, node, True))
             return
         _check_depth(node, path, what, around)
-        for key, part in parts.items():
-            _walk(part, (*path, key), f"{name}.{key}" if path else key, what, (*around, id(node)), leaves)
+        for part_name, part in parts.items():
+            _walk(part, (*path, part_name), f"{name}.{part_name}" if path else part_name, what, (*around, id(node)), leaves)
     elif values.is_plain(node) or isinstance(node, WrapperText):
         leaves.append(Leaf(path, name, node, False))
     elif isinstance(node, dict | list | tuple):

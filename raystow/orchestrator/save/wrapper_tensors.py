@@ -2,7 +2,7 @@
 ``__tensor_flatten__``, and of a text that describes the wrapper itself.
 
 An inner tensor of a shard whose size along each sharded dimension is that of the shard is a box of a whole tensor, and may be
-resharded. Any other, such as the scales of blocks, is stored by itself, under the name of the shard's box: it is restored only
+resharded. All others, such as the scales of blocks, is stored by itself, under the name of the shard's box: it is restored only
 where the same box is sharded, bit for bit.
 """
 
@@ -13,7 +13,7 @@ import enum
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from ...storage.errors import StateError
 from .box import Box
@@ -63,14 +63,14 @@ def inner_tensors(node: object, where: str) -> Mapping[str, object] | None:
     return _parts(node, None, where) if _is_wrapper(node) else None
 
 
-def _is_wrapper(tensor: object) -> TypeGuard[Any]:
+def _is_wrapper(tensor: object) -> TypeGuard[torch.Tensor]:
     if not hasattr(type(tensor), "__tensor_flatten__") or not hasattr(type(tensor), "__tensor_unflatten__"):
         return False
     torch = sys.modules["torch"]
     return isinstance(tensor, torch.Tensor) and not is_dtensor(tensor) and not tensor.is_nested
 
 
-def _parts(outer: Any, box: Box | None, where: str) -> dict[str, object]:
+def _parts(outer: torch.Tensor, box: Box | None, where: str) -> dict[str, object]:
     names, context = outer.__tensor_flatten__()
     shape = tuple(outer.shape if box is None else box.shape)
     form = {
@@ -115,7 +115,7 @@ def _form(context: object, local: tuple[int, ...], where: str) -> object:
     device may change."""
     torch = sys.modules["torch"]
 
-    def form(value: Any) -> object:
+    def form(value: object) -> object:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, tuple | list):
@@ -134,7 +134,7 @@ def _form(context: object, local: tuple[int, ...], where: str) -> object:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = [[field.name, form(getattr(value, field.name))] for field in dataclasses.fields(value)]
             return {"class": _class_name(value), "fields": fields}
-        if isinstance(value, type | Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]
+        if isinstance(value, type | Callable) and hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
         what = f"its metadata has a {_class_name(value)}, which cannot be described"
         raise StateError(what, subject=where, remedy="save its parts")
