@@ -293,10 +293,14 @@ class Coordinator:
             return None
         return RanksLate(warning.number, warning.text)
 
+    def member(self, rank: int) -> str:
+        """The incarnation of the process that has a rank; "" if none has joined."""
+        return self._members.get(rank, "")
+
     def _look_for_late(self, attempt: Attempt, now: float) -> None:
         if now < attempt.warn_at:
             return
-        if (warning := attempt.late(lambda rank: process_name(self._members.get(rank, "")), now)) is None:
+        if (warning := attempt.late(lambda rank: process_name(self.member(rank)), now)) is None:
             attempt.warn_at = max(attempt.progress, now - LATE + 1) + LATE
             return
         attempt.warning, attempt.warn_at = warning, next_warning(now, attempt.opened)
@@ -311,8 +315,9 @@ class Coordinator:
     def record(self, attempt: Attempt) -> VersionRecord:
         """The record that makes a complete attempt a version. Commit it, then call ``settled``."""
         results = attempt.stored if attempt.phase is Phase.READY else attempt.staged
-        created = attempt.created or self._clock.now()
-        return version_record(self._committer, attempt, results, created=created, writer=self._writer)
+        return version_record(
+            self._committer, attempt, results, created=attempt.created or self._clock.now(), writer=self._writer
+        )
 
     def settled(self, attempt: Attempt, outcome: Entry | RaystowError) -> None:
         """Note the result of a commit: the root's entry, or the error."""
@@ -375,8 +380,7 @@ class Coordinator:
         return attempt
 
     def abandoned(self) -> list[tuple[int, str]]:
-        """The attempts aborted since the last call, whose objects may be deleted. Keeps the newest hundred attempts that are
-        over."""
+        """The attempts aborted since the last call, whose objects may be deleted. Keeps the newest hundred that are over."""
         given_up = [a for a in self._attempts.values() if a.phase is Phase.ABORTED and not a.swept]
         for attempt in given_up:
             attempt.swept = True
@@ -389,8 +393,7 @@ class Coordinator:
         return [a for a in self._attempts.values() if a.phase in phases and not a.phase.over]
 
     def _assume(self, rank: int, incarnation: str, world_size: int | None = None) -> None:
-        """Let a process join that did so before this coordinator was restarted. If a rank had several, one of which may have been
-        slow to send its message, the one that started last has the rank."""
+        """Let a process join that did so before this coordinator was restarted. Of several, the one that started last does."""
         known = self._members.get(rank)
         if known is None or (rank in self._assumed and incarnation > known):
             self.join(rank, incarnation, world_size)
