@@ -6,7 +6,8 @@ import pytest
 from builders import empty_record, memory_repository
 from fake_clock import FakeClock
 
-from raystow.orchestrator.restore.rounds import RestoreRound, RestoreRounds
+from raystow.orchestrator.restore.round import RestoreRound
+from raystow.orchestrator.restore.rounds import RestoreRounds
 from raystow.orchestrator.restore.version_cache import VersionCache
 from raystow.storage.committer import Committer
 from raystow.storage.errors import ClusterError, DeadlineExceeded, RankRestarted

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
+from msgspec.structs import replace
 from test_restore_rounds import RestoringRun
 
 from raystow.orchestrator import heartbeat
 from raystow.orchestrator.restore.agreement import ClusterAgreement
-from raystow.orchestrator.restore.rounds import RestoreRound, RestoreRounds
+from raystow.orchestrator.restore.round import RestoreRound
+from raystow.orchestrator.restore.rounds import RestoreRounds
 from raystow.storage.errors import ClusterError, DeadlineExceeded
-from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
+from raystow.storage.format.root import Entry
+from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
 
 
 @pytest.fixture
@@ -45,6 +49,19 @@ def test_a_late_rank_learns_at_once_that_the_others_gave_up(run):
     assert run.vote(0, number=2).answer(None) == entry
 
 
+def test_a_rank_is_told_however_late_it_comes(run):
+    """The coordinator alone is not kept alive for it."""
+    (entry,) = run.commit(1)
+    fail_without(run, 1, "a1")
+    run.clock.time += 3600
+    assert not run.rounds.in_use
+    with pytest.raises(DeadlineExceeded, match="rank 0 gave up"):
+        run.vote(1).answer(None)
+    round = run.vote(1, number=2)
+    assert run.vote(0, number=2) is round
+    assert round.answer(None) == entry
+
+
 def test_a_late_rank_learns_that_another_was_interrupted(run):
     run.commit(1)
     run.rounds = RestoreRounds(run.repository, run.clock, run.known, member="a{}".format)
@@ -65,15 +82,13 @@ def test_a_process_that_starts_late_waits_with_a_warning(run):
     assert run.vote(0, process="b").answer(None) == entry
 
 
-@pytest.mark.parametrize("how", ["restarted", "later", "again"])
+@pytest.mark.parametrize("how", ["restarted", "again"])
 def test_a_failed_round_is_forgotten(run, how):
-    """Once a rank is restarted or restores again, or after another timeout."""
+    """Once a rank is restarted or restores again."""
     (entry,) = run.commit(1)
     fail_without(run, 1, "a1")
     if how == "restarted":
         run.rounds.left(0, "b0")
-    elif how == "later":
-        run.clock.time += 61
     else:
         run.vote(0, number=2)
     assert (how == "again") is run.rounds.in_use
@@ -104,9 +119,7 @@ def test_a_rank_that_does_not_restore_is_named_after_30_s(run, caplog):
 
 def test_a_rank_whose_store_hangs_is_named_with_its_store(run):
     """To the ranks that wait, and in the error of all: it has joined, but reads nothing."""
-    (entry,) = run.commit(1)
-    waiting = run.vote(0, run.vote(0).answer(None))
-    run.vote(1)
+    waiting, entry = joined(run)
     run.clock.time += 35
     run.rounds.reading(RankReading(1, "a1", 1, 60.0, 34.0, "file:///mnt/run"))
     run.rounds.tick()
@@ -114,9 +127,95 @@ def test_a_rank_whose_store_hangs_is_named_with_its_store(run):
     assert waiting.warns(RestoreVote(0, 2, "a0", 1, 60.0, entry))
     run.clock.time += 26
     run.rounds.tick()
+    assert_told(run, entry, "read nothing for 60 s from file:///mnt/run")
+
+
+def assert_told(run: RestoringRun, entry: Entry, what: str) -> None:
+    """The rank that waits is told what the other one has not done, and the latter that this concerns itself."""
+    who = "rank 1 (another process) has not restored version 1 (step 0); rank 1", "rank 1 (this rank)"
     for rank in range(2):
-        with pytest.raises(DeadlineExceeded, match=r"rank 1 .* has read nothing for 60 s from file:///mnt/run; rank 0 gave up"):
+        with pytest.raises(DeadlineExceeded, match=re.escape(f"restore: {who[rank]} has {what}; rank 0 gave up at ")):
             run.vote(rank, entry).answer(entry)
+
+
+def joined(run: RestoringRun) -> tuple[RestoreRound, Entry]:
+    """Both ranks have joined, rank 0 has restored, and rank 1 reads."""
+    (entry,) = run.commit(1)
+    run.vote(0), run.vote(1)
+    return run.vote(0, entry), entry
+
+
+def test_a_rank_that_is_frozen_is_named_after_30_s(run):
+    """It cannot tell that it reads nothing."""
+    waiting, entry = joined(run)
+    for _ in range(2):
+        run.clock.time += 20
+        run.rounds.reading(RankReading(1, "a1", 1, 60.0))
+        run.rounds.tick()
+        assert waiting.warning is None
+    run.clock.time += 31
+    run.rounds.tick()
+    assert waiting.warning.text == "rank 1 (another process) has read nothing for 31 s; rank 0 waits"
+    run.clock.time += 30
+    run.rounds.tick()
+    assert_told(run, entry, "read nothing for 61 s")
+
+
+def test_ranks_that_all_hang_are_told_so(run):
+    (entry,) = run.commit(1)
+    run.vote(0), run.vote(1)
+    run.clock.time += 61
+    run.rounds.tick()
+    for rank in range(2):
+        with pytest.raises(DeadlineExceeded, match=rf"rank {rank} \(this rank\) has read nothing for 61 s \("):
+            run.vote(rank, entry).answer(entry)
+
+
+def test_a_warning_ends_when_the_rank_comes(run):
+    """The first rank votes again then, about the version that it has restored."""
+    (entry,) = run.commit(1)
+    round = run.vote(0)
+    run.clock.time += 31
+    run.rounds.tick()
+    assert round.warns(RestoreVote(0, 2, "a0", 1, 60.0))
+    run.vote(1), run.vote(0, entry)
+    assert not round.warns(RestoreVote(0, 2, "a0", 1, 60.0, entry))
+    run.clock.time += 31
+    run.rounds.tick()
+    assert round.waits(RestoreVote(0, 2, "a0", 1, 60.0, entry)).warning.startswith("rank 1 (another process) has read nothing")
+
+
+def test_a_rank_that_compares_names_has_the_warning(run):
+    (entry,) = run.commit(1)
+    for rank in range(2):
+        run.rounds.vote(RestoreVote(rank, 2, f"a{rank}", 1, 60.0, names=rank))
+    told = UnusedNames(1, 2, "a1", 1, 60.0, entry, 8, b"\1")
+    round = run.rounds.compare(told)
+    run.clock.time += 31
+    run.rounds.tick()
+    assert round.waits(told).warning == "rank 0 (another process) has read nothing for 31 s; rank 1 waits"
+    assert not round.warns(replace(told, told=1))
+
+
+def test_ranks_that_read_are_not_late_for_a_new_coordinator(run):
+    """Rank 1 reads on, and does not vote before it has restored the version."""
+    _, entry = joined(run)
+    run.rounds = RestoreRounds(run.repository, run.clock, run.known)
+    waiting = run.vote(0, entry)
+    for _ in range(3):
+        run.clock.time += 20
+        run.rounds.reading(RankReading(1, "a1", 1, 60.0))
+        run.rounds.tick()
+        assert waiting.warning is None
+    run.vote(1, entry)
+    assert waiting.answer(entry) == entry
+
+
+def test_a_rank_tells_that_it_reads_before_others_warn(monkeypatch):
+    monkeypatch.setattr(heartbeat, "LATE", 0.0)
+    told = list[RankReading]()
+    heartbeat.Heartbeat(told.append).beat(RestoreVote(1, 2, "a1", 1, 600.0))
+    assert told == [RankReading(1, "a1", 1, 600.0)]
 
 
 def test_a_rank_that_reads_again_is_not_blamed(run):

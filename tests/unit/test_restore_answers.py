@@ -8,7 +8,8 @@ import pytest
 from builders import empty_record
 
 from raystow.orchestrator.restore import rounds as rounds_module
-from raystow.orchestrator.restore.rounds import RestoreRound, RestoreRounds
+from raystow.orchestrator.restore.round import RestoreRound
+from raystow.orchestrator.restore.rounds import RestoreRounds
 from raystow.orchestrator.restore.version_cache import VersionCache
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer

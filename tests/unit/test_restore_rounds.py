@@ -6,7 +6,8 @@ import pytest
 from builders import empty_record, memory_repository
 from fake_clock import FakeClock
 
-from raystow.orchestrator.restore.rounds import RestoreRound, RestoreRounds
+from raystow.orchestrator.restore.round import RestoreRound
+from raystow.orchestrator.restore.rounds import RestoreRounds
 from raystow.orchestrator.restore.version_cache import VersionCache
 from raystow.storage.committer import Committer
 from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RankRestarted, StateError, StoreUnavailable
@@ -379,8 +380,7 @@ def test_without_the_store_known_versions_are_restored(run, monkeypatch):
 
 def test_a_restore_is_reported_once_with_the_reads_of_all_ranks(run):
     old, new = run.commit(2)
-    run.vote(0)
-    run.vote(1)
+    run.vote(0), run.vote(1)
     run.clock.time += 2
     run.vote(0, new, "a flipped bit", read={"store": 1000})
     run.vote(1, new, read={"store": 1000})  # reads of the version that was not restored in the end

@@ -279,10 +279,9 @@ class CoordinatorActor:
             round = await asyncio.to_thread(at.rounds.vote, vote, in_memory)
             at.core.restored(at.rounds.restored())
         await self._tell(at)
-        if not await self._within(vote.timeout, lambda: round.answers(vote.tried) or round.warns(vote)):
-            return RanksReading()
-        if not round.answers(vote.tried) and (warning := round.warning) is not None:
-            return RanksReading(warning.number, warning.text)
+        await self._within(vote.timeout, lambda: round.answers(vote.tried) or round.warns(vote))
+        if not round.answers(vote.tried):
+            return round.waits(vote)
         entry = round.answer(vote.tried)
         if entry is None:
             return NoVersion()
@@ -301,8 +300,9 @@ class CoordinatorActor:
         async with self._restoring:
             round = at.rounds.compare(told)
         await self._tell(at)
-        if not await self._within(told.timeout, lambda: round.has_compared):
-            return RanksReading()
+        await self._within(told.timeout, lambda: round.has_compared or round.warns(told))
+        if not round.has_compared:
+            return round.waits(told)
         return UnusedByAll(round.unused_by_all())
 
     async def handle_journal(self, protocol: str, data: bytes) -> bytes:

@@ -51,6 +51,7 @@ _RENEWALS = 3  # coordinators in a row that may end when they are called: each w
 
 
 _Answer = TypeVar("_Answer", bound=messages.Message)
+_Asked = TypeVar("_Asked", RestoreVote, UnusedNames)
 
 
 class RayCoordinatorClient:
@@ -102,9 +103,7 @@ class RayCoordinatorClient:
         while isinstance(answer, messages.RanksReading):
             data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
             answer = messages.decode(data, RestoreChoice, messages.NoVersion, messages.RanksReading)
-            if isinstance(answer, messages.RanksReading) and answer.warning:
-                about(logger, repository=self._uri, rank=vote.rank).warning("restore: %s", answer.warning)
-                vote = replace(vote, told=answer.number)
+            vote = self._noted(answer, vote)
         if not isinstance(answer, RestoreChoice):
             return None
         if records is None:
@@ -120,7 +119,15 @@ class RayCoordinatorClient:
         while not isinstance(answer, UnusedByAll):
             data = self._call("handle", told, told.timeout + 2 * _ANSWER)
             answer = messages.decode(data, UnusedByAll, messages.RanksReading)
+            told = self._noted(answer, told)
         return answer.unused
+
+    def _noted(self, answer: messages.Message, asked: _Asked) -> _Asked:
+        """Log the warning of an answer, if it has one. Returns what to ask next."""
+        if not isinstance(answer, messages.RanksReading) or not answer.warning:
+            return asked
+        about(logger, repository=self._uri, rank=asked.rank).warning("restore: %s", answer.warning)
+        return replace(asked, told=answer.number)
 
     def reading(self, rank: RankReading) -> None:
         """Tell that a rank reads on, without waiting for an answer, since that would delay its reads."""

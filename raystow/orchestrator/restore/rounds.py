@@ -7,11 +7,10 @@ versions is never returned.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from ...storage.clock import Clock
@@ -30,99 +29,14 @@ from ...storage.format.version_record import RestoreInfo
 from ...storage.log import about
 from ...storage.repository import Repository
 from ...storage.version_selector import LATEST, select
-from ...workers.protocol.messages import NO_GROUP, RankReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
+from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
 from ..late_ranks import LATE, LateWarning, late_text, next_warning, process_name, ranks_text, with_processes
+from .round import RestoreRound
 from .version_cache import VersionCache
 
 logger = logging.getLogger(__name__)
 
 _LISTED = 8  # ranks that an error lists for each version
-
-
-@dataclass
-class RestoreRound:
-    """One restore of all ranks. ``version``: the one that the first rank asks for; ``asked``: those of all ranks; ``missing``:
-    why there is no such version. ``candidates``: newest first, the first is being tried. ``votes``: the damage that each rank has
-    found in it; ``damaged``: whether any has, and not only names that it lacks. ``held``: a candidate that is not a version, but
-    complete in memory. ``store_down``: the store did not answer, and cannot take a lease either. ``nodes``: of the ranks.
-    ``joined``: whether all ranks have joined; their nodes are the ``group`` then. ``begun``: when the first joined, in monotonic
-    seconds. ``read``: bytes by source that each rank has read. ``alike``: whether all ranks restore tensors of the same names;
-    else they compare: ``compared`` are the ranks that have told or used all names of the first candidate, ``unused`` are the
-    names that all of these leave unused. ``stalls``: since when ranks have read nothing, and from where. ``warn_at``: when
-    to look for late ranks; ``warning``: the newest about them, which one rank logs. ``patience``: the longest timeout of any."""
-
-    world_size: int
-    version: str
-    candidates: list[Entry]
-    deadline: float
-    begun: float
-    read: dict[int, Mapping[str, int]] = field(default_factory=dict)
-    nodes: dict[int, str] = field(default_factory=dict)
-    joined: bool = False
-    group: RestoreGroup = NO_GROUP
-    members: dict[int, tuple[str, int]] = field(default_factory=dict)
-    asked: dict[int, str] = field(default_factory=dict)
-    missing: NotFound | None = None
-    alike: bool = True
-    names: dict[int, int] = field(default_factory=dict)
-    compared: set[int] = field(default_factory=set)
-    unused: bytes | None = None
-    votes: dict[int, str] = field(default_factory=dict)
-    damaged: bool = False
-    held: RestoreChoice | None = None
-    store_down: bool = False
-    lease: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    done: bool = False
-    failure: RaystowError | None = None
-    stalls: dict[int, tuple[float, str]] = field(default_factory=dict)
-    warn_at: float = 0.0
-    patience: float = 0.0
-    warning: LateWarning | None = None
-
-    def warns(self, vote: RestoreVote) -> bool:
-        """Whether a rank has to log the newest warning."""
-        return self.warning is not None and self.warning.to == vote.rank and self.warning.number > vote.told
-
-    @property
-    def reported(self) -> set[int]:
-        """The ranks that wait for the others."""
-        comparing = set() if self.has_compared else self.compared
-        return {*self.votes, *comparing} if self.joined else {*self.members}
-
-    def answers(self, tried: Entry | None) -> bool:
-        """Whether a rank that has ``tried`` this version can be answered. The first answer waits for all ranks, since they share
-        reads and must ask for the same version."""
-        if self.done or self.failure is not None:
-            return True
-        if not self.joined and (self.missing or (tried is None and self.candidates)):
-            return False
-        return tried not in self.candidates[:1]
-
-    @property
-    def has_compared(self) -> bool:
-        """Whether a rank can be answered that has told which names it leaves unused."""
-        return self.unused == b"" or len(self.compared) == self.world_size or self.done or self.failure is not None
-
-    def unused_by_all(self) -> bytes:
-        """The bits of the names that all ranks leave unused. Raises if the round has failed, but not after all have told: then
-        all have the same answer."""
-        if self.failure is not None and self.unused != b"" and len(self.compared) < self.world_size:
-            raise self.failure
-        return self.unused or b""
-
-    def uses_all(self, rank: int) -> None:
-        """Note that a rank leaves no name unused, or does not compare any more."""
-        if rank not in self.compared:
-            self.unused = b""
-            self.compared.add(rank)
-
-    def answer(self, tried: Entry | None) -> Entry | None:
-        """The answer for a rank that has ``tried`` this version: the version to restore, or the one that all have restored; None
-        if there is none. Raises if the round has failed, but not before the rank has tried the version that all have joined
-        for: its own error may say more."""
-        if self.failure is not None and not (tried is None and self.joined and self.candidates):
-            raise self.failure
-        return self.candidates[0] if self.candidates else None
 
 
 def falling_back(tried: Entry, to: Entry, damage: str, *, whole: bool) -> str:
@@ -146,6 +60,14 @@ def _listed(ranks: list[int]) -> str:
     """The first ranks, and how many more there are."""
     more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
     return f"{ranks[:_LISTED]}{more}"
+
+
+def _from(source: str) -> str:
+    return f" from {source}" if source else ""
+
+
+def _overdue(what: str) -> DeadlineExceeded:
+    return DeadlineExceeded(what, subject="restore", remedy="restore again on all ranks")
 
 
 class RestoreRounds:
@@ -194,7 +116,10 @@ class RestoreRounds:
             return missed
         round = self._round_of(vote, held if vote.allow_uncommitted else None)
         if vote.rank not in round.members or (vote.tried is not None and vote.rank not in round.votes):  # not a repetition
-            round.deadline = self._clock.monotonic() + vote.timeout
+            now = self._clock.monotonic()
+            round.deadline = now + vote.timeout
+            if round.joined:
+                round.advance(now)
         round.members[vote.rank] = vote.incarnation, vote.number
         round.patience = max(round.patience, vote.timeout)
         round.asked[vote.rank] = vote.version
@@ -204,8 +129,8 @@ class RestoreRounds:
             round.group = RestoreGroup(self._clock.token(), tuple(sorted({*round.nodes.values()} - {""})))
             self._check_asked(round)
             round.alike = len({*round.names.values()}) == 1
+            round.advance(self._clock.monotonic())
             round.joined = True  # last: ranks can be answered now
-            round.warn_at = self._clock.monotonic() + LATE
             self.changes += 1
         if vote.error:
             self._fail(round, ClusterError(f"rank {vote.rank} could not restore: {vote.error}"))
@@ -239,7 +164,9 @@ class RestoreRounds:
         if told.unused and not len(told.unused) == len(round.unused or told.unused) == size:
             self._fail(round, ClusterError(f"rank {told.rank} has found other names in version {told.entry.id} than other ranks"))
             return round
-        round.deadline = self._clock.monotonic() + told.timeout
+        now = self._clock.monotonic()
+        round.deadline = now + told.timeout
+        round.advance(now)
         if not told.unused:
             round.uses_all(told.rank)
         else:
@@ -265,6 +192,7 @@ class RestoreRounds:
             round.stalls[rank.rank], round.warn_at = (now - rank.quiet, rank.source), now
         else:
             round.stalls.pop(rank.rank, None)
+            round.heard[rank.rank] = now
             round.deadline = max(round.deadline, now + rank.timeout)
 
     def left(self, rank: int, incarnation: str) -> None:
@@ -283,17 +211,16 @@ class RestoreRounds:
     def tick(self) -> None:
         """Fail the round if it is past its deadline, or warn of ranks that are late."""
         round, now = self._open, self._clock.monotonic()
-        if round is not None and now >= round.warn_at:
-            self._look_for_late(round, now)
         if round is not None and now > round.deadline:
-            self._fail(round, self._overdue(round, now))
+            self._expire(round, now)
+        elif round is not None and now >= round.warn_at:
+            self._look_for_late(round, now)
 
     def _missed_by(self, vote: RestoreVote) -> RestoreRound | None:
         """The round that has failed without a rank, which comes now; None if it begins another one: a process that has started
         since may be of a restarted training, and waits for the others, with a warning."""
         process, missed = self._missed.get(vote.rank, ("", None))
-        late = missed is not None and self._open is None and self._clock.monotonic() < self._missed_until
-        if missed is None or not late or process != vote.incarnation:
+        if missed is None or self._open is not None or process != vote.incarnation:
             return None
         del self._missed[vote.rank]
         self._ended[vote.rank] = (vote.incarnation, vote.number), missed
@@ -304,46 +231,42 @@ class RestoreRounds:
 
     def _look_for_late(self, round: RestoreRound, now: float) -> None:
         """Warn of ranks that have not called restore, or that read nothing, while others wait."""
-        round.warn_at = now + LATE
-        waiting = round.reported
-        if round.joined:
-            stalls = {rank: stall for rank, stall in round.stalls.items() if rank not in waiting}
-            late = {*stalls}
-            since, source = min(stalls.values(), default=(now, ""))
-            what = f"read nothing for {now - since:.0f} s from {source}"
-        else:
-            late, since = set(range(round.world_size)) - waiting, round.begun
-            what = f"not called restore for {now - since:.0f} s"
+        waiting, late, since, source = round.reported, round.missing_ranks, round.begun, ""
+        if round.reads:
+            pauses = {rank: pause for rank, pause in round.pauses().items() if rank in round.stalls or now - pause[0] >= LATE}
+            late = {*pauses}
+            since, source = min(pauses.values(), default=(now, ""))
         if not late or not waiting:
             return
-        text = late_text(late, waiting, what, lambda rank: self._process_of(round, rank))
-        self._warn(round, text, min(waiting))
-        if not round.joined:
-            round.warn_at = next_warning(now, since)
+        what = f"{'read nothing' if round.reads else 'not called restore'} for {now - since:.0f} s{_from(source)}"
+        self._warn(round, late_text(late, waiting, what, lambda rank: self._process_of(round, rank)), min(waiting))
+        round.warn_at = next_warning(now, since)
 
     def _warn(self, round: RestoreRound, text: str, to: int) -> None:
-        round.warning = LateWarning(1 if round.warning is None else round.warning.number + 1, text, to)
+        round.warnings += 1
+        round.warning = LateWarning(round.warnings, text, to)
         self.changes += 1
         about(logger, repository=self._repository.uri).warning("restore: %s", text)
 
-    def _overdue(self, round: RestoreRound, now: float) -> DeadlineExceeded:
-        """The error for all ranks: who has not restored, and why the others have given up."""
-        missing = set(range(round.world_size)) - round.reported
+    def _expire(self, round: RestoreRound, now: float) -> None:
+        """Fail a round: tell who has not restored, and that the others have given up. A rank that has joined and reads nothing is
+        told so itself."""
+        missing, pauses = round.missing_ranks, round.pauses()
         has = "has" if len(missing) == 1 else "have"
         who = with_processes(missing, lambda rank: self._process_of(round, rank))
-        if round.joined:
+        quiet = {rank: f"read nothing for {now - pauses[rank][0]:.0f} s{_from(pauses[rank][1])}" for rank in missing}
+        if round.reads:
             entry = round.candidates[0]
-            stalls = (
-                f"; rank {rank} has read nothing for {now - since:.0f} s from {source}"
-                for rank, (since, source) in sorted(round.stalls.items())[:_LISTED]
-                if rank in missing
-            )
-            what = f"{who} {has} not restored version {entry.id} (step {entry.step}){''.join(stalls)}"
+            told = "".join(f"; rank {rank} has {quiet[rank]}" for rank in sorted(missing)[:_LISTED])
+            what = f"{who} {has} not restored version {entry.id} (step {entry.step}){told}"
         else:
             what = f"{who} {has} not called restore for {now - round.begun:.0f} s"
         at = datetime.fromtimestamp(self._clock.now(), timezone.utc)
         gave_up = f"; {ranks_text(round.reported)} gave up at {at:%H:%M:%S} UTC" if round.reported else ""
-        return DeadlineExceeded(f"{what}{gave_up}", subject="restore", remedy="restore again on all ranks")
+        self._fail(round, _overdue(f"{what}{gave_up}"))
+        for rank in missing & round.members.keys():
+            own = replace(round, failure=_overdue(f"rank {rank} (this rank) has {quiet[rank]}{gave_up}"))
+            self._ended[rank] = round.members[rank], own
 
     def _round_of(self, vote: RestoreVote, held: RestoreChoice | None) -> RestoreRound:
         if (round := self._open) is not None:
@@ -357,8 +280,9 @@ class RestoreRounds:
             self._missed.clear()  # this rank begins the next round
         root, said = self._known.root()
         round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
-        round.store_down, round.warn_at = not said, self._clock.monotonic() + LATE
-        if (missed := self._missed.pop(vote.rank, None)) is not None and self._clock.monotonic() < self._missed_until:
+        round.store_down = not said
+        round.advance(round.begun)
+        if (missed := self._missed.pop(vote.rank, None)) is not None:
             self._warn(round, f"{missed[1].failure}; {ranks_text([vote.rank])} waits for them again", vote.rank)
         self._missed.clear()
         newest = root.versions[-1].id if root.versions else 0

@@ -100,6 +100,7 @@ class UnusedNames(Message, frozen=True):
     entry: Entry
     names: int = 0
     unused: NameBits = b""
+    told: int = 0
 
 
 class UnusedByAll(Message, frozen=True):
