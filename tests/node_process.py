@@ -47,6 +47,10 @@ class PortServer:
                 pass  # the caller was killed
 
 
+def _unheard(warning: str) -> None:
+    """Stands for a callback, which another process cannot call."""
+
+
 class RemotePort:
     """The port behind a ``PortServer``."""
 
@@ -56,7 +60,7 @@ class RemotePort:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             with Client(self._address) as server:
-                server.send((method, args))
+                server.send((method, tuple(_unheard if callable(arg) else arg for arg in args)))
                 result, error = server.recv()
             if error is not None:
                 raise error
