@@ -133,8 +133,8 @@ def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: S
     if seeker.rank != 0:
         return
     if seeker.world_size < seeker.saved:
-        lost = {name: ranks for name, ranks in found.ranks.lost().items() if name in match.used or name not in rules.unused}
-        if lost:
+        gone = {name: ranks for name, ranks in found.ranks.lost().items() if name not in match.aside}
+        if lost := {name: ranks for name, ranks in gone.items() if name in match.used or name not in rules.unused}:
             what = "%d ranks restore version %d of %d ranks, and not these values; version.per_rank(name) returns them: %s"
             logger.warning(what, seeker.world_size, version.id, seeker.saved, _with_ranks(lost))
     elif seeker.world_size > seeker.saved:

@@ -44,7 +44,7 @@ class NameMatch:
 
     def leaves(self, name: str) -> bool:
         """Whether a name of the version is left to nobody else, and not restored."""
-        return name not in self.used and not (self.elsewhere and any(around in self.elsewhere for around in _around(name)))
+        return name not in self.used and not is_within(name, self.elsewhere)
 
     def advice(self, names: Iterable[str]) -> str:
         """What to do about names in containers that both sides have."""
@@ -126,6 +126,11 @@ def named(names: Sequence[str], bits: bytes) -> list[str]:
     """The names whose bits are set."""
     flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
     return [name for name, flag in zip(names, flags.tolist(), strict=False) if flag]
+
+
+def is_within(name: str, others: Collection[str]) -> bool:
+    """Whether a name is one of the others, or its keys begin with those of one."""
+    return bool(others) and any(around in others for around in _around(name))
 
 
 def _places(leaves: Sequence[Leaf]) -> Mapping[str, Path]:

@@ -165,8 +165,8 @@ def _targets(shards: Mapping[str, list[Shard] | StateError], leaf: Leaf) -> list
     return targets
 
 
-def check_target(leaf: Leaf, shard: Shard, version: Version, saved: Chunk, *, cast: bool) -> None:
+def check_target(leaf: Leaf, shard: Shard, version: Version, saved: Chunk, *, cast: bool, what: str = "into") -> None:
     """``StateError`` if a tensor or array cannot be filled from ``saved``."""
     if shard.shape != saved.shape or (shard.dtype != saved.dtype and not cast):
-        what = f"is {shard.dtype} {shard.shape}, but version {version.id} holds {saved.dtype} {saved.shape}"
-        raise StateError(what, subject=show(leaf.path, "into"), remedy="" if shard.shape != saved.shape else "cast=True converts")
+        differ = f"is {shard.dtype} {shard.shape}, but version {version.id} holds {saved.dtype} {saved.shape}"
+        raise StateError(differ, subject=show(leaf.path, what), remedy="" if shard.shape != saved.shape else "cast=True converts")

@@ -15,10 +15,41 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+class _Checkpointable:
+    """How ``torch.distributed.checkpoint`` asks for the boxes of a leaf, without knowing its class."""
+
+    def _all(self) -> Sequence[Box]:
+        raise NotImplementedError
+
+    def __create_write_items__(self, name: str, leaf: object) -> list[WriteItem]:
+        import torch
+        from torch.distributed.checkpoint import metadata, planner
+
+        items = []
+        for box, chunk in zip(self._all(), self.__create_chunk_list__(), strict=True):
+            properties = metadata.TensorProperties.create_from_tensor(box._tensor())
+            data = planner.TensorWriteData(chunk, properties, torch.Size(box.shape))
+            index = metadata.MetadataIndex(name, chunk.offsets)
+            items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        import torch
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.extent)) for box in self._all()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        found = [box for box in self._all() if box.offset == tuple(index.offset)]
+        return max(found, key=lambda box: math.prod(box.extent))._tensor()  # others of this offset are empty
 
 
 @dataclass(frozen=True, eq=False)
-class Box:
+class Box(_Checkpointable):
     """A box of a tensor: a leaf of a state, for parts that no DTensor describes.
 
     The boxes of all ranks must contain each element of the tensor once; a save with a gap or an overlap fails. Restoring fills
@@ -59,6 +90,14 @@ class Box:
         if len({*self.ranks}) < len(self.ranks) or min(self.ranks, default=0) < 0:
             raise StateError(f"ranks {self.ranks} are no ranks", subject="raystow.Box", remedy="name each rank once")
 
+    def _all(self) -> Sequence[Box]:
+        return (self,)
+
+    def _tensor(self) -> torch.Tensor:
+        import torch
+
+        return torch.as_tensor(self.local)
+
     @property
     def extent(self) -> tuple[int, ...]:
         """The shape of the box."""
@@ -71,7 +110,7 @@ class Box:
 
 
 @dataclass(frozen=True, eq=False)
-class Boxes:
+class Boxes(_Checkpointable):
     """Several boxes of one tensor: a leaf of a state, where a rank has more than one.
 
     Args:
@@ -96,6 +135,9 @@ class Boxes:
         if twice := _overlap(self.boxes):
             what = "boxes {} and {} overlap".format(*(f"{box.extent} at {box.offset}" for box in twice))
             raise StateError(what, subject="raystow.Boxes", remedy="pass each element once")
+
+    def _all(self) -> Sequence[Box]:
+        return self.boxes
 
     @staticmethod
     def of_range(elements: torch.Tensor, shape: Sequence[int], start: int) -> Boxes:

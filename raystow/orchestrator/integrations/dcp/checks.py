@@ -5,16 +5,47 @@ from __future__ import annotations
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.tensor import DTensor
 
-from ....storage.errors import NotARepository
+from ....storage.errors import NotARepository, StateError
 from ....storage.stores import open_store
+from ...save.box import Box, Boxes
 from ...save.dtensor_layout import dtensor_shard
+from ...save.state_tree import flatten, is_tensor
+from ...save.wrapper_tensors import WrapperText, inner_tensors, unwrapped
 
 
 def check_placed(planner: SavePlanner | LoadPlanner, key: str) -> None:
-    """Raise ``StateError`` if this rank has more than one box of the DTensor at ``key``: DCP would use the wrong offsets."""
+    """Raise ``StateError`` if this rank has more than one box of the DTensor at ``key``, which does not tell DCP where they are:
+    DCP would use the wrong offsets."""
     tensor = getattr(planner, "state_dict", {}).get(key)
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, DTensor) and not hasattr(tensor._local_tensor, "__create_chunk_list__"):
         dtensor_shard(tensor, f'state_dict["{key}"]')
+
+
+def is_wrapper(planner: SavePlanner | LoadPlanner, key: str) -> bool:
+    """Whether the tensor at ``key`` consists of others."""
+    tensor = getattr(planner, "state_dict", {}).get(key)
+    return is_tensor(tensor) and inner_tensors(unwrapped(tensor), f'state_dict["{key}"]') is not None
+
+
+def check_shape(planner: LoadPlanner, key: str, saved: tuple[int, ...]) -> None:
+    """Raise ``StateError`` if boxes at ``key`` are of a tensor of another shape; DCP compares the shapes of tensors only."""
+    leaf = getattr(planner, "state_dict", {}).get(key)
+    for box in leaf.boxes if isinstance(leaf, Boxes) else [leaf] if isinstance(leaf, Box) else ():
+        if box.shape != saved:
+            raise StateError(f"is a box of {box.shape}, but {saved} was saved", subject=f'state_dict["{key}"]')
+
+
+def refuse_wrappers(planner: LoadPlanner, key: str) -> None:
+    """Raise ``StateError`` if DCP would replace a tensor that consists of others, or any part of it, by a dict."""
+    value = getattr(planner, "state_dict", {}).get(key)
+    described = isinstance(value, dict | list | tuple) and any(
+        isinstance(leaf.value, WrapperText) for leaf in flatten({key: value})
+    )
+    if described or is_tensor(value):
+        what = "consists of others in the version or in the state, and DCP does not fill it in place"
+        raise StateError(
+            what, subject=f'state_dict["{key}"]', remedy="pass a tensor like the one that was saved, in dicts and lists"
+        )
 
 
 def refuse_torch_files(uri: str) -> None:

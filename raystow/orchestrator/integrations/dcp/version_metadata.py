@@ -14,6 +14,7 @@ from ....storage.format.boxes import Box, tile
 from ....storage.format.manifest import Chunk, Value
 from ....storage.version import Version
 from ...save.state_tree import Path
+from ...save.wrapper_tensors import DESCRIPTION
 from .keys import KeyLeaf, assemble, keys_of
 
 
@@ -32,7 +33,7 @@ class UnreadMetadata(dcp_metadata.Metadata):  # type: ignore[misc]  # torch is n
 
 class KeyMetadata(dict[str, "dcp_metadata.STORAGE_TYPES"]):
     """The metadata of each key. Keys of the outermost dict are found too, but not listed: planners with
-    ``flatten_state_dict=False`` ask for them."""
+    ``flatten_state_dict=False`` ask for them. So are those of tensors that consist of others."""
 
     def __init__(self, of_keys: Mapping[str, dcp_metadata.STORAGE_TYPES], outermost: Collection[str]) -> None:
         super().__init__(of_keys)
@@ -70,6 +71,8 @@ class VersionMetadata:
         self._outermost: dict[str, list[tuple[str, Path]]] = {}
         for leaf in leaves:
             self._outermost.setdefault(str(leaf.path[0]), []).append((leaf.name, leaf.path[1:]))
+        described = [leaf.path[:-1] for leaf in leaves if leaf.path[-1:] == (DESCRIPTION,)]
+        self._wrappers = {".".join(str(part[1] if isinstance(part, tuple) else part) for part in path) for path in described}
 
     def metadata(self) -> dcp_metadata.Metadata:
         """Return the metadata from which DCP plans a load."""
@@ -78,7 +81,7 @@ class VersionMetadata:
             rows = self._version.chunks.get(name)
             single = key.parts == [(name, ())] and rows is not None and rows[0].kind == manifest.TENSOR
             found[name] = _tensor(rows) if single and rows is not None else dcp_metadata.BytesStorageMetadata()
-        of_keys = KeyMetadata(found, self._outermost)
+        of_keys = KeyMetadata(found, self._outermost.keys() | self._wrappers)
         return dcp_metadata.Metadata(of_keys, planner_data={name: key.path for name, key in self._keys.items()})
 
     def box(self, item: ReadItem) -> tuple[Chunk, Box]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,12 +27,14 @@ from ....workers.protocol.messages import Ticket
 from ... import argument_checks
 from ...coordinator.housekeeping import kept_by_a_run
 from ...lossy.tensor_values import dtype_name
+from ...save.box import Box, Boxes
 from ...save.shards import Shard, shard_of
-from ...save.state_tree import Leaf, flatten
+from ...save.state_tree import Leaf, boxes, flatten
+from ...save.wrapper_tensors import unwrapped
 from ...standalone.commit import StandaloneCommit
 from ...standalone.writer import StandaloneWriter, StoredPart, cores, merged, value_of
 from .checkpoint_id import is_id, parse_id
-from .checks import check_placed, refuse_torch_files
+from .checks import check_placed, is_wrapper, refuse_torch_files
 from .keys import path_of
 
 _WHAT = "state_dict"
@@ -50,10 +52,13 @@ class _Task:
 @dataclass(frozen=True)
 class _Written:
     """Sent to the coordinator rank by each. ``part``: None of the coordinator rank, whose fragment is stored last. ``values``:
-    the plain values of the rank, which the coordinator rank stores: DCP assigns each key to one rank, whatever others have."""
+    the plain values of the rank, which the coordinator rank stores: DCP assigns each key to one rank, whatever others have.
+    ``wrappers``: the keys of tensors that consist of others; ``expected``: the coverage of those."""
 
     part: StoredPart | None
     values: tuple[Value, ...]
+    wrappers: tuple[str, ...]
+    expected: int
 
 
 class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
@@ -163,24 +168,33 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         leaves = [(index.fqn, leaf) for index in self._values for leaf in _leaves(index, planner, mappings)]
         assigned = {item.index.fqn for item in _of_values(plan)}
         within = [_whole(leaf) for key, leaf in leaves if leaf.is_tensor and key in assigned]
-        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+        items = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+        wrappers = tuple(key for key in dict.fromkeys(item.index.fqn for item in items) if is_wrapper(planner, key))
+        tensors = [item for item in items if item.index.fqn not in wrappers]
+        parts = [leaf for key in wrappers for leaf in _parts(key, planner, mappings)]
+        inner = [_named(box) for leaf in parts if leaf.is_tensor for box in boxes(leaf, _WHAT)]
         for item in tensors:
             _shard(item, planner, mappings)  # raises before anything is written
-        values = tuple(value_of(leaf, rank) for _, leaf in leaves if not leaf.is_tensor)
+        plain = (leaf for leaf in (*(leaf for _, leaf in leaves), *parts) if not leaf.is_tensor)
+        values = tuple(value_of(leaf, rank) for leaf in plain)
         storing = StandaloneWriter(open_store(self.uri), task.ticket, memory=self._memory, threads=self._threads or cores())
         with storing.under_way():
             for shard in within:
                 storing.add(shard, counted=False)
+            for shard in inner:
+                _wait(shard)
+                storing.add(shard)
             for item in tensors:
                 shard = _shard(item, planner, mappings)
-                if shard.device is not None:
-                    torch.cuda.current_stream(shard.device).synchronize()  # wait until it is computed
+                _wait(shard)
                 storing.add(shard)
             storing.seal()
             part = None if self._committing is not None else storing.finish([])
         self._storing = storing if part is None else None
+        expected = total(coverage(s.leaf.name, s.dtype, s.shape) for s in inner if not any(s.offset) and 0 not in s.extent)
+        written = _Written(part, values, wrappers, expected)
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(f"rank {rank}"), storing.nbytes, _Written(part, values))])
+        future.set_result([WriteResult(MetadataIndex(f"rank {rank}"), storing.nbytes, written)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -190,7 +204,9 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         written: list[_Written] = [result.storage_data for of_rank in results for result in of_rank]
         own = self._storing.finish(merged(value for one in written for value in one.values))
         parts, self._storing = [one.part or own for one in written], None
-        self._version = self._committing.commit(parts, _expected(metadata), self._metrics, {"torch": str(torch.__version__)})
+        tensors = _expected(metadata, {key for one in written for key in one.wrappers})
+        expected = total((tensors, *(one.expected for one in written)))
+        self._version = self._committing.commit(parts, expected, self._metrics, {"torch": str(torch.__version__)})
         if self._name is not None:
             open_repository(self.uri).pin(self._version, self._name)
         if self._retention is not None:
@@ -237,13 +253,32 @@ def _shard(item: WriteItem, planner: SavePlanner, mappings: Mapping[str, Sequenc
     """The box of a tensor that an item describes."""
     key, data = item.index.fqn, item.tensor_data
     check_placed(planner, key)
-    local = _named(Leaf(path_of(key, mappings), key, planner.resolve_data(item).detach(), True))
+    leaf = planner.state_dict.get(key)
+    tensor = leaf.__get_tensor_shard__(item.index) if isinstance(leaf, Box | Boxes) else planner.resolve_data(item)
+    local = _named(Leaf(path_of(key, mappings), key, unwrapped(tensor).detach(), True))
     if local.shape != tuple(data.chunk.sizes) or local.dtype != dtype_name(data.properties.dtype):
         what = f"{local.dtype} {local.shape} where the plan says {dtype_name(data.properties.dtype)} {tuple(data.chunk.sizes)}"
         raise StateError(what, subject=f'{_WHAT}["{key}"]', remedy="fix the planner: its plan and data must agree")
     return replace(local, shape=tuple(data.size), offset=tuple(data.chunk.offsets))
 
 
-def _expected(metadata: Metadata) -> int:
-    tensors = {k: data for k, data in metadata.state_dict_metadata.items() if isinstance(data, TensorStorageMetadata)}
+def _parts(key: str, planner: DefaultSavePlanner, mappings: Mapping[str, Sequence[str | int]]) -> list[Leaf]:
+    """The leaves of a tensor that consists of others."""
+    path = path_of(key, mappings)
+    found = flatten({key: planner.state_dict[key]}, what=_WHAT)
+    return [leaf._replace(path=path + leaf.path[1:]) for leaf in found]
+
+
+def _wait(shard: Shard) -> None:
+    """Wait until a tensor of a device is computed."""
+    if shard.device is not None:
+        torch.cuda.current_stream(shard.device).synchronize()
+
+
+def _expected(metadata: Metadata, but: Collection[str]) -> int:
+    tensors = {
+        key: data
+        for key, data in metadata.state_dict_metadata.items()
+        if isinstance(data, TensorStorageMetadata) and key not in but
+    }
     return total(coverage(k, dtype_name(d.properties.dtype), tuple(d.size)) for k, d in tensors.items())
