@@ -12,7 +12,7 @@ from ...storage.format import manifest, values
 from ...storage.format.manifest import parse_path, path_text
 from ...storage.version import as_torch
 from ..save.shards import Shard, bits, shard_of
-from ..save.state_tree import Leaf, flatten, show
+from ..save.state_tree import Leaf, check_values, flatten, show
 from .dcp.keys import assemble
 
 _ROOT = "value"
@@ -27,6 +27,7 @@ def text_of(value: object, what: str) -> str:
     only; and for more than 256 MiB of tensors.
     """
     leaves = flatten({_ROOT: value}, what=what)
+    check_values(leaves, what)
     shards = {leaf.path: _whole(leaf, what) for leaf in leaves if leaf.is_tensor}
     nbytes = sum(shard.local.nbytes for shard in shards.values())
     if nbytes > _MOST:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Checkpointable:
-    """How ``torch.distributed.checkpoint`` asks for the boxes of a leaf, without knowing its class."""
+    """How ``torch.distributed.checkpoint`` asks for the boxes of a leaf when it saves; it loads into tensors only."""
 
     def _all(self) -> Sequence[Box]:
         raise NotImplementedError

@@ -7,7 +7,6 @@ from torch.distributed.tensor import DTensor
 
 from ....storage.errors import NotARepository, StateError
 from ....storage.stores import open_store
-from ...save.box import Box, Boxes
 from ...save.dtensor_layout import dtensor_shard
 from ...save.state_tree import flatten, is_tensor
 from ...save.wrapper_tensors import WrapperText, inner_tensors, unwrapped
@@ -25,14 +24,6 @@ def is_wrapper(planner: SavePlanner | LoadPlanner, key: str) -> bool:
     """Whether the tensor at ``key`` consists of others."""
     tensor = getattr(planner, "state_dict", {}).get(key)
     return is_tensor(tensor) and inner_tensors(unwrapped(tensor), f'state_dict["{key}"]') is not None
-
-
-def check_shape(planner: LoadPlanner, key: str, saved: tuple[int, ...]) -> None:
-    """Raise ``StateError`` if boxes at ``key`` are of a tensor of another shape; DCP compares the shapes of tensors only."""
-    leaf = getattr(planner, "state_dict", {}).get(key)
-    for box in leaf.boxes if isinstance(leaf, Boxes) else [leaf] if isinstance(leaf, Box) else ():
-        if box.shape != saved:
-            raise StateError(f"is a box of {box.shape}, but {saved} was saved", subject=f'state_dict["{key}"]')
 
 
 def refuse_wrappers(planner: LoadPlanner, key: str) -> None:

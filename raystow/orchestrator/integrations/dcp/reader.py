@@ -23,12 +23,11 @@ from ....storage.version_selector import LATEST, VersionSelector
 from ...argument_checks import address
 from ...restore.fill import Fill
 from ...restore.numbers import element
-from ...save.box import Box, Boxes
 from ...save.shards import Shard, shard_of
 from ...save.state_tree import Leaf, is_tensor, show
 from ...save.wrapper_tensors import unwrapped
 from .checkpoint_id import is_id, parse_id
-from .checks import check_placed, check_shape, is_wrapper, refuse_torch_files, refuse_wrappers
+from .checks import check_placed, is_wrapper, refuse_torch_files, refuse_wrappers
 from .version_metadata import UnreadMetadata, VersionMetadata
 from .wrapper_targets import wrapper_targets
 
@@ -140,7 +139,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
                 fill.add(shard, chunks)
             others = [item for item in plan.items if item.dest_index.fqn not in wrappers]
             items = [item for item in others if item.type is not LoadItemType.BYTE_IO]
-            targets = [unwrapped(_target(item, planner)).detach() for item in items]
+            targets = [unwrapped(planner.resolve_tensor(item)).detach() for item in items]
             for item, target in zip(items, targets, strict=True):
                 self._add_tensor(item, target, planner, fill)
             values = [self._value(item, planner, fill) for item in others if item.type is LoadItemType.BYTE_IO]
@@ -160,7 +159,6 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         assert self._metadata is not None
         check_placed(planner, item.dest_index.fqn)
         chunk, (offset, extent) = self._metadata.box(item)
-        check_shape(planner, item.dest_index.fqn, chunk.shape)
         if 0 not in extent:
             shard = _shard(item.dest_index.fqn, target)
             self._add(replace(shard, shape=chunk.shape, offset=offset, extent=extent), [chunk], fill)
@@ -198,15 +196,6 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
 
 def _shard(key: str, target: object) -> Shard:
     return shard_of(Leaf((key,), key, target, True), what=_WHAT)
-
-
-def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
-    """The part of a tensor or box that an item fills."""
-    leaf = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
-    if not isinstance(leaf, Box | Boxes):
-        return planner.resolve_tensor(item)
-    ranges = zip(item.dest_offsets, item.lengths, strict=True)
-    return leaf.__get_tensor_shard__(item.dest_index)[tuple(slice(low, low + size) for low, size in ranges)]
 
 
 def _put(planner: DefaultLoadPlanner, key: str, value: object) -> None:

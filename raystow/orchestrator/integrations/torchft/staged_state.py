@@ -26,7 +26,7 @@ from ....storage.format import manifest, values
 from ....workers.cache.host_memory import memory_limit
 from ....workers.protocol.messages import StagedLeaf, StagedMesh, StateHeader, decode, encode
 from ...save.shards import shard_of
-from ...save.state_tree import Leaf, Path, State, flatten
+from ...save.state_tree import Leaf, Path, State, check_values, flatten
 from ..dcp.keys import assemble as nested
 from .dtensor_parts import assemble, layout_part, mesh_part, meshes_of
 from .flat_bytes import ALIGN, CHUNK, FlatBytes, FlatPiece, content
@@ -59,7 +59,9 @@ def describe(state: State, step: int) -> tuple[StateHeader, FlatBytes]:
         StateError: The state contains something else than tensors, arrays, plain values, dicts, lists and tuples.
     """
     leaves, contents, meshes = list[StagedLeaf](), list[Bytes | torch.Tensor](), dict[StagedMesh, int]()
-    for leaf in flatten(state):
+    found = flatten(state)
+    check_values(found)
+    for leaf in found:
         if leaf.is_tensor:
             own = _own(leaf, meshes)
             leaves.append(own.leaf)
@@ -159,7 +161,9 @@ class OwnState:
 
     def __init__(self, state: State) -> None:
         self._tensors: dict[Path, OwnTensor] = {}
-        for leaf in flatten(state):
+        found = flatten(state)
+        check_values(found)
+        for leaf in found:
             if leaf.is_tensor:
                 self._tensors[leaf.path] = _own(leaf, {})
 
