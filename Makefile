@@ -94,6 +94,7 @@ $(FRAMEWORKS)/ready: $(FRAMEWORKS)/below
 	$(@D)/bin/python -m pip install --quiet setuptools wheel
 	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt "deepspeed<0.20"
 	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e ".[deepspeed,torchft,torchtitan,streams]"
+	$(@D)/bin/python -m pip install --quiet --no-deps torchao
 	touch $@
 
 # verl itself without what it needs for GPUs, rollouts and trackers.
