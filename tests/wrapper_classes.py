@@ -77,6 +77,30 @@ class RowScaled(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
+class Flat(torch.Tensor):
+    """Codes of one byte without the shape of the tensor, as packed ones have it."""
+
+    codes: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, shape: tuple[int, ...]) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self.codes = codes
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes"], self.shape
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, outer_size: Any, outer_stride: Any) -> Flat:
+        return cls(inner["codes"], context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
 class Opaque(torch.Tensor):
     """A subclass that does not say of what it consists."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
-from wrapper_classes import Derived, Opaque, Quantized, RowScaled, Secretive
+from wrapper_classes import Derived, Flat, Opaque, Quantized, RowScaled, Secretive
 
 import raystow
 from raystow.orchestrator.integrations.value_text import text_of
@@ -173,6 +174,50 @@ def test_ranks_without_rows_may_have_plain_tensors() -> None:
     for state in as_ranks(3, make):
         version.restore(state)
     assert torch.equal(version.read("m.codes"), local.codes)
+
+
+def flat(rank: int, mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> DTensor:
+    mine = rows(rank, mesh.size(), shape[dim])
+    local = (*shape[:dim], mine.stop - mine.start, *shape[dim + 1 :])
+    return sharded(Flat(torch.arange(1, 1 + math.prod(local), dtype=torch.int8), local), mesh, shape, Shard(dim))
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3, 6), 0), ((1, 6), 0), ((6, 1), 1)])
+def test_shards_without_elements_are_wrappers_too(shape: tuple[int, ...], dim: int) -> None:
+    states = as_ranks(4, lambda rank, mesh: {"m": flat(rank, mesh, shape, dim)})
+    with LocalCluster(f"memory://no-elements-{shape[0]}-{shape[1]}") as cluster:
+        cluster.save_all(states, step=1)
+        version = cluster.save_all(states, step=2)
+    for rank, state in enumerate(as_ranks(4, lambda rank, mesh: {"m": flat(rank, mesh, shape, dim)})):
+        state["m"]._local_tensor.codes.zero_()
+        version.restore(state)
+        assert torch.equal(state["m"]._local_tensor.codes, states[rank]["m"]._local_tensor.codes)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_descriptions_are_no_values_of_ranks(
+    world: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning would say that a rank gets another's value, or that it is lost."""
+    codes, scale = torch.ones(2, 6, dtype=torch.int8), torch.ones(2, 1)
+    nothing, box = torch.zeros(0, 6), raystow.Box(RowScaled(codes, scale), (2, 6), (0, 0))
+    with LocalCluster(f"memory://descriptions-{world}") as cluster:
+        cluster.save_all([{"m": raystow.Box(nothing, (2, 6), (0, 0))}, {"m": box}], step=1)
+    for rank in range(world):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        into = {"m": raystow.Box(RowScaled(torch.zeros_like(codes), torch.zeros_like(scale)), (2, 6), (0, 0))}
+        raystow.restore(cluster.uri, into)
+        assert torch.equal(into["m"].local.codes, codes)
+    assert not [record for record in caplog.records if "__class__" in record.getMessage()]
+
+
+def test_no_marker_is_proposed_within_a_tensor() -> None:
+    with LocalCluster("memory://proposed") as cluster:
+        version = cluster.save({"w": Quantized.random((6, 5)), "x": 1}, step=1)
+    with pytest.raises(StateError, match=r"saved but not in `into`: w\.table") as error:
+        version.restore({"w": RowScaled(torch.zeros(6, 5, dtype=torch.int8), torch.zeros(6, 1)), "x": 1})
+    assert "AsSaved" not in str(error.value)
 
 
 def test_a_wrapper_around_a_dtensor_is_restored() -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 from ...storage.errors import StateError
 from ...storage.tensor_index import Finder, FoundRows, Seeker
 from ...storage.version import Version
-from .name_match import NameMatch
+from .name_match import NameMatch, is_within
 from .name_patterns import NameRules, proposal
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: S
     if seeker.rank != 0:
         return
     if seeker.world_size < seeker.saved:
-        gone = {name: ranks for name, ranks in found.ranks.lost().items() if name not in match.aside}
+        gone = {name: ranks for name, ranks in found.ranks.lost().items() if not is_within(name, match.elsewhere)}
         if lost := {name: ranks for name, ranks in gone.items() if name in match.used or name not in rules.unused}:
             what = "%d ranks restore version %d of %d ranks, and not these values; version.per_rank(name) returns them: %s"
             logger.warning(what, seeker.world_size, version.id, seeker.saved, _with_ranks(lost))

@@ -15,7 +15,7 @@ from ...storage.tensor_index import Finder, Seeker
 from ...storage.value_tree import Path as ValuePath
 from ...storage.value_tree import part_text
 from ..save.state_tree import Leaf, Path, State, flatten, show
-from ..save.wrapper_tensors import ShardPart
+from ..save.wrapper_tensors import ShardPart, WrapperText
 from .as_saved import AsSaved, load, rows_beneath
 from .plain_containers import PlainNode, by_container, is_same, match_values
 
@@ -29,7 +29,8 @@ class NameMatch:
 
     ``new``: values and containers that replace parts of ``into``; ``whole``: leaves that are replaced by a tensor or by a
     numpy scalar; ``marked``: what is in the place of each marker, by path from there. ``places``: the containers and plain values
-    in ``into``, by name. ``elsewhere``: names below which other ranks have tensors, which this rank does not leave unused.
+    in ``into``, by name. ``elsewhere``: names that this rank neither restores nor leaves unused, and names around those: the
+    descriptions of tensors, which are compared, and tensors of other ranks.
     """
 
     used: set[str] = field(default_factory=set)
@@ -70,7 +71,8 @@ def match_names(
     where other ranks have tensors that consist of others, the version has other names.
     """
     shards = {leaf.name.removesuffix(f".{leaf.path[-1]}") for leaf in leaves if isinstance(leaf.value, ShardPart)}
-    found, match = finder.found, NameMatch(elsewhere={*empty, *shards})
+    described = {leaf.name for leaf in leaves if isinstance(leaf.value, WrapperText)}
+    found, match = finder.found, NameMatch(elsewhere={*empty, *shards, *described})
     around = by_container(found.values.values())
     if not finder.complete and not all(is_same(node, found.values, around) for node in nodes):
         around = by_container(finder.read_all().values.values())
@@ -87,7 +89,7 @@ def match_names(
     strangers = {part for name in found.names - match.used - named for part in _around(name)}
     plain = match_values(nodes, around, strangers, seeker.rank)
     match.new.update(plain.values)
-    match.used.update(plain.used)
+    match.used.update(plain.used - described)
     match.whole.extend(leaf for leaf in plain.missing if found.chunks.get(leaf.name))
     match.used.update(leaf.name for leaf in match.whole)
     match.missing.extend(leaf for leaf in plain.missing if leaf.name not in match.used)
@@ -135,14 +137,16 @@ def is_within(name: str, others: Collection[str]) -> bool:
 
 def _places(leaves: Sequence[Leaf]) -> Mapping[str, Path]:
     """Where an ``AsSaved`` may stand."""
-    found = {leaf.name: leaf.path for leaf in leaves if not leaf.is_tensor}
+    wrappers = {leaf.path[:-1] for leaf in leaves if isinstance(leaf.value, WrapperText)}
+    found = {leaf.name: leaf.path for leaf in leaves if not leaf.is_tensor and leaf.path[:-1] not in wrappers}
     for leaf in leaves:
         name, path = leaf.name, leaf.path
         while len(path) > 1:
             name, path = name[: -1 - len(str(path[-1][1] if isinstance(path[-1], tuple) else path[-1]))], path[:-1]
             if name in found:
                 break
-            found[name] = path
+            if path not in wrappers:
+                found[name] = path
     return found
 
 

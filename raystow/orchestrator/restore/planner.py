@@ -19,7 +19,7 @@ from ...storage.value_tree import nested
 from ...storage.version import Version
 from ..save.shards import Shard, shard_of
 from ..save.state_tree import Leaf, Path, State, boxes, flatten, show
-from ..save.wrapper_tensors import WrapperText
+from ..save.wrapper_tensors import ShardPart, WrapperText
 from .as_saved import AsSaved, load, target
 from .fill import Fill
 from .name_check import (
@@ -103,7 +103,7 @@ def plan_restore(
         elif not chunks or leaf.path in match.new:
             continue
         elif leaf.is_tensor and not _is_replaced(leaf):
-            for shard in _targets(shards, leaf):
+            for shard in () if leaf.name in empty and isinstance(leaf.value, ShardPart) else _targets(shards, leaf):
                 check_target(leaf, shard, version, chunks[0], cast=options.cast)
                 fill.add(shard, chunks)
         elif leaf.is_tensor or leaf in match.whole:

@@ -33,7 +33,7 @@ class WrapperText(str):
 
 
 class ShardPart(Box):
-    """What belongs to one shard, and cannot be restored into others."""
+    """What belongs to one shard, and cannot be restored into others; or nothing, of a shard without elements."""
 
 
 def unwrapped(node: object) -> object:
@@ -85,22 +85,19 @@ def _parts(outer: torch.Tensor, box: Box | None, where: str) -> dict[str, object
         if inner is not getattr(outer, name):
             what = f"{_class_name(outer)}.{name} is a new tensor each time, which cannot be filled in place"
             raise StateError(what, subject=where, remedy="save its parts")
-        if box is None:
-            made[name] = inner
-        elif (part := _part(inner, box)) is not None:
-            made[name] = part
+        made[name] = inner if box is None else _part(inner, box)
     return made
 
 
 def _part(inner: torch.Tensor, box: Box) -> object:
-    """What an inner tensor of a shard is: a box, or a dict with the shard's box as its only key; None if it is nothing."""
+    """What an inner tensor of a shard is: a box, or a dict with the shard's box as its only key."""
     sizes, offset, extent = tuple(inner.shape), box.offset, box.extent
+    if 0 in extent and 0 in sizes:  # other ranks know the shape of the whole
+        return ShardPart(inner, tuple(size or 1 for size in sizes), (0,) * len(sizes), box.ranks)
     split = [d for d, (size, whole) in enumerate(zip(extent, box.shape, strict=True)) if size != whole]
     if all(d < len(sizes) and sizes[d] == extent[d] for d in split):
         shape = tuple(box.shape[d] if d in split else size for d, size in enumerate(sizes))
         return Box(inner, shape, tuple(offset[d] if d in split else 0 for d in range(len(sizes))), box.ranks)
-    if 0 in extent and 0 in sizes:
-        return None
     ranges = ", ".join(f"{low}:{low + size}" for low, size in zip(offset, extent, strict=True))
     owner = f" of rank {box.ranks[0]}" if 0 in extent and box.ranks else ""
     return {f"[{ranges}]{owner}": ShardPart(inner, sizes, (0,) * len(sizes), box.ranks)}

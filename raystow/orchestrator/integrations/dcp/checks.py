@@ -26,6 +26,12 @@ def is_wrapper(planner: SavePlanner | LoadPlanner, key: str) -> bool:
     return is_tensor(tensor) and inner_tensors(unwrapped(tensor), f'state_dict["{key}"]') is not None
 
 
+def is_elsewhere(planner: LoadPlanner, key: str) -> bool:
+    """Whether other ranks have all elements of the DTensor at ``key``, where it may consist of other tensors."""
+    tensor = getattr(planner, "state_dict", {}).get(key)
+    return isinstance(tensor, DTensor) and 0 in tensor._local_tensor.shape and 0 not in tensor.shape
+
+
 def refuse_wrappers(planner: LoadPlanner, key: str) -> None:
     """Raise ``StateError`` if DCP would replace a tensor that consists of others, or any part of it, by a dict."""
     value = getattr(planner, "state_dict", {}).get(key)

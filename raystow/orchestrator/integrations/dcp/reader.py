@@ -27,7 +27,7 @@ from ...save.shards import Shard, shard_of
 from ...save.state_tree import Leaf, is_tensor, show
 from ...save.wrapper_tensors import unwrapped
 from .checkpoint_id import is_id, parse_id
-from .checks import check_placed, is_wrapper, refuse_torch_files, refuse_wrappers
+from .checks import check_placed, is_elsewhere, is_wrapper, refuse_torch_files, refuse_wrappers
 from .version_metadata import UnreadMetadata, VersionMetadata
 from .wrapper_targets import wrapper_targets
 
@@ -137,7 +137,8 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
             wrappers = [key for key in keys if is_wrapper(planner, key)]
             for shard, chunks in wrapper_targets(self.version, planner, wrappers):
                 fill.add(shard, chunks)
-            others = [item for item in plan.items if item.dest_index.fqn not in wrappers]
+            nothing = {key for key in keys if is_elsewhere(planner, key)}
+            others = [item for item in plan.items if item.dest_index.fqn not in nothing.union(wrappers)]
             items = [item for item in others if item.type is not LoadItemType.BYTE_IO]
             targets = [unwrapped(planner.resolve_tensor(item)).detach() for item in items]
             for item, target in zip(items, targets, strict=True):

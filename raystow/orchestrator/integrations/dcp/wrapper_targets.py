@@ -20,7 +20,7 @@ _WHAT = "state_dict"
 
 
 def wrapper_targets(version: Version, planner: LoadPlanner, keys: Collection[str]) -> list[tuple[Shard, list[Chunk]]]:
-    """Return the inner tensors of the state at ``keys``, with the chunks that they are filled from.
+    """Return the inner tensors of the state at ``keys`` that have elements, with the chunks that they are filled from.
 
     Raises:
         StateError: The version has other tensors there.
@@ -33,6 +33,8 @@ def wrapper_targets(version: Version, planner: LoadPlanner, keys: Collection[str
         if isinstance(leaf.value, WrapperText):
             check_wrapper(leaf, version, values.loads(texts[leaf.name]) if leaf.name in texts else None, what=_WHAT)
             continue
+        if _is_nothing(leaf):
+            continue
         chunks = version.chunks.get(leaf.name, [])
         for shard in (shard_of(box, what=_WHAT) for box in boxes(leaf, _WHAT)):
             check_target(leaf, shard, version, chunks[0], cast=False, what=_WHAT)
@@ -41,7 +43,7 @@ def wrapper_targets(version: Version, planner: LoadPlanner, keys: Collection[str
 
 
 def _check_names(leaves: list[Leaf], keys: set[str], saved: Collection[str]) -> None:
-    names = {leaf.name for leaf in leaves}
+    names = {leaf.name for leaf in leaves if not _is_nothing(leaf)}
     others = {leaf.name.removesuffix(f".{leaf.path[-1]}") for leaf in leaves if isinstance(leaf.value, ShardPart)}
     extra = {name for name in saved if is_within(name, keys) and not is_within(name, others)} - names
     for title, found in (("in the state but not saved", names - {*saved}), ("saved but not in the state", extra)):
@@ -50,3 +52,7 @@ def _check_names(leaves: list[Leaf], keys: set[str], saved: Collection[str]) -> 
             raise StateError(
                 f"{title}: {listed}", subject=_WHAT, remedy="pass tensors like those that were saved, in the same layout"
             )
+
+
+def _is_nothing(leaf: Leaf) -> bool:
+    return isinstance(leaf.value, ShardPart) and 0 in leaf.value.extent
