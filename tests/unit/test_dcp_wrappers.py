@@ -65,7 +65,7 @@ def test_other_classes_and_metadata_are_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "other").rglob("*.pack"))
 
 
-def test_wrappers_in_values_that_dcp_does_not_flatten_are_refused(tmp_path: Path) -> None:
+def test_wrappers_in_values_of_dcp_are_refused(tmp_path: Path) -> None:
     state = {"t": (Quantized.random((6, 5)),)}
     save(state, tmp_path)
     assert 'state_dict["t"]: consists of others' in failure({"t": (state["t"][0].blank(),)}, tmp_path)

@@ -395,7 +395,7 @@ def test_strided_shards_of_several_boxes_are_resharded() -> None:
 
 
 @pytest.mark.parametrize("leaf", [two(3), raystow.Box(torch.ones(3), (3,), (0,))], ids=["wrapper", "box"])
-def test_states_that_are_built_from_leaves_alone_refuse_parts_of_tensors(leaf: Any) -> None:
+def test_states_built_from_leaves_refuse_parts_of_tensors(leaf: Any) -> None:
     """Else a ``client_state`` would have a dict in place of the tensor."""
     with pytest.raises(StateError, match=r"cannot be sent or stored as a value"):
         text_of({"w": leaf}, "client_state")

@@ -29,7 +29,7 @@ class AsSaved(Placeholder):
     For state that grows: a replay buffer, the history of LBFGS, the state of an optimizer that has not made a step. After the
     restore the dict, list or tuple around it has in its place what the version has: tensors on ``device``, numpy arrays, and this
     rank's plain values. Tensors that ranks have saved in shards come back whole, as plain tensors, so each rank needs memory for
-    all of them.
+    all of them. Tensor subclasses come back as dicts of their inner tensors.
 
     Args:
         device: The device of tensors, as ``torch.device`` takes it.

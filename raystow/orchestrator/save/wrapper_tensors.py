@@ -2,7 +2,7 @@
 ``__tensor_flatten__``, and of a text that describes the wrapper itself.
 
 An inner tensor of a shard whose size along each sharded dimension is that of the shard is a box of a whole tensor, and may be
-resharded. All others, such as the scales of blocks, is stored by itself, under the name of the shard's box: it is restored only
+resharded. Any other, such as the scales of blocks, is stored by itself, under the name of the shard's box: it is restored only
 where the same box is sharded, bit for bit.
 """
 
@@ -13,7 +13,7 @@ import enum
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from ...storage.errors import StateError
 from .box import Box
@@ -21,6 +21,8 @@ from .dtensor_layout import dtensor_shard, is_dtensor
 
 if TYPE_CHECKING:
     import torch
+
+_Node = TypeVar("_Node")
 
 DESCRIPTION = "__class__"
 """The name of the text that describes a wrapper; no inner tensor has it."""
@@ -36,7 +38,7 @@ class ShardPart(Box):
     """What belongs to one shard, and cannot be restored into others; or nothing, of a shard without elements."""
 
 
-def unwrapped(node: object) -> object:
+def unwrapped(node: _Node) -> _Node:
     """The tensor that an asynchronous collective makes, when it has ended; any other node itself."""
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     while collectives is not None and isinstance(node, collectives.AsyncCollectiveTensor):
