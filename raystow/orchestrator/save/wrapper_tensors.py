@@ -2,7 +2,7 @@
 ``__tensor_flatten__``, and of a text that describes the wrapper itself.
 
 An inner tensor of a shard whose size along each sharded dimension is that of the shard is a box of a whole tensor, and may be
-resharded. Any other, such as the scales of blocks, is stored by itself, under the name of the shard's box: it is restored only
+resharded. Others, such as the scales of blocks, are stored by themselves, under the name of the shard's box: they are restored only
 where the same box is sharded, bit for bit.
 """
 

@@ -33,13 +33,13 @@ def is_elsewhere(planner: LoadPlanner, key: str) -> bool:
 
 
 def refuse_wrappers(planner: LoadPlanner, key: str) -> None:
-    """Raise ``StateError`` if DCP would replace a tensor that consists of others, or any part of it, by a dict."""
+    """Raise ``StateError`` if DCP would replace a tensor that consists of others by a dict."""
     value = getattr(planner, "state_dict", {}).get(key)
     described = isinstance(value, dict | list | tuple) and any(
         isinstance(leaf.value, WrapperText) for leaf in flatten({key: value})
     )
-    if described or is_tensor(value):
-        what = "consists of others in the version or in the state, and DCP does not fill it in place"
+    if described:
+        what = "contains a tensor that consists of others, and DCP does not fill it in place"
         raise StateError(
             what, subject=f'state_dict["{key}"]', remedy="pass a tensor like the one that was saved, in dicts and lists"
         )
