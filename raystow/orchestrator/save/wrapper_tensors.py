@@ -2,8 +2,8 @@
 ``__tensor_flatten__``, and of a text that describes the wrapper itself.
 
 An inner tensor of a shard whose size along each sharded dimension is that of the shard is a box of a whole tensor, and may be
-resharded. Others, such as the scales of blocks, are stored by themselves, under the name of the shard's box: they are restored only
-where the same box is sharded, bit for bit.
+resharded. Others, such as the scales of blocks, are stored by themselves, under the name of the shard's box: they are restored
+only where the same box is sharded, bit for bit.
 """
 
 from __future__ import annotations
