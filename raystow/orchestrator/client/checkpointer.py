@@ -437,7 +437,7 @@ class Checkpointer:
         """Wait for the saves in flight as ``wait`` does, and for callbacks up to a minute; then disconnect from the node worker.
 
         Afterwards ``save`` and ``restore_latest`` raise ``StateError``, and another ``close`` does nothing. At the end of a
-        ``with`` block that raises, failed saves are only logged.
+        ``with`` block that raises, failed saves are only logged. A process that ends without ``close`` waits 20 s for its saves.
 
         Raises:
             SaveFailed: As ``wait``; everything is released then, too.
