@@ -45,8 +45,8 @@ from ...workers.protocol.messages import (
     UnusedNames,
 )
 from .. import ray_cluster
-from .attempt import Attempt, Phase
-from .attempts import ANOTHER_RUN, Coordinator
+from .attempt import ANOTHER_RUN, Attempt, Phase
+from .attempts import Coordinator
 from .opened import OpenedRepository
 from .save_costs import newest_records
 from .segments import stored_entries

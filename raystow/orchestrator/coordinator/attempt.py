@@ -28,6 +28,9 @@ class Phase(enum.Enum):
         return self in (Phase.COMMITTED, Phase.ABORTED)
 
 
+ANOTHER_RUN = 'if another run writes here, stop it or give it a URI of its own; on_fenced="takeover" takes the repository over'
+"""The remedy for two runs with one repository."""
+
 NodeResult = tuple[FragmentInfo, tuple[PackInfo, ...]]
 """What one node has stored: its manifest fragment and its packs."""
 

@@ -21,7 +21,7 @@ from ...storage.root_register import BEGIN_ANEW
 from ...workers.protocol.coordinator_client import differing, total
 from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksLate, RestoreVote, Ticket, UnusedNames
 from ..late_ranks import LATE, next_warning, process_name
-from .attempt import Attempt, Phase, first_differences, version_record
+from .attempt import ANOTHER_RUN, Attempt, Phase, first_differences, version_record
 from .delta_schedule import DeltaGroup, after
 from .save_costs import SaveCosts
 from .save_schedule import SaveSchedule
@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 _MISSED = 16  # steps of which failed saves are remembered
 _RESTORES = 16  # restores that the next version reports
-
-ANOTHER_RUN = 'if another run writes here, stop it or give it a URI of its own; on_fenced="takeover" takes the repository over'
-"""The remedy for two runs with one repository."""
 
 
 class Coordinator:
