@@ -24,11 +24,11 @@ from raystow.orchestrator.restore.plan import MEMORY, PEER, STORE, Rates, Source
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.orchestrator.restore.what_if import plan_world
 from raystow.storage.clock import SYSTEM
-from raystow.storage.errors import StateError
+from raystow.storage.errors import RankRestarted, StateError
 from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.version import Version
-from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
+from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
 
 MIB = 1 << 20
 
@@ -213,6 +213,37 @@ def test_a_restore_logs_its_plan_and_the_bytes_by_source(caplog):
         "memory": pytest.approx(mine, abs=0.1),
         "store": pytest.approx(others, abs=0.1),
     }
+
+
+def test_ranks_compare_names_again_after_a_restart(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank has written nothing by then. It asks about names only if the ranks restore different ones."""
+
+    class Comparing(Port):
+        def __init__(self, choice: RestoreChoice) -> None:
+            super().__init__(choice)
+            self.answers, self.compared = [None, b"", b""], list[bytes]()
+
+        def compare(self, told: UnusedNames) -> bytes:
+            self.compared.append(told.unused)
+            if (answer := self.answers.pop(0)) is None:
+                raise RankRestarted("rank 1 was restarted", remedy="restore again")
+            return answer
+
+    with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
+        saved = cluster.save(two_tensors(1), step=5)  # a, b, lr, n
+        port = Comparing(RestoreChoice(saved.entry, alike=False))
+        for into in ({"a": torch.zeros(3 * MIB), "lr": 0, "n": 0}, two_tensors(2) | {"n": 0}):
+            vote = RestoreVote(0, 2, "me", 1, 60.0)
+            agreement = ClusterAgreement(cluster.repository, port, vote, itertools.count(2), lambda: cluster.address(0))
+            assert restore_agreed(cluster.repository, into, agreement, RestoreOptions(0, 2)) == saved
+            assert torch.equal(into["a"], two_tensors(1)["a"])
+            port.answers = port.answers[-2:]
+        assert port.compared == [bytes([2]), bytes([2]), b""]
+        into, port.answers = {"a": torch.zeros(3 * MIB), "lr": 0}, [bytes([8])]
+        agreement = ClusterAgreement(cluster.repository, port, vote, itertools.count(2), lambda: cluster.address(0))
+        with pytest.raises(StateError, match="saved but not in `into`: n "):
+            restore_agreed(cluster.repository, into, agreement, RestoreOptions(0, 2))
+        assert (into["a"].count_nonzero(), port.compared[-1]) == (0, bytes([2 + 8]))
 
 
 def test_ranks_of_a_node_read_the_record_once():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from local_cluster import LocalCluster
+from wrapper_classes import Quantized
 
 import raystow
 from raystow import Boxes
@@ -92,6 +93,13 @@ def test_containers_keep_their_identity(tmp_path: Path) -> None:
     assert (into["one"], into["two"]) == ([1], [2])
 
 
+def test_keys_keep_their_order(tmp_path: Path) -> None:
+    version = saved(tmp_path, {"x": {"a": 1, "b": 2, "c": 3}, "w": weight(1)})
+    into = {"x": OrderedDict(c=0, gone=0, a=0), "w": weight()}
+    version.restore(into)
+    assert list(into["x"].items()) == [("c", 3), ("a", 1), ("b", 2)]
+
+
 def test_an_error_leaves_plain_values_as_they_were(tmp_path: Path) -> None:
     version = saved(tmp_path, {"x": [7, 8, 9], "w": weight(1)})
     into = {"x": [1, 2], "w": torch.zeros(3)}
@@ -145,6 +153,14 @@ def test_a_marker_in_a_tuple_and_of_sharded_tensors(tmp_path: Path) -> None:
     into = {"t": (raystow.AsSaved(), 0), "w": raystow.AsSaved()}
     version.restore(into)
     assert same(into, {"t": ([weight(1)], 3), "w": weight(2)})
+
+
+def test_a_marker_makes_no_tensor_that_consists_of_others(tmp_path: Path) -> None:
+    version = saved(tmp_path, {"optim": {"m": Quantized.random((8,))}})
+    into = {"optim": raystow.AsSaved()}
+    with pytest.raises(raystow.StateError, match=r'into\["optim"\]\["m"\]: AsSaved cannot make'):
+        version.restore(into)
+    assert isinstance(into["optim"], raystow.AsSaved)
 
 
 def test_a_marker_for_a_name_that_was_not_saved_is_missing(tmp_path: Path) -> None:

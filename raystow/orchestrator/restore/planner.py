@@ -19,7 +19,7 @@ from ...storage.value_tree import nested
 from ...storage.version import Version
 from ..save.shards import Shard, shard_of
 from ..save.state_tree import Leaf, Path, State, boxes, flatten, show
-from ..save.wrapper_tensors import ShardPart, WrapperText
+from ..save.wrapper_tensors import DESCRIPTION, WRAPPER, ShardPart, WrapperText
 from .as_saved import AsSaved, load, target
 from .fill import Fill
 from .name_check import (
@@ -128,7 +128,10 @@ def _as_saved(version: Version, path: Path, marker: AsSaved, match: NameMatch, f
     parts = dict[ValuePath, object]()
     for within, part in match.marked[path].items():
         if isinstance(part, Value):
-            parts[within] = load(part)
+            parts[within] = value = load(part)
+            if within[-1:] == (DESCRIPTION,) and isinstance(value, str) and value.startswith(WRAPPER):
+                what = "AsSaved cannot make a tensor that consists of others"
+                raise StateError(what, subject=show((*path, *within[:-1]), "into"), remedy="pass one like the one that was saved")
             continue
         parts[within] = made = target(version, part, marker.device)
         if not isinstance(made, np.generic):

@@ -52,7 +52,7 @@ def none_left(uri: str, version: str, last: Entry, damage: str, *, whole: bool) 
         remedy = 'choose another version; "latest" takes the newest one that is whole'
         return Damaged(damage, subject=f"version {last.id} (step {last.step})", remedy=remedy)
     what = "no version is whole and holds all that is asked for" if whole else "no version is whole"
-    remedy = "strict=False and an `into` without the optimizer's state restore the weights of a thinned version" if whole else ""
+    remedy = "an `into` without the optimizer's state restores the weights of a thinned version" if whole else ""
     return Damaged(f"{what}; the last, {last.id}: {damage}", subject=uri, remedy=remedy)
 
 

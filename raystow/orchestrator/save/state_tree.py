@@ -183,10 +183,10 @@ def _renewed(old: object, new: object, renewed: set[int]) -> object:
     one that is in two places gets it in the first only."""
     if isinstance(old, dict) and isinstance(new, dict) and id(old) not in renewed:
         renewed.add(id(old))
-        content = {key: _renewed(old.get(key), child, renewed) for key, child in new.items()}
-        if list(old) != list(content):
-            old.clear()
-        old.update(content)
+        for key in old.keys() - new.keys():
+            del old[key]
+        for key, child in new.items():  # keys that were there keep their order, which versions do not have
+            old[key] = _renewed(old.get(key), child, renewed)
         return old
     if isinstance(old, list) and isinstance(new, list) and id(old) not in renewed:
         renewed.add(id(old))

@@ -26,6 +26,8 @@ _Node = TypeVar("_Node")
 
 DESCRIPTION = "__class__"
 """The name of the text that describes a wrapper; no inner tensor has it."""
+WRAPPER = '{"class": '
+"""The beginning of that text."""
 
 
 class WrapperText(str):

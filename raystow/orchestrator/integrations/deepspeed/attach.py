@@ -110,7 +110,7 @@ class AttachedEngine:
         if not moments:
             del into["optim"]
         try:
-            restored = self._checkpointer.restore(into, version, strict=strict and moments)
+            restored = self._checkpointer.restore(into, version, strict=strict, allow_unused=() if moments else "optim")
         except StateError as error:
             if moments and "optim." in error.what:
                 kind = type(engine.optimizer.optimizer).__name__
