@@ -26,6 +26,7 @@ from .engine_state import (
     apply_moments,
     apply_progress,
     apply_weights,
+    check_groups,
     client_state_of,
     engine_state,
     gather_persistent,
@@ -123,6 +124,8 @@ class AttachedEngine:
         if not into["progress"]:  # possible without ``strict``
             what = f"version {restored.id} was not saved by raystow.deepspeed; the model is in an undefined state now"
             raise StateError(what, remedy="restore its weights before deepspeed.initialize")
+        if moments:
+            check_groups(found)
         with tried("deepspeed", "0.19"):
             apply_weights(engine, found)
             if moments:

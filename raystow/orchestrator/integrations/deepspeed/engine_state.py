@@ -74,6 +74,16 @@ def engine_state(engine: Engine) -> EngineState:
     return found
 
 
+def check_groups(found: EngineState) -> None:
+    """``StateError`` if the version has the parameters in other groups: a list of plain values is restored whatever its
+    length."""
+    sizes = [len(group.parameters) for group in found.groups]
+    saved = [len(group["params"]) for group in found.tree["optim"]["param_groups"]]
+    if sizes != saved:
+        what = f"the optimizer's groups have {sizes} parameters, but the version holds groups of {saved}"
+        raise StateError(f"{what}; the model is in an undefined state now", remedy="use the groups of the save")
+
+
 def apply_moments(engine: Engine, found: EngineState) -> None:
     """Give the optimizer the restored values that are no tensors: steps and options."""
     for state, restored in found.steps:
