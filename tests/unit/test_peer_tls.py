@@ -201,7 +201,7 @@ def test_each_worker_has_its_own_key_pair_and_leaves_no_file() -> None:
     certificates = {server_context()[1] for _ in range(3)}
     assert len(certificates) == 3
     assert "PRIVATE" not in "".join(certificates)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(os.listdir("/proc/self/fd")) <= len(before)  # other threads may close files
 
 
 @pytest.mark.parametrize(
