@@ -99,14 +99,17 @@ class S3Store(Bucket[S3Clients]):
                     raise ANSWERS.error(0, code, operation="DELETE", subject=subject)
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """As the protocol says: multipart uploads, page by page; the token is the upload's id."""
+        """As the protocol says: multipart uploads, page by page; the token is the upload's id.
+
+        Starts are in whole seconds, like the times of objects: else what was just begun would be later than the store's clock.
+        """
         with boto_errors("LIST of multipart uploads", self.uri):
             pages = self._clients.decide.get_paginator("list_multipart_uploads")
             for page in pages.paginate(Bucket=self._bucket, Prefix=self._below):
                 for entry in page.get("Uploads", ()):
                     key = entry["Key"][len(self._below) :]
                     if checks.is_key(key):
-                        yield Unfinished(key, entry["UploadId"], entry["Initiated"].timestamp())
+                        yield Unfinished(key, entry["UploadId"], int(entry["Initiated"].timestamp()))
 
     def abort(self, unfinished: Iterable[Unfinished]) -> None:
         """As the protocol says. A part that is on its way at this moment may still arrive: then the upload is listed again."""
