@@ -50,15 +50,25 @@ def memory_of_a_rank(value: object, *, name: str = "memory", least: int = 8 * SL
 
 
 def metrics_of(metrics: object) -> dict[str, object]:
-    """The metrics of a save: plain values by name."""
+    """The metrics of a save: plain values by name. A tensor, array or numpy scalar becomes the number that it has."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
         raise refused("metrics", metrics, "a dict of plain values by name", "None")
-    for name, value in metrics.items():
+    found = {name: _number_in(value) for name, value in metrics.items()}
+    for name, value in found.items():
         if not isinstance(name, str) or not values.is_plain(value):
-            instead = f"metrics[{name!r:.80}].item()" if hasattr(value, "item") else ""
-            raise refused(f"metrics[{name!r:.80}]", value, "plain values by name", instead)
+            raise refused(f"metrics[{name!r:.80}]", value, "plain values by name")
         if len(name) > MAX_NAME or any("\ud800" <= c <= "\udfff" for c in name):
             raise refused("a name of metrics", name, f"at most {MAX_NAME:,} characters that UTF-8 can encode")
-    return dict(metrics)
+    return found
+
+
+def _number_in(value: object) -> object:
+    """The number in a tensor or array of one element, or in a numpy scalar; else the value itself."""
+    if (item := getattr(value, "item", None)) is None:
+        return value
+    try:
+        return item()
+    except (RuntimeError, TypeError, ValueError):  # it has several elements
+        return value

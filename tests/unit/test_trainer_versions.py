@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 import raystow
 from raystow.orchestrator.integrations import training_state
+from raystow.orchestrator.save import value_tree
 from raystow.storage.errors import SaveFailed, StateError
 
 
@@ -36,8 +36,9 @@ def test_a_callback_restores_the_requested_version(option: dict[str, str], asked
     model, run = nn.Linear(2, 2), EmptyRun()
     optimizer = torch.optim.AdamW(model.parameters())
 
-    loops = SimpleNamespace(state_dict=dict)
-    trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[], fit_loop=loops, global_step=0, callbacks=[])
+    plugin = SimpleNamespace(state_dict=dict)
+    parts = {"datamodule": None, "precision_plugin": plugin, "callbacks": []}
+    trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[], global_step=0, **parts)
     raystow.lightning.Checkpointing(run, every_n_steps=1, **option).on_fit_start(trainer, model)
     assert not optimizer.state, "Adam would begin to count at 1"
 
@@ -139,7 +140,7 @@ def test_a_step_is_saved_after_its_evaluation(tmp_path: Path, strategy: str, eva
     metrics = {step: metrics for step, (_, metrics) in whole.saved.items()}
     assert metrics.keys() == {2, 4, 6, 8}
     assert {step: of["eval_loss"] for step, of in metrics.items() if "eval_loss" in of} == evaluated
-    state = json.loads(whole.saved[8][0]["trainer"])["state"]
+    state = value_tree.loads(whole.saved[8][0]["trainer"])["state"]
     assert state["best_metric"] == min(evaluated.values())
     counter = state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]["early_stopping_patience_counter"]
     assert counter == len(set(evaluated.values())) - 1

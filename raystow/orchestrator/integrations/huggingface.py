@@ -21,6 +21,7 @@ from transformers.trainer_callback import ExportableState
 from ...storage.addresses import local_path
 from ...storage.arguments import integer
 from ...storage.errors import StateError
+from ...storage.format.values import is_plain
 from ...storage.version_selector import LATEST, VersionSelector
 from ..client.checkpointer import Checkpointer
 from ..journal.journal import Journal
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 class Checkpointing(TrainerCallback):
     """Save every so many optimizer steps, and resume from a version.
 
-    Saved are weights, optimizer, learning rate scheduler, the Trainer's state, and torch's random generators. The numbers that
+    Saved are weights, optimizer, learning rate scheduler, the Trainer's state, and random generators. The numbers that
     the Trainer logged last become the version's metrics: a step is saved after its evaluation. Pass ``save_strategy="no"`` to the
     arguments, or the Trainer saves files as well. Works with plain tensors and DTensors: a single device, or DDP, whose fp16
     gradient scale is not saved; and with DeepSpeed's ZeRO 1, 2 and 3, if ``resume`` is called before each training.
@@ -57,6 +58,7 @@ class Checkpointing(TrainerCallback):
         self._checkpointer, self._steps = checkpointer, integer("every_n_steps", every_n_steps, least=1)
         self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
         self._journal: Journal | None = None
+        self._state: State | None = None
         self._restored: State | None = None
         self._folder: Path | None = None
         self._engine: TrainerEngine | None = None
@@ -84,11 +86,14 @@ class Checkpointing(TrainerCallback):
         optimizer = trainer.create_optimizer()
         for group in optimizer.param_groups:  # as the learning rate schedule does, which the Trainer makes later
             group.setdefault("initial_lr", group["lr"])
-        restored = training_state.restored(self._checkpointer, version, trainer.model, [optimizer])
-        attempt, state = ("start", None) if restored is None else (restored[0].attempt, restored[1])
-        if self._journaled:
-            state = self._replay(trainer.model, optimizer, state) or state
-        return None if state is None else self._resume_from(trainer, trainer.model, state, attempt)
+        found = training_state.restored(self._checkpointer, version, trainer.model, [optimizer])
+        attempt, state, progress = ("start", None, None) if found is None else (found[0].attempt, *found[1:])
+        if self._journaled and (replayed := self._replay(trainer.model, optimizer, state)) is not None:
+            state, progress = replayed
+        if progress is None:
+            return None
+        self._state = state
+        return self._resume_from(trainer, trainer.model, progress, attempt)
 
     def _resume_engine(self, trainer: Trainer, version: VersionSelector) -> str | None:
         """Attach DeepSpeed's engine, which exists only later, and return a folder that the Trainer accepts."""
@@ -99,34 +104,60 @@ class Checkpointing(TrainerCallback):
         self._engine = TrainerEngine(trainer, self._checkpointer, version)
         if (found := self._engine.client_state()) is None:
             return None
-        restored, state = found
-        return self._resume_from(trainer, None, state, restored.attempt)
+        restored, progress = found
+        return self._resume_from(trainer, None, progress, restored.attempt)
 
-    def _resume_from(self, trainer: Trainer, model: torch.nn.Module | None, restored: State, attempt: str) -> str:
-        """Load ``restored`` when the training begins; return the folder for the Trainer, which one process of a machine makes."""
-        self._restored = restored
+    def _resume_from(self, trainer: Trainer, model: torch.nn.Module | None, progress: State, attempt: str) -> str:
+        """Load ``progress`` when the training begins; return the folder for the Trainer, which one process of a machine makes."""
+        self._restored = progress
         self._folder = local_path("output_dir", trainer.args.output_dir) / f"raystow-{platform.node()}-{attempt}"
         with trainer.args.main_process_first(local=True):
             if not self._folder.exists():
-                _write(self._folder, model, json.loads(restored["trainer"])["state"])
+                _write(self._folder, model, progress["state"])
         return os.fspath(self._folder)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Load the restored state: not earlier, since the Trainer makes and starts a new learning rate schedule before this."""
         if self._engine is not None:
             self._engine.begun()
+        if self._state is not None:
+            training_state.load(parts["model"], [_unwrapped(parts["optimizer"])], self._state)
+            self._state = None
         if self._restored is not None:
-            if self._engine is None:
-                training_state.load(parts["model"], [_unwrapped(parts["optimizer"])], self._restored)
             scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
-            scheduler.load_state_dict(json.loads(self._restored["trainer"])["scheduler"])
+            scheduler.load_state_dict(self._restored["scheduler"])
+            self._load_trainer_state(args, state)
+        training_state.progress_text(self._progress(state, control, parts))  # so that a save of it cannot fail later
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
+        """Save the last step of the epoch before, if it is due. Set the random generators if the save was made between epochs."""
+        self._save(args, state, control, parts)
+        if self._restored is not None and self._restored["state"]["epoch"] % 1 == 0:
+            self._load_generators()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Save the step before, if it is due. Set the random generators, once and only now: skipping data uses them."""
         self._save(args, state, control, parts)
         if self._restored is not None:
-            training_state.load_rng(self._restored)
-            self._restored = None
+            self._load_generators()
+
+    def _load_trainer_state(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Load what the folder of ``resume`` does not have: what JSON would change, such as the states of callbacks."""
+        assert self._restored is not None
+        for name, value in self._restored["state"].items():
+            if not is_plain(value):
+                setattr(state, name, value)
+        if not args.restore_callback_states_from_checkpoint:
+            return
+        for name, saved in state.stateful_callbacks.items():
+            own = [one for one in self._others if isinstance(one, ExportableState) and type(one).__name__ == name]
+            for callback, made_from in zip(own, saved if isinstance(saved, list) else [saved], strict=False):
+                vars(callback).update(vars(callback.from_state(made_from)))
+
+    def _load_generators(self) -> None:
+        assert self._restored is not None
+        training_state.load_generators(self._restored["generators"])
+        self._restored = None
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Wait until the tensors of the saves in flight have been read."""
@@ -135,8 +166,7 @@ class Checkpointing(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Record the step, and save at the interval of steps: as soon as the Trainer has logged and evaluated."""
         if self._journal is not None:
-            values = {"trainer": self._progress(state, control, parts), **training_state.rng()}
-            self._journal.record(state.global_step, values=values)
+            self._journal.record(state.global_step, values=self._progress(state, control, parts))
         self._due = state.global_step % self._steps == 0
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
@@ -148,30 +178,34 @@ class Checkpointing(TrainerCallback):
         if not self._due:
             return
         self._due = False
-        logged = {name: value for logs in state.log_history for name, value in logs.items() if isinstance(value, int | float)}
-        text = {"trainer": self._progress(state, control, parts)}
+        logged = {name: value for logs in state.log_history for name, value in logs.items()}
+        metrics, progress = training_state.metrics_of(logged), self._progress(state, control, parts)
         if self._engine is not None and self._engine.attached is not None:
-            self._engine.attached.save({**training_state.rng(), **text}, logged)
+            self._engine.attached.save(progress, metrics)
             return
         if getattr(args, "hf_deepspeed_config", None) is not None:
             raise StateError("the engine of DeepSpeed is not known", remedy="call resume(trainer) before trainer.train")
-        held = training_state.state_of(parts["model"], [_unwrapped(parts["optimizer"])])
-        self._checkpointer.save({**held, **text}, step=state.global_step, metrics=logged)
+        held = training_state.saved(parts["model"], [_unwrapped(parts["optimizer"])], progress)
+        self._checkpointer.save(held, step=state.global_step, metrics=metrics)
 
-    def _progress(self, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> str:
-        """The text of the states of the Trainer, its callbacks and the learning rate schedule."""
+    def _progress(self, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> State:
+        """The states of the Trainer, its callbacks, the learning rate schedule and the random generators."""
         stateful = [part for part in (*self._others, control) if isinstance(part, ExportableState)]
         state.stateful_callbacks.update(TrainerState(stateful_callbacks=stateful).stateful_callbacks)
         scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
-        return training_state.progress_text({"state": dataclasses.asdict(state), "scheduler": scheduler.state_dict()})
+        fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+        fields["log_history"] = training_state.log_of(state.log_history)
+        return {"state": fields, "scheduler": scheduler.state_dict(), "generators": training_state.generators()}
 
-    def _replay(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, restored: State | None) -> State | None:
-        """Replay the journal; return the state that was reached, or None if nothing was replayed."""
+    def _replay(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, restored: State | None
+    ) -> tuple[State, State] | None:
+        """Replay the journal; return the state and the progress that were reached, or None if nothing was replayed."""
         if restored is not None:
             training_state.load(model, [optimizer], restored)
         self._journal = self._checkpointer.journal(model, optimizer, durable_every=self._durable_every)
         values = self._journal.replay()
-        return None if values is None else {**training_state.state_of(model, [optimizer]), **values}
+        return None if values is None else (training_state.state_of(model, [optimizer]), values)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Save the last step, if it is due, and wait for it as ``Checkpointer.wait``. Remove the folder of ``resume``."""
@@ -202,6 +236,6 @@ def _write(folder: Path, model: torch.nn.Module | None, state: Mapping[str, obje
             (made / "global_step0").mkdir()
         else:
             save_model(model, os.fspath(made / "model.safetensors"))  # save_pretrained would on rank 0 alone
-        (made / "trainer_state.json").write_text(json.dumps(state))
+        (made / "trainer_state.json").write_text(json.dumps({name: value for name, value in state.items() if is_plain(value)}))
         with contextlib.suppress(OSError):
             made.rename(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Callable
 
 import lightning.pytorch
@@ -24,14 +24,13 @@ from ..client.checkpointer import Checkpointer
 from ..journal.journal import Journal
 from ..save.state_tree import State
 from . import training_state
-from .value_text import text_of, value_of
 
 
 class Checkpointing(Callback):
     """Restore a version when ``fit`` starts, and save regularly.
 
-    Saved are weights, optimizers, learning rate schedulers, the progress of the Trainer's loops, torch's random generators, and
-    the states of the datamodule, of the precision plugin (the loss scale) and of the other callbacks, with what they and the
+    Saved are weights, optimizers, learning rate schedulers, the progress of the Trainer's loops, random generators, and the
+    states of the datamodule, of the precision plugin (the loss scale) and of the other callbacks, with what they and the
     module add in ``on_save_checkpoint``: plain values, small tensors, and dicts, lists and tuples of these. Their
     ``on_load_checkpoint`` is called when the weights are loaded. Callbacks that replace the weights of a checkpoint, such as
     ``WeightAveraging``, are not supported.
@@ -74,21 +73,31 @@ class Checkpointing(Callback):
         self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
         self._journal: Journal | None = None
         self._due = False
+        self._generators: State | None = None
         self._at_epoch_end = _AtEpochEnd(self._save_after_epoch)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the version, if there is one. Add a callback that saves at the ends of epochs."""
         restored = training_state.restored(self._checkpointer, self._version, pl_module, trainer.optimizers)
+        self._generators = None
         if restored is not None:
             training_state.load(pl_module, trainer.optimizers, restored[1])
-            _load_progress(trainer, restored[1])
+            self._generators = _load_progress(trainer, restored[2])
         if self._journaled:
             self._journal = self._checkpointer.journal(pl_module, *trainer.optimizers, durable_every=self._durable_every)
             if (values := self._journal.replay()) is not None:
-                _load_progress(trainer, values)
+                self._generators = _load_progress(trainer, values)
+        _check(trainer)
         self._saved = self._recorded = trainer.global_step
         if self._at_epoch_end not in trainer.callbacks:
             trainer.callbacks.append(self._at_epoch_end)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the random generators in the middle of an epoch: to continue it, Lightning has begun to read the data, which uses
+        them. At the end of an epoch they were set before, since the next one begins so in any training."""
+        if self._generators is not None and not trainer.is_last_batch:
+            training_state.load_generators(self._generators)
+        self._generators = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the saves in flight as ``Checkpointer.wait``, which tells if the last one failed."""
@@ -107,21 +116,21 @@ class Checkpointing(Callback):
         """Record the step, and save at the interval of steps; the last step of an epoch is saved at the epoch's end."""
         if self._journal is not None and trainer.global_step > self._recorded:
             self._recorded = trainer.global_step
-            self._journal.record(trainer.global_step, values={"trainer": _progress(trainer), **training_state.rng()})
+            self._journal.record(trainer.global_step, values=_progress(trainer, "step"))
         self._due = self._steps is not None and trainer.global_step % self._steps == 0
         if self._due and not trainer.is_last_batch:
-            self._save(trainer, pl_module)
+            self._save(trainer, pl_module, "step")
 
     def _save_after_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._due or (self._epochs is not None and (trainer.current_epoch + 1) % self._epochs == 0):
-            self._save(trainer, pl_module)
+            self._save(trainer, pl_module, "epoch")
 
-    def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _save(self, trainer: Trainer, pl_module: LightningModule, ended: str) -> None:
         if trainer.global_step == self._saved:  # gradients are accumulated, or the batch was the epoch's last
             return
         self._saved = trainer.global_step
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        state = {**training_state.state_of(pl_module, trainer.optimizers), "trainer": _progress(trainer)}
+        state = training_state.saved(pl_module, trainer.optimizers, _progress(trainer, ended))
+        metrics = training_state.metrics_of(trainer.callback_metrics)
         self._checkpointer.save(state, step=trainer.global_step, metrics=metrics)
 
 
@@ -136,37 +145,65 @@ class _AtEpochEnd(Checkpoint):
         self._save(trainer, pl_module)
 
 
-def _progress(trainer: Trainer) -> str:
-    """The state of loops, schedulers and other parts."""
-    schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-    parts = {name: text_of(part.state_dict(), name) for name, part in _parts(trainer).items()}
-    parts["checkpoint"] = text_of(_added(trainer), "checkpoint")
-    return training_state.progress_text({"loops": trainer.fit_loop.state_dict(), "schedulers": schedulers, "parts": parts})
+def _progress(trainer: Trainer, ended: str) -> State:
+    """The states of loops, schedulers and other parts, and of the random generators, after a ``step`` or an ``epoch``."""
+    return {
+        "loops": trainer.fit_loop.state_dict(),
+        **_own_states(trainer),
+        "plateaus": _plateaus(trainer, ended),
+        "checkpoint": _added(trainer),
+        "generators": training_state.generators(),
+    }
 
 
-def _load_progress(trainer: Trainer, state: State) -> None:
-    """Load loops, schedulers, other parts and random generators."""
-    progress = json.loads(state["trainer"])
+def _own_states(trainer: Trainer) -> State:
+    """The states that Lightning's parts have at any time."""
+    return {
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "parts": {name: part.state_dict() for name, part in _parts(trainer).items()},
+    }
+
+
+def _plateaus(trainer: Trainer, ended: str) -> list[tuple[int, object]]:
+    """The schedulers that Lightning steps after the hook of this save, as ``ReduceLROnPlateau``, and what they will be given."""
+    at = trainer.current_epoch if ended == "epoch" else trainer.fit_loop.epoch_loop.batch_idx
+    found = []
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        metric = trainer.callback_metrics.get(config.monitor)
+        if config.reduce_on_plateau and config.interval == ended and (at + 1) % config.frequency == 0 and metric is not None:
+            found.append((number, metric))
+    return found
+
+
+def _check(trainer: Trainer) -> None:
+    """Raise ``StateError`` before the training for what its first save would refuse."""
+    states = _own_states(trainer)
+    with contextlib.suppress(Exception):  # of a callback that is not ready; a save asks it again
+        states["callbacks"] = _call_callbacks_state_dict(trainer)
+    training_state.progress_text(states)
+
+
+def _load_progress(trainer: Trainer, progress: State) -> State:
+    """Load loops, schedulers, other parts and random generators. Return the states of the generators."""
     schedulers, saved = trainer.lr_scheduler_configs, progress["schedulers"]
     if len(schedulers) > len(saved):  # fewer are right: StochasticWeightAveraging adds one to them later
         what = f"the training has {len(schedulers)} learning rate schedulers, the version the states of {len(saved)}"
         raise StateError(what, remedy="use the schedulers of the save")
     for config, state_of_scheduler in zip(schedulers, saved, strict=False):
         config.scheduler.load_state_dict(state_of_scheduler)
+    for number, metric in progress["plateaus"]:
+        _call_lightning_module_hook(trainer, "lr_scheduler_step", schedulers[number].scheduler, metric)
     trainer.fit_loop.load_state_dict(progress["loops"])
-    texts = progress.get("parts", {})
     for name, part in _parts(trainer).items():
-        if name in texts and (state_of_part := value_of(texts[name])):
+        if state_of_part := progress["parts"].get(name):
             part.load_state_dict(state_of_part)
-    if "checkpoint" in texts:
-        added = value_of(texts["checkpoint"])
-        if not isinstance(added, dict):
-            raise Damaged("not the states of Lightning's callbacks")
-        checkpoint = {**_checkpoint(trainer), **added}
-        _call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
-        _call_callbacks_on_load_checkpoint(trainer, checkpoint)
-        _call_callbacks_load_state_dict(trainer, checkpoint)
-    training_state.load_rng(state)
+    checkpoint = {**_checkpoint(trainer), **progress["checkpoint"]}
+    _call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+    _call_callbacks_on_load_checkpoint(trainer, checkpoint)
+    _call_callbacks_load_state_dict(trainer, checkpoint)
+    training_state.load_generators(progress["generators"])
+    generators: State = progress["generators"]
+    return generators
 
 
 def _parts(trainer: Trainer) -> State:

@@ -1,19 +1,40 @@
-"""The state of a torch training for the trainers of other libraries: weights, optimizers and random generators."""
+"""The state of a torch training for the trainers of other libraries: weights, optimizers, progress and random generators.
+
+Progress is everything but weights and optimizers: states of schedulers, loops, callbacks and data loaders. Its structure varies, and
+its tensors differ between ranks, so it is saved as one text of each rank.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import contextlib
+import functools
+import logging
+import random  # noqa: TID251  nothing is drawn: only its state is saved
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ...storage.arguments import integer
 from ...storage.errors import StateError
+from ...storage.format.values import is_plain
 from ...storage.version import Version
 from ...storage.version_selector import VersionSelector
+from .. import argument_checks
 from ..client.checkpointer import Checkpointer
+from ..save import value_tree
 from ..save.state_tree import State
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS = "trainer"
+"""The key of the text in the state."""
+
+
+def saved(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], progress: State) -> State:
+    """Return a training to save. ``StateError`` names the part of ``progress`` that cannot be saved."""
+    return {**state_of(model, optimizers), _PROGRESS: progress_text(progress)}
 
 
 def state_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
@@ -29,16 +50,16 @@ def state_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 
 def restored(
     checkpointer: Checkpointer, version: VersionSelector, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> tuple[Version, State] | None:
-    """Restore a version into the tensors of a training, and return it with its state, which has the text ``trainer``, too. None
-    if there is no version: the optimizers are as before then."""
+) -> tuple[Version, State, State] | None:
+    """Restore a version into the tensors of a training, and return it with its state and its progress. None if there is no
+    version: the optimizers are as before then."""
     new = [optimizer for optimizer in optimizers if not optimizer.state]
-    state = {**_initialized(model, optimizers), "trainer": ""}
+    state = {**_initialized(model, optimizers), _PROGRESS: ""}
     found = checkpointer.restore(state, version)
     if found is None:
         _forget(new)
         return None
-    return found, state
+    return found, state, value_tree.loads(state[_PROGRESS])
 
 
 def _forget(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -49,7 +70,7 @@ def _forget(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 def _initialized(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
     weights, moments = get_state_dict(model, list(optimizers))
-    return {"model": with_own_buffers(model, weights), "optim": moments, **rng()}
+    return {"model": with_own_buffers(model, weights), "optim": moments}
 
 
 def with_own_buffers(model: torch.nn.Module, weights: State) -> State:
@@ -58,10 +79,28 @@ def with_own_buffers(model: torch.nn.Module, weights: State) -> State:
     return {name: value.clone() if name in buffers else value for name, value in weights.items()}
 
 
-def rng() -> dict[str, bytes]:
-    """Return the states of torch's random generators, as in ``state_of``."""
-    on_gpu = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else b""
-    return {"rng": torch.get_rng_state().numpy().tobytes(), "rng_cuda": on_gpu}
+def generators() -> State:
+    """Return the states of the random generators of Python, numpy and torch, for ``load_generators``."""
+    cuda = [torch.cuda.get_rng_state(device) for device in _devices()]
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def load_generators(states: State) -> None:
+    """Set the random generators; those of GPUs that were saved and exist, where the current GPU gets the state of that of the
+    save."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    for device, state in zip(_devices(), states["cuda"], strict=False):
+        torch.cuda.set_rng_state(state, device)
+
+
+def _devices() -> list[int]:
+    """The GPUs that this process sees, the current one first."""
+    if not torch.cuda.is_available():
+        return []
+    current = torch.cuda.current_device()
+    return sorted(range(torch.cuda.device_count()), key=lambda device: (device != current, device))
 
 
 def journal_options(journal: bool, durable_every: int) -> tuple[bool, int]:
@@ -72,25 +111,43 @@ def journal_options(journal: bool, durable_every: int) -> tuple[bool, int]:
 
 
 def progress_text(progress: State) -> str:
-    """Return the progress of a trainer as one text, since its names vary. ``StateError`` if it is not JSON."""
-    try:
-        return json.dumps(progress)
-    except (TypeError, ValueError) as error:
-        what = f"the state of loops, callbacks or learning rate schedulers is not JSON: {error}"
-        raise StateError(what, remedy="give the data loader, callback or scheduler a state of plain values") from error
+    """Return the text of a progress, of which ``StateError`` names the part that cannot be saved."""
+    return value_tree.dumps(progress, what=_PROGRESS)
 
 
 def load(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: State) -> None:
-    """Load a restored result of ``state_of``, except the random generators."""
+    """Load a restored result of ``state_of``."""
     set_state_dict(model, list(optimizers), model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
-def load_rng(state: State) -> None:
-    """Set torch's random generators; the one of the GPU only if it was saved and there is a GPU."""
-    torch.set_rng_state(_tensor(state["rng"]))
-    if state["rng_cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["rng_cuda"]))
+def log_of(history: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Return what a trainer has logged, to save. A warning names what is left out: the training goes on."""
+    return [{name: value for name, value in logs.items() if is_plain(value) or _storable(name, value)} for logs in history]
 
 
-def _tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+def _storable(name: str, value: object) -> bool:
+    try:
+        value_tree.dumps(value)
+    except StateError:
+        _leave_out(name, type(value).__name__, "cannot be saved")
+        return False
+    return True
+
+
+def metrics_of(logged: Mapping[str, object]) -> dict[str, int | float]:
+    """Return the numbers among what a trainer has logged, as metrics of a version. A warning names what is left out: the training
+    goes on."""
+    found: dict[str, int | float] = {}
+    for name, value in logged.items():
+        with contextlib.suppress(StateError):
+            number = argument_checks.metrics_of({name: value})[name]
+            if isinstance(number, int | float):
+                found[name] = number
+        if name not in found:
+            _leave_out(name, type(value).__name__, "is not a number, and no metric of the version")
+    return found
+
+
+@functools.cache  # once for each, as each save finds them again
+def _leave_out(name: object, kind: str, why: str) -> None:
+    logger.warning("the logged value %r of type %s %s", name, kind, why)

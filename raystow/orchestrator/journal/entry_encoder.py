@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from ...storage.errors import StateError
 from ...storage.format.boxes import Box
 from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep, RecordedTensor
-from . import entry_file, value_tree
+from ..save import value_tree
+from . import entry_file
 from .gradient_coding import TensorEncoder
 from .port import EntrySink
 from .state_digests import StateDigests

@@ -32,7 +32,7 @@ from ...workers.protocol.messages import (
     shortened,
 )
 from ..heartbeat import Heartbeat
-from . import value_tree
+from ..save import value_tree
 from .entry_encoder import CapturedEntry, EntryEncoder
 from .port import JournalPort
 from .replay import Replayer, ReplayResult

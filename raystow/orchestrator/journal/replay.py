@@ -17,7 +17,7 @@ import torch
 from ...storage.errors import Damaged, RaystowError, StateError
 from ...storage.log import Log
 from ...workers.protocol.messages import EntryPlace
-from . import value_tree
+from ..save import value_tree
 from .shard_check import ShardCheck, ShardComparison
 from .state_digests import Digester
 from .step_hooks import StepHooks

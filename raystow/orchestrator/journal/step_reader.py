@@ -12,7 +12,7 @@ import torch
 from ...storage.errors import Damaged, StateError
 from ...storage.format.boxes import Box
 from ...workers.protocol.messages import EntryPlace, OptimizerStep
-from . import value_tree
+from ..save import value_tree
 from .entry_decoder import EntryDecoder
 from .entry_file import JournalEntry, StoredTensor, parse
 from .shard_map import ShardMap, layout

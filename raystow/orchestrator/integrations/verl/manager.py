@@ -17,9 +17,9 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from ....storage.errors import Damaged, StateError
 from ....storage.repository import open_repository
 from ....storage.version import Version
+from ...save import value_tree
 from ...save.state_tree import State, flatten
 from ..training_state import with_own_buffers
-from ..value_text import text_of, value_of
 from .settings import repository_of
 from .step_folder import find_step_folder, step_folder
 from .training_process import PROCESS, Part
@@ -97,12 +97,12 @@ def _state(manager: FSDPCheckpointManager, contents: list[str], *, adapters_only
         state["optim"] = get_optimizer_state_dict(model, manager.optimizer)
     if "extra" in contents:
         schedule = manager.lr_scheduler and manager.lr_scheduler.state_dict()
-        state["extra"] = text_of({"lr_scheduler": schedule, "rng": manager.get_rng_state()}, "extra")
+        state["extra"] = value_tree.dumps({"lr_scheduler": schedule, "rng": manager.get_rng_state()}, what="extra")
     return state
 
 
 def _apply_extra(manager: FSDPCheckpointManager, text: str) -> None:
-    extra = value_of(text)
+    extra = value_tree.loads(text)
     if not isinstance(extra, dict) or extra.keys() != {"lr_scheduler", "rng"}:
         raise Damaged("not the schedule and random generators of a checkpoint manager of verl")
     manager.load_rng_state(extra["rng"])
