@@ -118,13 +118,13 @@ def test_the_trainer_resumes_deepspeed_bit_for_bit(cluster: Cluster, tmp_path: P
 def test_trainer_and_engine_restore_the_same_version() -> None:
     """Not so if only the tensors of the newest version are damaged: the engine takes the one before."""
     from raystow.orchestrator.integrations.deepspeed.trainer import TrainerEngine
-    from raystow.orchestrator.save import value_tree
+    from raystow.orchestrator.save import value_text
 
     class Run:
         uri = "s3://bucket/run"
 
         def restore(self, into: dict[str, Any], version: Any, strict: bool) -> Any:
-            into["progress"] = value_tree.dumps({"counters": {}, "loss_scale": None, "client_state": {"at": 6}})
+            into["progress"] = value_text.dumps({"counters": {}, "loss_scale": None, "client_state": {"at": 6}})
             return SimpleNamespace(id=6)
 
     trainer = SimpleNamespace(accelerator=SimpleNamespace(prepare=None))

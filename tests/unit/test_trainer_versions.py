@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import transformers
+from memory_run import MemoryRun
 from torch import nn
 
 import raystow
 from raystow.orchestrator.integrations import training_state
-from raystow.orchestrator.save import value_tree
+from raystow.orchestrator.save import value_text
 from raystow.storage.errors import SaveFailed, StateError
 
 
@@ -58,42 +58,6 @@ def test_a_save_gives_no_state_to_an_optimizer_without_a_step() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     assert training_state.state_of(model, [optimizer])["optim"]["state"].keys() == {"weight", "bias"}
     assert not optimizer.state
-
-
-class MemoryRun:
-    """A Checkpointer that keeps the state and the metrics of each step."""
-
-    def __init__(self) -> None:
-        self.saved: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
-        self.waited: list[int] = []
-        self.error: SaveFailed | None = None
-
-    def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, float]) -> None:
-        self.saved[step] = copy.deepcopy(state), metrics
-
-    def fence(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        self.waited.append(max(self.saved, default=0))
-        if self.error is not None:
-            raise self.error
-
-    def restore(self, into: dict[str, Any], version: Any = "latest") -> Any:
-        if not self.saved:
-            return None
-        fill(into, self.saved[max(self.saved)][0])
-        return SimpleNamespace(attempt="first")
-
-
-def fill(into: dict[str, Any], saved: dict[str, Any]) -> None:
-    for key, value in saved.items():
-        if isinstance(value, dict):
-            fill(into[key], value)
-        elif torch.is_tensor(value):
-            into[key].copy_(value)
-        else:
-            into[key] = value
 
 
 class Net(nn.Module):
@@ -140,7 +104,7 @@ def test_a_step_is_saved_after_its_evaluation(tmp_path: Path, strategy: str, eva
     metrics = {step: metrics for step, (_, metrics) in whole.saved.items()}
     assert metrics.keys() == {2, 4, 6, 8}
     assert {step: of["eval_loss"] for step, of in metrics.items() if "eval_loss" in of} == evaluated
-    state = value_tree.loads(whole.saved[8][0]["trainer"])["state"]
+    state = value_text.loads(whole.saved[8][0]["trainer"])["state"]
     assert state["best_metric"] == min(evaluated.values())
     counter = state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]["early_stopping_patience_counter"]
     assert counter == len(set(evaluated.values())) - 1
@@ -360,23 +324,52 @@ def test_folders_of_other_machines_remain(tmp_path: Path, monkeypatch: pytest.Mo
     assert {path.name for path in tmp_path.glob("raystow-*")} == {"raystow-gpu-1-first", "raystow-gpu-1-2-first"}
 
 
-class TensorSchedule(torch.optim.lr_scheduler.ConstantLR):
-    """Its state has a tensor."""
+class UnstorableSchedule(torch.optim.lr_scheduler.ConstantLR):
+    """Its state has an object."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "seen": torch.zeros(1)}
+        return {**super().state_dict(), "seen": [object()]}
+
+
+class Unreached(Net):
+    """Must not be trained."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise AssertionError("the training has begun")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_scheduler_with_a_tensor_is_named(tmp_path: Path) -> None:
-    callback, model = raystow.huggingface.Checkpointing(MemoryRun(), every_n_steps=1), Net()
+def test_an_unstorable_scheduler_is_named_before_hugging_face_trains(tmp_path: Path) -> None:
+    callback, model = raystow.huggingface.Checkpointing(MemoryRun(), every_n_steps=100), Unreached()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
     )  # fmt: skip
-    parts = {"train_dataset": [{"x": torch.ones(4)}], "optimizers": (optimizer, TensorSchedule(optimizer))}
-    with pytest.raises(StateError, match="learning rate schedulers is not JSON"):
+    parts = {"train_dataset": [{"x": torch.ones(4)}], "optimizers": (optimizer, UnstorableSchedule(optimizer))}
+    with pytest.raises(StateError, match=r'trainer\["scheduler"\]\["seen"\]\[0\]: an object of class object cannot be stored'):
         transformers.Trainer(model, arguments, callbacks=[callback], **parts).train()
+
+
+class Unready(pl.Callback):
+    """Has a state only in the training."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.batches = 0
+
+
+class Unstorable(pl.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": object()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_unstorable_callback_is_named_before_lightning_trains(tmp_path: Path) -> None:
+    fit(MemoryRun(), 1, tmp_path, Unready(), every_n_epochs=1)
+    with pytest.raises(StateError, match=r'trainer\["callbacks"\]\["Unstorable"\]\["seen"\]: an object of class object'):
+        fit(MemoryRun(), 0, tmp_path, Unstorable(), every_n_epochs=1)
 
 
 @pytest.mark.parametrize("error", [None, SaveFailed("no space")])

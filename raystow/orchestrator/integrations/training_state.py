@@ -23,7 +23,7 @@ from ...storage.version import Version
 from ...storage.version_selector import VersionSelector
 from .. import argument_checks
 from ..client.checkpointer import Checkpointer
-from ..save import value_tree
+from ..save import value_text
 from ..save.state_tree import State
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def restored(
     if found is None:
         _forget(new)
         return None
-    return found, state, value_tree.loads(state[_PROGRESS])
+    return found, state, value_text.loads(state[_PROGRESS])
 
 
 def _forget(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -112,7 +112,7 @@ def journal_options(journal: bool, durable_every: int) -> tuple[bool, int]:
 
 def progress_text(progress: State) -> str:
     """Return the text of a progress, of which ``StateError`` names the part that cannot be saved."""
-    return value_tree.dumps(progress, what=_PROGRESS)
+    return value_text.dumps(progress, what=_PROGRESS)
 
 
 def load(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: State) -> None:
@@ -127,7 +127,7 @@ def log_of(history: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
 
 def _storable(name: str, value: object) -> bool:
     try:
-        value_tree.dumps(value)
+        value_text.dumps(value)
     except StateError:
         _leave_out(name, type(value).__name__, "cannot be saved")
         return False

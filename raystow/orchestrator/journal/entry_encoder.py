@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ...storage.errors import StateError
 from ...storage.format.boxes import Box
 from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep, RecordedTensor
-from ..save import value_tree
+from ..save import value_text
 from . import entry_file
 from .gradient_coding import TensorEncoder
 from .port import EntrySink
@@ -92,7 +92,7 @@ class EntryEncoder:
                 step.optimizer,
                 self._changed(step.optimizer, step.groups),
                 tuple(next(records) for _ in step.gradients),
-                value_tree.dumps(step.scale) if step.scale else "",
+                value_text.dumps(step.scale) if step.scale else "",
             )
             for step in captured.steps
         )
@@ -168,7 +168,7 @@ class EntryEncoder:
         """The texts of groups' hyper-parameters; empty for those that are as they were recorded last."""
         found = []
         for number, group in enumerate(groups):
-            text = value_tree.dumps(recordable(group), what=f"group {number}")
+            text = value_text.dumps(recordable(group), what=f"group {number}")
             found.append("" if self._groups.get((optimizer, number)) == text else text)
             self._groups[optimizer, number] = text
         return tuple(found)
@@ -186,7 +186,7 @@ def recordable(group: dict[str, object]) -> dict[str, object]:
     found = {}
     for name, value in group.items():
         try:
-            value_tree.dumps(value)
+            value_text.dumps(value)
         except StateError:
             continue
         found[name] = value

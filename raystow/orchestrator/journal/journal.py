@@ -32,7 +32,7 @@ from ...workers.protocol.messages import (
     shortened,
 )
 from ..heartbeat import Heartbeat
-from ..save import value_tree
+from ..save import value_text
 from .entry_encoder import CapturedEntry, EntryEncoder
 from .port import JournalPort
 from .replay import Replayer, ReplayResult
@@ -113,7 +113,7 @@ class Journal:
             raise StateError("the journal does not know what its steps follow", remedy="call replay() before the first record()")
         if step <= self._last:
             raise StateError(f"step {step} is recorded after step {self._last}", remedy="number the steps ascending")
-        text = value_tree.dumps(values)
+        text = value_text.dumps(values)
         if len(text) > MAX_JSON:
             what = f"values of {len(text)} bytes cannot be recorded, at most {MAX_JSON}"
             raise StateError(what, remedy="give only what the next step needs")

@@ -17,7 +17,7 @@ import torch
 from ...storage.errors import Damaged, RaystowError, StateError
 from ...storage.log import Log
 from ...workers.protocol.messages import EntryPlace
-from ..save import value_tree
+from ..save import value_text
 from .shard_check import ShardCheck, ShardComparison
 from .state_digests import Digester
 from .step_hooks import StepHooks
@@ -112,7 +112,7 @@ class Replayer:
                 except Exception as error:
                     self._log.exception("the replay ends before step %d: %r", step, error)
                     return result, not touched
-                digest, values = decoded.entry.digest, value_tree.loads(decoded.entry.header.values)
+                digest, values = decoded.entry.digest, value_text.loads(decoded.entry.header.values)
                 residues = *result.residues, residue % (1 << 64)
                 result = ReplayResult(step, b"" if decoded.shards else digest, values, residues)
         return result, True

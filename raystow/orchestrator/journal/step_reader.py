@@ -12,7 +12,7 @@ import torch
 from ...storage.errors import Damaged, StateError
 from ...storage.format.boxes import Box
 from ...workers.protocol.messages import EntryPlace, OptimizerStep
-from ..save import value_tree
+from ..save import value_text
 from .entry_decoder import EntryDecoder
 from .entry_file import JournalEntry, StoredTensor, parse
 from .shard_map import ShardMap, layout
@@ -119,7 +119,7 @@ class StepReader:
         ]
         rest = zip((name for name, _ in header.buffers), stored[entry.info.rank], strict=True)
         buffers = {name: tensor for name, one in rest if (tensor := one.decode()) is not None}
-        value_tree.loads(header.values)
+        value_text.loads(header.values)
         return DecodedStep(entry, entries, shards, steps, [_groups(groups) for groups in header.groups], buffers)
 
     def _inputs(
@@ -143,12 +143,12 @@ class StepReader:
             gradients = [
                 shards.assembled(number, {rank: mine[at] for rank, mine in found.items()}) for at, number in enumerate(numbers)
             ]
-        scale = _dict(value_tree.loads(step.scale or '["d",[]]'))
+        scale = _dict(value_text.loads(step.scale or '["d",[]]'))
         return StepInputs(step.optimizer, _groups(step.groups), gradients, scale)
 
 
 def _groups(texts: Sequence[str]) -> list[dict[str, object] | None]:
-    return [_dict(value_tree.loads(text)) if text else None for text in texts]
+    return [_dict(value_text.loads(text)) if text else None for text in texts]
 
 
 def _dict(tree: object) -> dict[str, object]:

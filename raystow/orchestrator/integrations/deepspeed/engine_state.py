@@ -16,7 +16,7 @@ import torch
 
 from ....storage.errors import Damaged, StateError
 from ....storage.format.values import is_plain
-from ...save import value_tree
+from ...save import value_text
 from ...save.state_tree import State
 from .partitions import Engine, ParameterGroup, groups, partition_of
 
@@ -115,7 +115,7 @@ def progress_text(engine: Engine, client_state: State) -> str:
     """The text of everything that is no parameter."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     scale = None if scaler is None else {key: value for key, value in vars(scaler).items() if is_plain(value)}
-    return value_tree.dumps(
+    return value_text.dumps(
         {
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             "loss_scale": scale,
@@ -150,7 +150,7 @@ def client_state_of(text: str) -> State:
 
 
 def _progress_of(text: str) -> State:
-    progress = value_tree.loads(text)
+    progress = value_text.loads(text)
     if not isinstance(progress, dict) or not progress.keys() >= {"counters", "loss_scale", "client_state"}:
         raise Damaged("not the progress of a DeepSpeed engine")
     return progress

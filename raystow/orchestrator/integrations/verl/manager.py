@@ -17,7 +17,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from ....storage.errors import Damaged, StateError
 from ....storage.repository import open_repository
 from ....storage.version import Version
-from ...save import value_tree
+from ...save import value_text
 from ...save.state_tree import State, flatten
 from ..training_state import with_own_buffers
 from .settings import repository_of
@@ -97,12 +97,12 @@ def _state(manager: FSDPCheckpointManager, contents: list[str], *, adapters_only
         state["optim"] = get_optimizer_state_dict(model, manager.optimizer)
     if "extra" in contents:
         schedule = manager.lr_scheduler and manager.lr_scheduler.state_dict()
-        state["extra"] = value_tree.dumps({"lr_scheduler": schedule, "rng": manager.get_rng_state()}, what="extra")
+        state["extra"] = value_text.dumps({"lr_scheduler": schedule, "rng": manager.get_rng_state()}, what="extra")
     return state
 
 
 def _apply_extra(manager: FSDPCheckpointManager, text: str) -> None:
-    extra = value_tree.loads(text)
+    extra = value_text.loads(text)
     if not isinstance(extra, dict) or extra.keys() != {"lr_scheduler", "rng"}:
         raise Damaged("not the schedule and random generators of a checkpoint manager of verl")
     manager.load_rng_state(extra["rng"])

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from raystow.orchestrator.save.value_tree import dumps, loads
+from raystow.orchestrator.save.value_text import dumps, loads
 from raystow.storage.errors import Damaged, StateError
 
 
