@@ -202,21 +202,34 @@ class StatefulLoader:
         self._begun, self._given = state["begun"], state["given"]
 
 
-def stateful_of_torchdata(shuffle: bool = True, workers: int = 0) -> Any:
+def of_torchdata(noise: bool = True, **options: Any) -> Any:
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
-    return loaders.StatefulDataLoader(Rows(), batch_size=2, shuffle=shuffle, num_workers=workers)
+    return loaders.StatefulDataLoader(Rows(noise), batch_size=2, **options)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "own": StatefulLoader,
+    "torchdata": lambda: of_torchdata(),
+    "torchdata, shuffled": lambda: of_torchdata(shuffle=True),
+    "torchdata, own generator": lambda: of_torchdata(shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "torchdata, workers": lambda: of_torchdata(noise=False, shuffle=True, num_workers=1),
+}
+
+
+def scheduled() -> Module:
+    return Module(OPTIMIZERS["SGD"], SCHEDULERS["MultiStepLR"])
 
 
 @pytest.mark.parametrize("stop", [3, 4, 5])
-@pytest.mark.parametrize(
-    "loader",
-    [StatefulLoader, stateful_of_torchdata, lambda: stateful_of_torchdata(shuffle=False)],
-    ids=["own", "torchdata-shuffled", "torchdata"],
-)
-def test_lightning_resumes_within_an_epoch(tmp_path: Path, loader: Callable[[], Any], stop: int) -> None:
+@pytest.mark.parametrize("loader", LOADERS)
+def test_lightning_resumes_within_an_epoch(tmp_path: Path, loader: str, stop: int) -> None:
     """Also at its end, which is step 4."""
-    new = lambda: Module(OPTIMIZERS["SGD"], SCHEDULERS["MultiStepLR"])  # noqa: E731
-    check_lightning(tmp_path, new, loader, "steps", stop, 8)
+    check_lightning(tmp_path, scheduled, LOADERS[loader], "steps", stop, 14)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_lightning_resumes_loaders_after_an_epoch(tmp_path: Path, loader: str) -> None:
+    check_lightning(tmp_path, scheduled, LOADERS[loader], "epochs", 1, 4)
 
 
 def test_lightning_resumes_early_stopping(tmp_path: Path) -> None:
@@ -247,13 +260,13 @@ class Recording(transformers.TrainerCallback):
 
 
 class Counting(transformers.TrainerCallback, ExportableState):
-    """Counts its epochs by number."""
+    """Counts the steps of each epoch."""
 
     def __init__(self, first: Any = None) -> None:
         self.first, self.epochs = first or {1: "one"}, Counter[int]()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.epochs[round(state.epoch)] += 1
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.epochs[int(state.epoch)] += 1
 
     def state(self) -> dict[str, Any]:
         return {"args": {"first": self.first}, "attributes": {"epochs": self.epochs}}
@@ -274,7 +287,7 @@ def by_hugging_face(
     model, callback, recording = Net(), raystow.huggingface.Checkpointing(run, every_n_steps=2), Recording()
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=steps, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-        per_device_train_batch_size=2, logging_steps=1, **options,
+        per_device_train_batch_size=2, logging_steps=1, label_names=["x"], **options,
     )  # fmt: skip
     made = optimizer(model.parameters())
     own = trainer(
@@ -294,7 +307,7 @@ def check_hugging_face(folder: Path, *how: Any, stop: int = 6, end: int = 12, **
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_hugging_face_resumes_each_scheduler(tmp_path: Path, name: str) -> None:
-    evaluated = {"eval_strategy": "steps", "eval_steps": 2} if name == "ReduceLROnPlateau" else {}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss"} if name == "ReduceLROnPlateau" else {}
     check_hugging_face(tmp_path, OPTIMIZERS["SGD"], SCHEDULERS[name], **evaluated)
 
 
@@ -303,11 +316,10 @@ def test_hugging_face_resumes_each_optimizer(tmp_path: Path, name: str) -> None:
     check_hugging_face(tmp_path, OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("stop", [2, 4, 8])
-@pytest.mark.parametrize("evaluated", ["no", "epoch"])
+@pytest.mark.parametrize(("stop", "evaluated"), [(2, "no"), (4, "no"), (4, "epoch"), (8, "epoch"), (6, "steps")])
 def test_hugging_face_draws_as_before_after_an_epoch(tmp_path: Path, stop: int, evaluated: str) -> None:
     """Steps 4 and 8 end an epoch: the next one begins to draw before its first step."""
-    check_hugging_face(tmp_path, stop=stop, eval_strategy=evaluated)
+    check_hugging_face(tmp_path, stop=stop, eval_strategy=evaluated, eval_steps=3)
 
 
 def test_hugging_face_resumes_from_a_save_between_epochs(tmp_path: Path) -> None:
@@ -327,7 +339,7 @@ def test_hugging_face_restores_the_states_of_callbacks(tmp_path: Path) -> None:
         counting = Counting()
         how = {"restore_callback_states_from_checkpoint": True}
         by_hugging_face(run, tmp_path, steps, OPTIMIZERS["SGD"], SCHEDULERS["ConstantLR"], counting, **how)
-    assert counting.epochs == Counter({1: 1, 2: 1, 3: 1})
+    assert counting.epochs == Counter({0: 3, 1: 4, 2: 4, 3: 1})
     assert counting.first == {1: "one"}
 
 

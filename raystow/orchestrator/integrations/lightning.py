@@ -9,6 +9,8 @@ import lightning.pytorch
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.call import (
     _call_callbacks_load_state_dict,
     _call_callbacks_on_load_checkpoint,
@@ -93,11 +95,20 @@ class Checkpointing(Callback):
             trainer.callbacks.append(self._at_epoch_end)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the random generators in the middle of an epoch: to continue it, Lightning has begun to read the data, which uses
-        them. At the end of an epoch they were set before, since the next one begins so in any training."""
-        if self._generators is not None and not trainer.is_last_batch:
-            training_state.load_generators(self._generators)
+        """Restore what Lightning's preparation of the data has used or left out: within an epoch it has drawn random numbers; at
+        the end of one it does not load the states of data loaders."""
+        loop, generators = trainer.fit_loop, self._generators
         self._generators = None
+        if generators is None:
+            return
+        if states := loop._combined_loader_states_to_load:
+            loop._combined_loader._load_state_dicts(states)
+            loop._combined_loader_states_to_load = []
+            iter(loop._data_fetcher)  # at the end of the epoch that has ended, as where it was saved
+            training_state.load_generators(generators)
+            iter(loop._data_fetcher)  # begins the next one
+        elif not trainer.is_last_batch:
+            training_state.load_generators(generators)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the saves in flight as ``Checkpointer.wait``, which tells if the last one failed."""
@@ -201,9 +212,19 @@ def _load_progress(trainer: Trainer, progress: State) -> State:
     _call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
     _call_callbacks_on_load_checkpoint(trainer, checkpoint)
     _call_callbacks_load_state_dict(trainer, checkpoint)
+    _begin_next_epoch(trainer.fit_loop)
     training_state.load_generators(progress["generators"])
     generators: State = progress["generators"]
     return generators
+
+
+def _begin_next_epoch(loop: _FitLoop) -> None:
+    """Let the training begin an epoch if the save was made at the end of one. With ``max_steps``, Lightning would go on with the one
+    that has ended, for one batch, and step schedulers too early."""
+    epochs = loop.epoch_progress.current
+    if epochs.ready == epochs.processed and loop.epoch_loop.batch_progress.is_last_batch:
+        epochs.completed = epochs.processed
+        _Loop.restarting.fset(loop, False)  # the setter of the subclass does not let it be so
 
 
 def _parts(trainer: Trainer) -> State:
