@@ -183,11 +183,11 @@ def test_values_too_long_for_an_entry_are_refused() -> None:
     run = Run()
     with contextlib.closing(EntryBox().journal(run.model, run.optimizer)) as journal:
         journal.replay()
-        with pytest.raises(StateError, match="values of 101000008 bytes cannot be recorded"):
+        with pytest.raises(StateError, match="values of 101000002 bytes cannot be recorded"):
             journal.record(1, "x" * 101_000_000)
 
 
-@pytest.mark.parametrize("value", [np.longdouble(1), torch.eye(2).to_sparse(), torch.empty(2, device="meta"), np.ones(2)])
+@pytest.mark.parametrize("value", [np.longdouble(1), torch.eye(2).to_sparse(), torch.empty(2, device="meta"), object()])
 def test_values_that_cannot_be_stored_are_named(value: object) -> None:
     """Those of a parameter group stay as they are."""
     run = Run()
@@ -195,7 +195,7 @@ def test_values_that_cannot_be_stored_are_named(value: object) -> None:
     box = EntryBox()
     with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
         journal.replay()
-        with pytest.raises(StateError, match=r"values\.a\[0\]: .* cannot be recorded"):
+        with pytest.raises(StateError, match=r'values\["a"\]\[0\]: .* cannot be stored'):
             journal.record(1, {"a": [value]})
         run.step(1)
         journal.record(1)

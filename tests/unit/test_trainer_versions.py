@@ -339,7 +339,7 @@ class Unreached(Net):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_unstorable_scheduler_is_named_before_hugging_face_trains(tmp_path: Path) -> None:
+def test_hugging_face_names_an_unstorable_scheduler_early(tmp_path: Path) -> None:
     callback, model = raystow.huggingface.Checkpointing(MemoryRun(), every_n_steps=100), Unreached()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     arguments = transformers.TrainingArguments(
@@ -366,7 +366,7 @@ class Unstorable(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_unstorable_callback_is_named_before_lightning_trains(tmp_path: Path) -> None:
+def test_lightning_names_an_unstorable_callback_early(tmp_path: Path) -> None:
     fit(MemoryRun(), 1, tmp_path, Unready(), every_n_epochs=1)
     with pytest.raises(StateError, match=r'trainer\["callbacks"\]\["Unstorable"\]\["seen"\]: an object of class object'):
         fit(MemoryRun(), 0, tmp_path, Unstorable(), every_n_epochs=1)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -40,3 +44,44 @@ def test_large_tensors_are_refused() -> None:
 def test_other_texts_are_damaged(text: str) -> None:
     with pytest.raises(Damaged):
         loads(text)
+
+
+class Mode(str, enum.Enum):
+    MIN = "min"
+
+
+def test_containers_and_keys_keep_their_types() -> None:
+    value = {
+        "milestones": Counter({2: 1, 4: 2}),
+        "keys": {1: "a", "1": "b", (2, None): "c", 1.5: "d", True is None: "e", None: "f"},
+        "ordered": OrderedDict(b=1, a=2),
+        "lists": defaultdict(list, {3: [4]}),
+        "plain": defaultdict(None, {3: 4}),
+        "sets": ({1, 2}, frozenset({"x"})),
+        "last": deque([1, 2], 3),
+        "numbers": [float("inf"), float("-inf"), -0.0, 1 << 70, 3j, b"\0", "\ud800", True, None],
+        "empty": (set(), (), {}, []),
+    }
+    found = loads(dumps(value))
+    assert repr(found) == repr(value)
+    assert found["lists"][9] == []
+
+
+def test_values_of_subclasses_come_back_as_equal_ones() -> None:
+    value = {"mode": Mode.MIN, "text": np.str_("x"), "size": torch.Size([2])}
+    found = loads(dumps(value))
+    assert found == value
+    assert [type(one) for one in found.values()] == [str, str, tuple]
+
+
+@pytest.mark.parametrize(
+    "value", [object(), torch.float32, torch.Generator(), np.array(["x"]), defaultdict(lambda: 1), Path("x")]
+)
+def test_what_cannot_be_stored_is_named(value: object) -> None:
+    with pytest.raises(StateError, match=r'state\["a"\]\[0\]\[2\]: .* cannot be stored'):
+        dumps({"a": [{2: value}]}, what="state")
+
+
+def test_texts_of_older_entries_are_read() -> None:
+    """Each plain value was a node with a tag."""
+    assert loads('["d",[[["v","a"],["l",[["v",1],["t",[["v",null]]]]]]]]') == {"a": [1, (None,)]}

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.call import (
 )
 
 from ...storage.arguments import integer
-from ...storage.errors import Damaged, StateError
+from ...storage.errors import StateError
 from ...storage.version_selector import LATEST, VersionSelector
 from ..client.checkpointer import Checkpointer
 from ..journal.journal import Journal
@@ -219,8 +219,8 @@ def _load_progress(trainer: Trainer, progress: State) -> State:
 
 
 def _begin_next_epoch(loop: _FitLoop) -> None:
-    """Let the training begin an epoch if the save was made at the end of one. With ``max_steps``, Lightning would go on with the one
-    that has ended, for one batch, and step schedulers too early."""
+    """Let the training begin an epoch if the save was made at the end of one. With ``max_steps``, Lightning would go on with that
+    one for a batch, and step schedulers too early."""
     epochs = loop.epoch_progress.current
     if epochs.ready == epochs.processed and loop.epoch_loop.batch_progress.is_last_batch:
         epochs.completed = epochs.processed

@@ -1,13 +1,14 @@
 """The state of a torch training for the trainers of other libraries: weights, optimizers, progress and random generators.
 
-Progress is everything but weights and optimizers: states of schedulers, loops, callbacks and data loaders. Its structure varies, and
-its tensors differ between ranks, so it is saved as one text of each rank.
+Progress is everything but weights and optimizers: states of schedulers, loops, callbacks and data loaders. Its structure varies,
+and its tensors differ between ranks, so each rank saves its own as one text.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import random  # noqa: TID251  nothing is drawn: only its state is saved
 from collections.abc import Mapping, Sequence
@@ -30,11 +31,26 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS = "trainer"
 """The key of the text in the state."""
+_UNNAMED = "optimizers"
 
 
 def saved(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], progress: State) -> State:
     """Return a training to save. ``StateError`` names the part of ``progress`` that cannot be saved."""
-    return {**state_of(model, optimizers), _PROGRESS: progress_text(progress)}
+    named, unnamed = _named(optimizers)
+    whole = {**progress, _UNNAMED: [optimizer.state_dict() for optimizer in unnamed]}
+    return {**state_of(model, named), _PROGRESS: progress_text(whole)}
+
+
+def _named(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> tuple[list[torch.optim.Optimizer], list[torch.optim.Optimizer]]:
+    """The optimizers whose state torch can give by the names of parameters, and those, as LBFGS, that cannot make it without a
+    closure: its state grows, and is saved with the progress."""
+    named, unnamed = list[torch.optim.Optimizer](), list[torch.optim.Optimizer]()
+    for optimizer in optimizers:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        (unnamed if closure is not None and closure.default is inspect.Parameter.empty else named).append(optimizer)
+    return named, unnamed
 
 
 def state_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
@@ -53,13 +69,15 @@ def restored(
 ) -> tuple[Version, State, State] | None:
     """Restore a version into the tensors of a training, and return it with its state and its progress. None if there is no
     version: the optimizers are as before then."""
+    optimizers, _ = _named(optimizers)
     new = [optimizer for optimizer in optimizers if not optimizer.state]
     state = {**_initialized(model, optimizers), _PROGRESS: ""}
     found = checkpointer.restore(state, version)
     if found is None:
         _forget(new)
         return None
-    return found, state, value_text.loads(state[_PROGRESS])
+    progress = value_text.loads(state[_PROGRESS])
+    return found, {**state, _UNNAMED: progress.pop(_UNNAMED)}, progress
 
 
 def _forget(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -116,8 +134,11 @@ def progress_text(progress: State) -> str:
 
 
 def load(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: State) -> None:
-    """Load a restored result of ``state_of``."""
-    set_state_dict(model, list(optimizers), model_state_dict=state["model"], optim_state_dict=state["optim"])
+    """Load the state that ``restored`` has returned, or a result of ``state_of``."""
+    named, unnamed = _named(optimizers)
+    set_state_dict(model, named, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    for optimizer, own in zip(unnamed, state.get(_UNNAMED, ()), strict=False):
+        optimizer.load_state_dict(own)
 
 
 def log_of(history: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

@@ -2,8 +2,8 @@
 values of an entry of the journal.
 
 A node is a plain value (``storage.format.values``), or a list of a tag and a body: a container, or the elements of a tensor.
-Containers come back as what they were, with keys of any type, so that ``load_state_dict`` gets what ``state_dict`` returned. Classes
-are not named in the text, and loading one runs no code of it: an object of another class is refused, and not left out.
+Containers come back as what they were, with keys of any type: ``load_state_dict`` gets what ``state_dict`` returned. A text names
+no classes, so reading one runs no code: an object of another class is refused, and not left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEEPEST = 64
 _MOST = 256 << 20
 """Bytes of the tensors in a text: the training waits for it, and each rank stores its own."""
 _PLAIN = (bool, int, float, complex, str, bytes)
-_FACTORIES: dict[str, type | None] = {"": None, **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}}
+_FACTORIES = {"": None, **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}}
 _TENSORS = {manifest.TENSOR: "a", manifest.ARRAY: "n", manifest.SCALAR: "s"}
 _REMEDY = "give numbers, strings, bytes, None, small tensors, and dicts, lists, tuples and sets of these"
 
@@ -39,8 +39,8 @@ _Place: TypeAlias = tuple[int, object, Any]
 
 
 def dumps(tree: object, *, what: str = "values") -> str:
-    """Return the text of a tree. ``StateError`` names the path below ``what`` of anything that cannot be stored, such as a DTensor
-    of which this rank has a part only; also for more than 256 MiB of tensors.
+    """Return the text of a tree. ``StateError`` names the path below ``what`` of a value that cannot be stored, such as a DTensor
+    of which this rank has a part only; also raised for more than 256 MiB of tensors.
 
     An object of a subclass of a known type comes back as one of that type, equal to it: a named tuple as a tuple.
     """
