@@ -77,7 +77,7 @@ def test_values_of_subclasses_come_back_as_equal_ones() -> None:
 @pytest.mark.parametrize(
     "value", [object(), torch.float32, torch.Generator(), np.array(["x"]), defaultdict(lambda: 1), Path("x")]
 )
-def test_what_cannot_be_stored_is_named(value: object) -> None:
+def test_values_that_cannot_be_stored_are_shown_by_path(value: object) -> None:
     with pytest.raises(StateError, match=r'state\["a"\]\[0\]\[2\]: .* cannot be stored'):
         dumps({"a": [{2: value}]}, what="state")
 

@@ -28,7 +28,7 @@ from .state_tree import Leaf, Path, show
 _DEEPEST = 64
 _MOST = 256 << 20
 """Bytes of the tensors in a text: the training waits for it, and each rank stores its own."""
-_PLAIN = (bool, int, float, complex, str, bytes)
+_PLAIN: tuple[type[Any], ...] = (bool, int, float, complex, str, bytes)
 _FACTORIES = {"": None, **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}}
 _TENSORS = {manifest.TENSOR: "a", manifest.ARRAY: "n", manifest.SCALAR: "s"}
 _REMEDY = "give numbers, strings, bytes, None, small tensors, and dicts, lists, tuples and sets of these"
@@ -83,8 +83,8 @@ class _Encoder:
             items = [self.encode(item, (depth, item, at)) for item in node]
             return ["S" if isinstance(node, set) else "F", sorted(items, key=json.dumps)]
         if isinstance(node, _PLAIN):
-            value = node.value if isinstance(node, enum.Enum) else node
-            return self._plain(next(kind(value) for kind in _PLAIN if isinstance(node, kind)), at)
+            value: Any = node.value if isinstance(node, enum.Enum) else node
+            return self._plain(next(kind for kind in _PLAIN if isinstance(node, kind))(value), at)
         return self._refuse(node, at)
 
     def _plain(self, value: object, at: _Place | None) -> object:
@@ -174,7 +174,7 @@ def _items(forms: Iterable[object], depth: int) -> list[Any]:
 
 
 def _pairs(forms: Iterable[tuple[object, object]], depth: int) -> list[tuple[Hashable, object]]:
-    return [(_decode(key, depth + 1), _decode(value, depth + 1)) for key, value in forms]  # type: ignore[misc]
+    return [(_decode(key, depth + 1), _decode(value, depth + 1)) for key, value in forms]
 
 
 def _tensor(tag: str, dtype: str, shape: list[int], content: str) -> object:
