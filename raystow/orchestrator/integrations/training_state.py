@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ...storage.arguments import integer
-from ...storage.errors import StateError
+from ...storage.errors import Damaged, StateError
 from ...storage.format.values import is_plain
 from ...storage.version import Version
 from ...storage.version_selector import VersionSelector
@@ -77,6 +77,8 @@ def restored(
         _forget(new)
         return None
     progress = value_text.loads(state[_PROGRESS])
+    if not isinstance(progress, dict) or _UNNAMED not in progress:
+        raise Damaged("not the progress of a trainer", subject=repr(found))
     return found, {**state, _UNNAMED: progress.pop(_UNNAMED)}, progress
 
 

@@ -13,7 +13,7 @@ import enum
 import json
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,13 +28,13 @@ from .state_tree import Leaf, Path, show
 _DEEPEST = 64
 _MOST = 256 << 20
 """Bytes of the tensors in a text: the training waits for it, and each rank stores its own."""
-_PLAIN: tuple[type[Any], ...] = (bool, int, float, complex, str, bytes)
+_PLAIN = (bool, int, float, complex, str, bytes)
 _FACTORIES = {"": None, **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}}
 _TENSORS = {manifest.TENSOR: "a", manifest.ARRAY: "n", manifest.SCALAR: "s"}
 _REMEDY = "give numbers, strings, bytes, None, small tensors, and dicts, lists, tuples and sets of these"
 
 
-_Place: TypeAlias = tuple[int, object, Any]
+_Place: TypeAlias = "tuple[int, object, _Place | None]"
 """Of a node: how many containers are around it, its key or index in the innermost one, and the place of that."""
 
 
@@ -47,7 +47,7 @@ def dumps(tree: object, *, what: str = "values") -> str:
     return json.dumps(_Encoder(what).encode(tree, None), allow_nan=False, separators=(",", ":"))
 
 
-def loads(text: str) -> Any:
+def loads(text: str) -> object:
     """Return the tree of a text; tensors are on the CPU. ``Damaged`` for any other text."""
     try:
         return _decode(json.loads(text), 0)
@@ -83,8 +83,8 @@ class _Encoder:
             items = [self.encode(item, (depth, item, at)) for item in node]
             return ["S" if isinstance(node, set) else "F", sorted(items, key=json.dumps)]
         if isinstance(node, _PLAIN):
-            value: Any = node.value if isinstance(node, enum.Enum) else node
-            return self._plain(next(kind for kind in _PLAIN if isinstance(node, kind))(value), at)
+            value = node.value if isinstance(node, enum.Enum) else node
+            return self._plain(next(kind for kind in _PLAIN if isinstance(node, kind))(value), at)  # type: ignore[arg-type]
         return self._refuse(node, at)
 
     def _plain(self, value: object, at: _Place | None) -> object:
@@ -93,7 +93,7 @@ class _Encoder:
         except StateError as error:
             raise StateError(error.what, subject=show(_path(at), self._what), remedy=error.remedy) from None
 
-    def _mapping(self, node: dict[Any, object], at: _Place | None) -> object:
+    def _mapping(self, node: dict[Hashable, object], at: _Place | None) -> object:
         depth = 1 if at is None else at[0] + 1
         pairs = [[self.encode(key, (depth, key, at)), self.encode(value, (depth, key, at))] for key, value in node.items()]
         if isinstance(node, Counter):
@@ -117,7 +117,9 @@ class _Encoder:
         if self._nbytes > _MOST:
             remedy = "make them weights or buffers of the model, or save them by another Checkpointer"
             raise StateError(f"has more than {_MOST >> 20} MiB of tensors", subject=self._what, remedy=remedy)
-        local = shard.local if isinstance(shard.local, np.ndarray) else bits(shard.local.detach().resolve_conj().resolve_neg().cpu())
+        local = shard.local
+        if isinstance(local, torch.Tensor):
+            local = bits(local.detach().resolve_conj().resolve_neg().cpu())
         content = base64.b64encode(np.ascontiguousarray(local).tobytes()).decode()
         return [_TENSORS[shard.kind], [shard.dtype, list(shard.shape), content]]
 
@@ -169,7 +171,7 @@ def _decode(form: object, depth: int) -> object:
     raise ValueError("not a node of a tree")
 
 
-def _items(forms: Iterable[object], depth: int) -> list[Any]:
+def _items(forms: Iterable[object], depth: int) -> list[object]:
     return [_decode(form, depth + 1) for form in forms]
 
 
