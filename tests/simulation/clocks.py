@@ -32,6 +32,13 @@ class SimClock:
         return self._rng.token()
 
 
+class ThreadClock:
+    """The part of a ``Clock`` that loops in the background use, of the process that they belong to."""
+
+    def sleep(self, seconds: float) -> None:
+        current().process.scheduler.pause(seconds)
+
+
 class Event:
     """The part of ``threading.Event`` that raystow uses."""
 

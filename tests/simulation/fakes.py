@@ -1,4 +1,4 @@
-"""Replace stores that are opened by address, threads and the log of the code under test."""
+"""Replace stores that are opened by address, threads, their pauses and the log of the code under test."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def fakes(cluster: Cluster) -> Iterator[None]:
         mock.patch.object(rewrite, "ThreadPoolExecutor", clocks.Serially),
         mock.patch.object(scan, "ThreadPoolExecutor", clocks.Serially),
         mock.patch.object(background, "threading", simulated),
+        mock.patch.object(background, "SYSTEM", clocks.ThreadClock()),
         mock.patch.object(leases, "threading", simulated),
     ):
         try:

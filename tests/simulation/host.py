@@ -142,9 +142,9 @@ class Host:
             self.process.tell()
 
     def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], told: int) -> Attempt | RanksLate:
-        assert self._core is not None
         attempt: Attempt = self._apply(lambda core: core.attempt(ticket))
         core = self._core
+        assert core is not None
         self.process.wait(lambda: reached(attempt) or core.late(ticket, told) is not None, _FOR_EVER)
         if not reached(attempt) and (warning := core.late(ticket, told)) is not None:
             return warning
