@@ -1,8 +1,9 @@
-"""torchao's low-bit optimizers under FSDP2: a resumed training on two ranks continues as an undisturbed one, bit for bit."""
+"""torchao under FSDP2 on two ranks: low-bit optimizers resume as undisturbed, float8 weights come back bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +106,40 @@ def test_a_resumed_training_is_an_undisturbed_one(
     assert any(name.startswith("optim.state.0.exp_avg.codes") for name in names)
     for through in ("checkpointer", "dcp"):
         assert world.call("do", 2, resumed, kind, uri, through) == expected, through
+
+
+def float8_model(n: int, seed: int) -> Any:
+    """Return a model under FSDP2 whose weights are gathered as float8."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
+    fully_shard(model, mesh=init_device_mesh("cpu", (n,)))
+    return model
+
+
+def float8_weights(rank: int, n: int, uri: str, how: str) -> list[str]:
+    """Save a model and restore it into another one; return the classes of the local tensors."""
+    model, fresh = float8_model(n, 1), float8_model(n, 2)
+    state, into = {"model": dict(model.named_parameters())}, {"model": dict(fresh.named_parameters())}
+    if how == "dcp":
+        dcp.save(state, storage_writer=Writer(uri, step=2))
+        dcp.load(into, storage_reader=Reader(uri))
+    else:
+        with raystow.Checkpointer(uri, memory=64 << 20) as checkpointer:
+            torch.distributed.barrier()
+            checkpointer.save(state, step=2).result(60)
+            checkpointer.restore_latest(into=into)
+    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(one._local_tensor._tensor, other._local_tensor._tensor)
+    return [type(one._local_tensor).__name__ for one in fresh.parameters()]
+
+
+@pytest.mark.parametrize("how", ["checkpointer", "dcp"])
+def test_float8_weights_come_back(world: ProcessGroup, tmp_path: Path, how: str) -> None:
+    for kinds in world.call("do", 2, float8_weights, str(tmp_path / "run"), how):
+        assert kinds == ["WeightWithDynamicFloat8CastTensor"]
