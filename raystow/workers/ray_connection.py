@@ -187,12 +187,12 @@ class RayConnection:
         outer, _within.call = getattr(_within, "call", False), True
         try:
             yield
-        except RaystowError:
-            raise
-        except RayTaskError as error:
+        except RayTaskError as error:  # first: Ray makes it a RaystowError, too, whose text is a traceback, if that is its cause
             if isinstance(error.cause, RaystowError):
                 raise error.cause from None
             raise ClusterError(f"failed: {error.cause!r}", subject=who) from error
+        except RaystowError:
+            raise
         except RayActorError as error:
             raise ClusterError(f"died: {str(error).strip().splitlines()[-1]}", subject=who) from error
         except Exception as error:

@@ -13,7 +13,7 @@ import pytest
 import ray
 from fake_clock import FakeClock
 from no_ray import NoRay
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from raystow.orchestrator import ray_cluster
 from raystow.storage.errors import ClusterError
@@ -123,6 +123,20 @@ def test_a_call_ends_when_the_head_node_is_gone(monkeypatch: pytest.MonkeyPatch)
         RayConnection("head:1", "s", "1", "n").call(lambda: "reference", 720, "coordinator")
     assert 125 <= clock.time <= 135
     assert max(waited) <= 5
+
+
+def test_the_error_of_an_actor_is_raystow_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises an error of two classes, whose text is the actor's traceback."""
+    own = ClusterError("rank 1 could not restore", remedy="restore again")
+
+    def get(_: Any, *, timeout: float) -> None:
+        raise RayTaskError("handle", "Traceback of the actor", own).as_instanceof_cause()
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(RayConnection, "check", lambda self: None)
+    with pytest.raises(ClusterError) as caught:
+        RayConnection("head:1", "s", "1", "n").call(lambda: "reference", LONG, "coordinator")
+    assert caught.value is own
 
 
 def test_a_signal_is_handled_while_the_head_node_is_frozen() -> None:
