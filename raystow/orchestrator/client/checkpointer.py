@@ -370,7 +370,7 @@ class Checkpointer:
             self._journal.restored(*self._restored)
         if restored is not None:
             self._in_flight.restored = restored
-        if restored is not None or not contains_placeholders(into):
+        if not contains_placeholders(into):
             self.prepare(into)
         return restored
 
