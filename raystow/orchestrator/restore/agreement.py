@@ -235,7 +235,7 @@ class ClusterAgreement:
         self._watch.stop()  # while it waits for other ranks
         common = self._port.compare(told)
         self._watch.start()
-        return named(names, common) if common else unused.values
+        return named(names, common)
 
     def reading(self) -> None:
         self._watch.progress()
