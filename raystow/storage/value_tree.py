@@ -80,11 +80,13 @@ class RankValues:
         self._world_size = world_size
         self._kept: dict[str, dict[bytes, int]] = {}  # name -> digest of a value -> the lowest rank that has it
         self._gone: dict[tuple[str, bytes], list[int]] = {}
+        self._counts: dict[str, int] = {}  # name -> number of ranks that have it
 
     def take(self, row: Value) -> None:
         """Note a row of the manifest."""
         digest = stored_digest(row.text.encode("utf-8", "surrogatepass"))[:16]
         kept = [rank for rank in row.ranks if rank < self._world_size]
+        self._counts[row.name] = self._counts.get(row.name, 0) + len(row.ranks)
         if kept:
             digests = self._kept.setdefault(row.name, {})
             digests[digest] = min(*kept, digests.get(digest, kept[0]))
@@ -104,6 +106,7 @@ class RankValues:
                 found[name] = sorted({*found.get(name, []), *ranks})
         return dict(sorted(found.items()))
 
-    def differing(self) -> dict[str, list[int]]:
-        """The names under which ranks have saved different values, with the lowest rank."""
-        return {name: [min(found.values())] for name, found in sorted(self._kept.items()) if len(found) > 1}
+    def differing(self, saved: int) -> dict[str, list[int]]:
+        """The names under which not all of the ``saved`` ranks have saved the same value, with the lowest rank that has one."""
+        names = (name for name, found in sorted(self._kept.items()) if len(found) > 1 or self._counts[name] < saved)
+        return {name: [min(self._kept[name].values())] for name in names}

@@ -77,3 +77,43 @@ def test_a_name_that_no_rank_has_is_an_error_on_all(cluster: Any, tmp_path: Path
         assert "layers.0" not in str(caught.value.cause)
         assert "allow_unused='layers.1'" in caught.value.cause.remedy
     assert ranks.every(into, "do", shown) == [expected(0.0, *layers) for layers in ((0,), (2, 3))]
+
+
+def restored_in_part(rank: Any, *names: str) -> str:
+    """Leave out all but some names of the state. Returns the error."""
+    try:
+        rank.checkpointer.restore({name: rank.state[name] for name in names})
+    except raystow.RaystowError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_values_are_unused_only_if_no_rank_uses_them(cluster: Any, tmp_path: Path) -> None:
+    """Also if one rank uses all names."""
+    uri = str(tmp_path)
+    save(uri, (0,), (1,))
+    first, second = begin(uri, (0, 1), (0, 1))
+    assert ray.get([first.do.remote(restored_in_part, "layers", "step"), second.do.remote(restored_in_part, "layers")]) == ["", ""]
+
+
+def test_a_rank_is_told_why_another_one_could_not_restore(cluster: Any, tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    save(uri, (0,), (1,))
+    first, second = begin(uri, (0,), (1, 2))
+    told = ray.get([rank.do.remote(restored_in_part, "layers", "step") for rank in (first, second)])
+    why = "version 1: in `into` but not saved: layers.2.rate, layers.2.weight (make them match, or pass allow_missing='layers.2'"
+    assert told[0].startswith(f"ClusterError: rank 1 could not restore: {why}")
+    assert told[1].startswith(f"StateError: {why}")
+
+
+def restored_with_marker(rank: Any) -> Any:
+    into = {**rank.state, "replay": raystow.AsSaved()}
+    rank.checkpointer.restore(into, allow_missing="replay")
+    return into["step"], into["replay"]
+
+
+def test_a_marker_that_was_not_saved_stays(cluster: Any, tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    save(uri, (0,))
+    (rank,) = begin(uri, (0,))
+    assert ray.get(rank.do.remote(restored_with_marker), timeout=60) == (1.0, raystow.AsSaved())

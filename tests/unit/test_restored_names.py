@@ -294,6 +294,24 @@ def test_a_value_of_other_ranks_is_that_of_the_lowest_rank(tmp_path: Path, rank:
     assert same(into, {"w": weight(1), "stage0": [1], "stage1": [2]})
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_containers_of_other_ranks_are_complete_and_named(
+    tmp_path: Path, rank: Any, caplog: pytest.LogCaptureFixture, marked: bool
+) -> None:
+    """Each rank gets its own containers, of other keys and lengths than those of other ranks; without a warning."""
+    states = [{"w": weight(1), "epoch": 2, "replay": [7] * (1 + i), f"seen{i}": {f"k{i}": i}} for i in range(2)]
+    version = saved(tmp_path, *states)
+    for now, world_size, expected in ((0, 1, 0), (0, 2, 0), (1, 2, 1), (0, 3, 0), (2, 3, 0)):
+        rank(now, world_size)
+        caplog.clear()
+        into = {"w": weight(), "epoch": 0} | {name: raystow.AsSaved() if marked else None for name in ("replay", "seen0", "seen1")}
+        version.restore(into)
+        assert same(into, {**states[expected], "seen0": {"k0": 0}, "seen1": {"k1": 1}})
+        lent = [text for record in caplog.records if "has no value of rank" in (text := record.getMessage())]
+        other = 1 - now
+        assert [text.partition("has one: ")[2] for text in lent] == ([f"seen{other}.k{other} (rank {other})"] if now < 2 else [])
+
+
 def test_new_ranks_get_values_of_the_lowest_rank_with_a_warning(
     tmp_path: Path, rank: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -124,10 +124,8 @@ def report_left_out(version: Version, match: NameMatch, seeker: Seeker, peers: O
 
 def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: Seeker, rules: NameRules) -> None:
     """Log which values of other ranks are restored, and which are not restored because their ranks are gone."""
-    own = {name for name, row in found.values.items() if seeker.rank in row.ranks}
-    if seeker.rank < seeker.saved and (
-        lent := {name: [min(found.values[name].ranks)] for name in {*match.used} - own & found.values.keys()}
-    ):
+    lent = {row.name: [min(row.ranks)] for row in match.rows if seeker.rank not in row.ranks}
+    if lent and seeker.rank < seeker.saved:
         what = "version %d has no value of rank %d under these names, which are restored from the lowest rank that has one: %s"
         logger.warning(what, version.id, seeker.rank, _with_ranks(lent))
     if seeker.rank != 0:
@@ -138,7 +136,7 @@ def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: S
             what = "%d ranks restore version %d of %d ranks, and not these values; version.per_rank(name) returns them: %s"
             logger.warning(what, seeker.world_size, version.id, seeker.saved, _with_ranks(lost))
     elif seeker.world_size > seeker.saved:
-        differing = found.ranks.differing() if seeker.saved > 1 else {name: [0] for name in own}
+        differing = found.ranks.differing(seeker.saved) if seeker.saved > 1 else {name: [0] for name in found.values}
         if given := {name: ranks for name, ranks in differing.items() if name in match.used}:
             what = "ranks %d to %d are new: these values, which may differ between ranks, are those of the lowest rank: %s"
             logger.warning(what, seeker.saved, seeker.world_size - 1, _with_ranks(given))

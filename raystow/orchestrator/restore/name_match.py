@@ -24,8 +24,9 @@ _PLACES = 3  # containers that an advice names
 
 @dataclass(frozen=True)
 class NameMatch:
-    """Names of both sides. ``used``: names of the version that are restored. ``missing``: leaves of ``into`` that it lacks.
-    ``tensors``, ``values``: names that this rank leaves unused.
+    """Names of both sides. ``used``: names of the version that are restored, and those that other ranks have in containers that
+    are; ``rows``: the values that are restored. ``missing``: leaves of ``into`` that the version lacks. ``tensors``, ``values``:
+    names that this rank leaves unused.
 
     ``new``: values and containers that replace parts of ``into``; ``whole``: leaves that are replaced by a tensor or by a
     numpy scalar; ``marked``: what is in the place of each marker, by path from there. ``places``: the containers and plain values
@@ -34,6 +35,7 @@ class NameMatch:
     """
 
     used: set[str] = field(default_factory=set)
+    rows: list[Value] = field(default_factory=list)
     missing: list[Leaf] = field(default_factory=list)
     tensors: set[str] = field(default_factory=set)
     values: set[str] = field(default_factory=set)
@@ -80,7 +82,10 @@ def match_names(
         if isinstance(leaf.value, AsSaved):
             parts = dict(rows_beneath(leaf.name, found, around, seeker.rank))
             match.marked[leaf.path] = parts
-            match.used.update(row.name if isinstance(row, Value) else row[0].name for row in parts.values())
+            restored = [row for row in parts.values() if isinstance(row, Value)]
+            match.rows.extend(restored)
+            match.used.update(row[0].name for row in parts.values() if not isinstance(row, Value))
+            match.used.update(row.name for row in around.get(leaf.name, ()) if restored)
             if not parts:
                 match.missing.append(leaf)
         elif leaf.is_tensor and found.chunks.get(leaf.name):
@@ -90,6 +95,7 @@ def match_names(
     plain = match_values(nodes, around, strangers, seeker.rank)
     match.new.update(plain.values)
     match.used.update(plain.used - described)
+    match.rows.extend(row for row in plain.rows if row.name not in described)
     match.whole.extend(leaf for leaf in plain.missing if found.chunks.get(leaf.name))
     match.used.update(leaf.name for leaf in match.whole)
     match.missing.extend(leaf for leaf in plain.missing if leaf.name not in match.used)
@@ -98,6 +104,7 @@ def match_names(
             if (row := found.values.get(leaf.name)) is not None:
                 match.new[leaf.path] = load(row)
                 match.used.add(leaf.name)
+                match.rows.append(row)
             elif leaf.name not in empty:
                 match.missing.append(leaf)
     match.tensors.update(filter(match.leaves, found.names))

@@ -35,10 +35,12 @@ class PlainNode:
 
 @dataclass
 class ValueMatch:
-    """``values``: what replaces nodes of ``into``, by path. ``used``: the names of the rows that these are made of. ``missing``:
-    values of ``into`` that the version lacks."""
+    """``values``: what replaces nodes of ``into``, by path. ``rows``: those that these are made of, all of one rank in each node;
+    ``used``: their names, and those that other ranks have in the same containers. ``missing``: values of ``into`` that the version
+    lacks."""
 
     values: dict[Path, object] = field(default_factory=dict)
+    rows: list[Value] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     missing: list[Leaf] = field(default_factory=list)
 
@@ -85,12 +87,14 @@ def match_values(
         is_value = node.is_leaf and [row.name for row in rows] == [node.name]
         if rows and (is_value or node.name not in tensors):
             match.values[node.path] = container(node.name, rows)
+            match.rows += rows
             match.used.update(row.name for row in around[node.name])
         elif node.is_leaf:
             match.missing.extend(node.leaves)
         else:
             inner = match_values(node.children(), around, tensors, rank)
             match.values |= inner.values
+            match.rows += inner.rows
             match.used |= inner.used
             match.missing += inner.missing
     return match
