@@ -93,7 +93,10 @@ def test_values_are_unused_only_if_no_rank_uses_them(cluster: Any, tmp_path: Pat
     uri = str(tmp_path)
     save(uri, (0,), (1,))
     first, second = begin(uri, (0, 1), (0, 1))
-    assert ray.get([first.do.remote(restored_in_part, "layers", "step"), second.do.remote(restored_in_part, "layers")]) == ["", ""]
+    assert ray.get([first.do.remote(restored_in_part, "layers", "step"), second.do.remote(restored_in_part, "layers")]) == [
+        "",
+        "",
+    ]
 
 
 def test_a_rank_is_told_why_another_one_could_not_restore(cluster: Any, tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_boxes_without_the_first_element_make_no_version() -> None:
         (lambda: Boxes([Box(torch.ones(3), (8,), (0,)), Box(torch.ones(3), (9,), (5,))]), "of different shapes"),
         (lambda: Boxes([Box(torch.ones(3), (8,), (0,)), Box(torch.ones(3), (8,), (2,))]), r"\(3,\) at \(0,\) and .* overlap"),
         (lambda: Boxes([torch.ones(3)]), "takes a list of raystow.Box"),
+        (lambda: Boxes(Box(torch.ones(3), (8,), (0,))), "takes a list of raystow.Box"),
     ],
 )
 def test_boxes_that_cannot_be_are_refused(make: Callable[[], object], message: str) -> None:

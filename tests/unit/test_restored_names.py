@@ -216,6 +216,9 @@ def test_patterns_allow_names(tmp_path: Path) -> None:
     for wrong in ({"allow_missing": missing}, {"allow_unused": unused}, {"allow_missing": missing, "allow_unused": unused[1:]}):
         with pytest.raises(raystow.StateError):
             version.restore(into, **wrong)
+    with pytest.raises(raystow.StateError) as caught:  # what is proposed replaces what was passed
+        version.restore(into, allow_missing=missing, allow_unused="optim")
+    assert "pass allow_unused=['optim', 'epoch', 'model.b.w']" in caught.value.remedy
     assert same(into["model"]["a.w"], weight())
     for right in (
         {"allow_missing": missing, "allow_unused": unused},
@@ -304,7 +307,9 @@ def test_containers_of_other_ranks_are_complete_and_named(
     for now, world_size, expected in ((0, 1, 0), (0, 2, 0), (1, 2, 1), (0, 3, 0), (2, 3, 0)):
         rank(now, world_size)
         caplog.clear()
-        into = {"w": weight(), "epoch": 0} | {name: raystow.AsSaved() if marked else None for name in ("replay", "seen0", "seen1")}
+        into = {"w": weight(), "epoch": 0} | {
+            name: raystow.AsSaved() if marked else None for name in ("replay", "seen0", "seen1")
+        }
         version.restore(into)
         assert same(into, {**states[expected], "seen0": {"k0": 0}, "seen1": {"k1": 1}})
         lent = [text for record in caplog.records if "has no value of rank" in (text := record.getMessage())]

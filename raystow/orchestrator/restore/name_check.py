@@ -101,9 +101,9 @@ def check_names(version: Version, match: NameMatch, rules: NameRules, unused: Co
         return
     parts, arguments = _parts(missing, unused), []
     if missing:
-        arguments.append(proposal("allow_missing", missing, match.used))
+        arguments.append(proposal("allow_missing", missing, match.used, given=rules.missing.texts))
     if unused:
-        arguments.append(proposal("allow_unused", unused, match.used))
+        arguments.append(proposal("allow_unused", unused, match.used, given=rules.unused.texts))
     subject, remedy = f"version {version.id}", f"pass {' and '.join(arguments)}"
     if missing and version.record.thinned is not None:
         parts.append(f"it {_thinned(version)}")

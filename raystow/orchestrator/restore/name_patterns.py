@@ -63,8 +63,9 @@ ANY_NAMES = NameRules(NamePatterns(("*",)), NamePatterns(("*",)))
 """Every name may be left out."""
 
 
-def proposal(argument: str, names: Iterable[str], others: Iterable[str]) -> str:
-    """The argument that allows ``names`` and none of ``others``, if a few patterns do: ``allow_unused='optim'``."""
+def proposal(argument: str, names: Iterable[str], others: Iterable[str], *, given: Iterable[str] = ()) -> str:
+    """The argument that allows ``names`` and none of ``others``, if a few patterns do: ``allow_unused='optim'``. ``given``:
+    patterns that the caller has passed."""
     taken = {around for name in others for around in _prefixes(name)}
     inside = defaultdict[str, list[str]](list)
     for name in names:
@@ -73,7 +74,7 @@ def proposal(argument: str, names: Iterable[str], others: Iterable[str]) -> str:
     if len(found) > _PROPOSED:  # sorted, so what the first and the last have in common all have
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(found[0].split("."), found[-1].split("."), strict=False))
         found = [".".join(own for own, _ in shared)]
-    texts = [glob.escape(name) or "*" for name in found]
+    texts = [*given, *(glob.escape(name) or "*" for name in found)]
     return f"{argument}={(texts[0] if len(texts) == 1 else texts)!r}"
 
 

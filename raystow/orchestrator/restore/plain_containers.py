@@ -35,9 +35,9 @@ class PlainNode:
 
 @dataclass
 class ValueMatch:
-    """``values``: what replaces nodes of ``into``, by path. ``rows``: those that these are made of, all of one rank in each node;
-    ``used``: their names, and those that other ranks have in the same containers. ``missing``: values of ``into`` that the version
-    lacks."""
+    """``values``: what replaces nodes of ``into``, by path. ``rows``: those that these are made of, of one rank in each node.
+    ``used``: their names, and those that other ranks have in the same containers. ``missing``: values of ``into`` that the
+    version lacks."""
 
     values: dict[Path, object] = field(default_factory=dict)
     rows: list[Value] = field(default_factory=list)

@@ -126,9 +126,9 @@ class Boxes(_Checkpointable):
     boxes: tuple[Box, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "boxes", tuple(self.boxes))
-        if not all(isinstance(box, Box) for box in self.boxes):
+        if not isinstance(self.boxes, list | tuple) or not all(isinstance(box, Box) for box in self.boxes):
             raise StateError("takes a list of raystow.Box", subject="raystow.Boxes")
+        object.__setattr__(self, "boxes", tuple(self.boxes))
         if len({box.shape for box in self.boxes}) > 1:
             shapes = ", ".join(sorted({str(box.shape) for box in self.boxes}))
             raise StateError(f"boxes of tensors of different shapes: {shapes}", subject="raystow.Boxes")
