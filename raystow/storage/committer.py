@@ -37,7 +37,7 @@ class Committer:
         self.root: Root
         """The newest root that was read or written here."""
         self.replaced = False
-        """Whether the root that the last commit found was ``outdated``."""
+        """Whether the root that the last commit found was ``outdated``, or the epoch was taken again meanwhile."""
         # Numbers of rollbacks, each with the first id that was reserved after it was noticed.
         self._noticed: tuple[tuple[int, int], ...] = ((0, 0),)
         self.take_over(owner)
@@ -112,17 +112,18 @@ class Committer:
         """
         entry, data = put_record(self.catalog.store, record, self._signer)
         self._records = {base: data for base, data in self._records.items() if base.id in entry.bases} | {entry: data}
+        fence = self.fence
 
         def add(root: Root) -> Root:
             self._pass(root.next_id)
-            self.replaced = self.outdated(root)
+            self.replaced = self.outdated(root) or self.fence != fence
             self.notice(root)
             if entry in root.listed:
                 return root  # done before; the answer was lost
             return root.with_version(entry)
 
         try:
-            root = self.catalog.register.update(add, Claims(self.fence, rollbacks=self.rollbacks_at(entry.id)))
+            root = self.catalog.register.update(add, Claims(fence, rollbacks=self.rollbacks_at(entry.id)))
         except InvariantError as error:
             raise SaveFailed(error.what, subject=error.subject) from error
         except (Damaged, StoreError) as error:  # a repair may make it a version: all of it is stored
@@ -145,15 +146,17 @@ class Committer:
         after the last the segment may be in the root.
         """
         segment = put_segment(self.catalog.store, record, self._signer)
+        fence = self.fence
 
         def add(root: Root) -> Root:
+            self.replaced = self.outdated(root) or self.fence != fence
             self.notice(root)
             if segment in root.segments or any(entry.step >= segment.step for entry in root.versions[-1:]):
                 return root
             return replace(root, segments=(*root.segments, segment), next_segment=max(root.next_segment, segment.number + 1))
 
         try:
-            root = self.catalog.register.update(add, Claims(self.fence, rollbacks=rollbacks))
+            root = self.catalog.register.update(add, Claims(fence, rollbacks=rollbacks))
         except InvariantError as error:
             raise SaveFailed(error.what, subject=error.subject) from error
         self.notice(root)

@@ -3,7 +3,7 @@
 A record names everything of its version with digests, and was written after it. So a whole attempt can be read. Only the root
 knew whether it *was* a version: attempts that were complete but not committed, and dropped versions that are not collected yet,
 come back as well. What is whole is never replaced. The new root has an epoch and an owner of its own, so a coordinator from
-before cannot commit to it.
+before cannot commit to it before it has taken another one.
 """
 
 from __future__ import annotations

@@ -168,3 +168,25 @@ def test_a_restore_says_that_another_repository_is_there(tmp_path: Path) -> None
     assert "has taken the place of repository" in save_error(ranks, 3)
     with pytest.raises(raystow.NotARepository, match="has taken the place of repository"):
         every(ranks, "restore")
+
+
+def garble_root(folder: Path) -> None:
+    (folder / keys.ROOT).write_bytes(b"{")
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("lose", [lose_root, garble_root])
+def test_a_rerun_after_a_repair_saves(tmp_path: Path, lose: Callable[[Path], None], seen: bool) -> None:
+    """``seen``: a save has failed before the repair."""
+    ranks = saved(tmp_path)
+    lose(tmp_path)
+    if seen:
+        assert "raystow repair" in save_error(ranks, 3, raystow.OutcomeUnknown)
+    every(ranks, "leave")
+    plan_repair(open_store(str(tmp_path))).execute()
+    later = begin_anew(tmp_path)
+    every(later, "set", layers, -1, SIZE)
+    restored = every(later, "restore")
+    save_state(later, 6, layers, SIZE)
+    assert [version.step for version in restored] == [3, 3] if seen else [2, 2]
+    assert raystow.open(tmp_path).latest().step == 6

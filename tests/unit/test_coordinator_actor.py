@@ -18,6 +18,7 @@ from no_ray import without_ray
 from s3_server import make_bucket, s3_server
 
 from raystow.orchestrator.coordinator import actor as actor_module
+from raystow.orchestrator.coordinator import segments
 from raystow.orchestrator.coordinator.actor import CoordinatorActor
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
@@ -25,10 +26,24 @@ from raystow.storage.errors import NotARepository, OutcomeUnknown, SaveFailed, S
 from raystow.storage.format import keys
 from raystow.storage.format.root import Entry
 from raystow.storage.object_store import ObjectStore
+from raystow.storage.repair import plan_repair
 from raystow.storage.repository import open_repository
 from raystow.storage.stores import open_store
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.protocol.messages import Begin, PartFailed, PartStaged, RankFinished, StartRun, Ticket
+from raystow.workers.protocol.messages import (
+    START,
+    Begin,
+    EntryInfo,
+    Generation,
+    OpenSegment,
+    PartFailed,
+    PartStaged,
+    RankFinished,
+    SegmentStored,
+    SegmentTicket,
+    StartRun,
+    Ticket,
+)
 from raystow.workers.ray_connection import RayConnection
 
 PATIENCE = 30.0
@@ -194,6 +209,48 @@ def test_a_training_begins_anew_where_all_was_deleted(stores: ObjectStore, under
             await actor.begin(former)
         assert (await save(actor, 4)).id == 1
         assert [version.step for version in open_repository(stores.uri).versions()] == [4]
+
+    asyncio.run(run())
+
+
+def repair(uri: str) -> None:
+    """Lose the root, and make it anew."""
+    store = open_store(uri)
+    store.delete([keys.ROOT])
+    plan_repair(store).execute()
+
+
+def test_a_training_that_starts_after_a_repair_saves_at_once(uri: str) -> None:
+    """Also while an earlier one has a save under way, which fails."""
+
+    async def run() -> None:
+        actor = CoordinatorActor(uri)
+        await actor.start(StartRun("1"))
+        await save(actor, 1)
+        ticket = await actor.begin(begin(2))
+        repair(uri)
+        await actor.start(StartRun("1"))
+        assert "repair" in await lost(actor, ticket)
+        assert (await save(actor, 3)).step == 3
+
+    asyncio.run(run())
+
+
+def test_steps_become_durable_after_a_repair(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a save in between, which may be hours away."""
+    monkeypatch.setattr(segments, "verify_segment", lambda *_, **__: None)  # no node has written its entries
+
+    async def run() -> None:
+        actor = CoordinatorActor(uri)
+        repository = (await actor.start(StartRun("1"))).repository
+        repair(uri)
+        for step in (2, 3):
+            entry = EntryInfo(repository, 0, 1, step, START, (Generation("0" * 16, 1),), 8)
+            ticket = await actor.answer(OpenSegment(entry))
+            assert isinstance(ticket, SegmentTicket)
+            await actor.answer(SegmentStored(ticket.number, ticket.attempt, 0, ((entry, bytes(32)),)))
+            await until(lambda: actor._opened is not None and not actor._opened.segments.in_use)
+        assert [segment.step for segment in open_repository(uri).root().segments] == [3]
 
     asyncio.run(run())
 

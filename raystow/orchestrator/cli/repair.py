@@ -15,8 +15,8 @@ def repair(uri: Uri, dry_run: DryRun = False, yes: Yes = False, json: Json = Fal
 
     Restores each version whose record, manifest and packs are complete; prints which ones and why, then asks. Files that are
     whole are never replaced. Pins are lost, dropped versions return until they are dropped again, and of two attempts with one
-    id that of the higher epoch wins. With --json, nothing is written unless --yes is given. Stop the run's coordinator first,
-    or restart it afterwards: it can no longer commit.
+    id that of the higher epoch wins. With --json, nothing is written unless --yes is given. Saves under way fail; later ones,
+    also of a new training, go on.
 
     Example:  raystow repair s3://bucket/runs/llama --dry-run
     """

@@ -8,7 +8,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 from msgspec.structs import replace
@@ -47,6 +47,7 @@ from ...workers.protocol.messages import (
 from .. import ray_cluster
 from .attempt import ANOTHER_RUN, Attempt, Phase
 from .attempts import Coordinator
+from .node_census import NodeCensus
 from .opened import OpenedRepository
 from .save_costs import newest_records
 from .segments import stored_entries
@@ -85,7 +86,7 @@ class CoordinatorActor:
         self._choices: tuple[object, dict[str, RestoreChoice]] = (None, {})  # by attempt, since this change of the rounds
         self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
         self._keeper: asyncio.Task[None] | None = None
-        self._census: tuple[asyncio.Task[list[dict[str, Any]]], set[str]] | None = None  # Ray's nodes, and those known before
+        self._census = NodeCensus()
         self._chores: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None  # deletes the objects of abandoned attempts
         self._look: asyncio.Task[RaystowError | None] | None = None  # whether the repository is still there
@@ -133,6 +134,9 @@ class CoordinatorActor:
             self._look = asyncio.create_task(asyncio.to_thread(at.gone, in_use=at.in_use))
         await asyncio.wait([self._look], timeout=_SOON)
         if not self._look.done() or (gone := self._look.result()) is None:
+            return
+        if isinstance(gone, Fenced):
+            await self._retake(at)
             return
         about(logger, repository=self._uri).warning("this coordinator begins anew: %s", gone.what)
         self._opened, self._fenced, self._in_store = None, None, {}
@@ -434,27 +438,17 @@ class CoordinatorActor:
                 await asyncio.to_thread(at.segments.commit, opened)
             finally:
                 at.segments.settled(opened)
+            if committer.replaced:
+                await self._retake(at)
         core.tick()
         async with self._restoring:
             await asyncio.to_thread(at.rounds.tick)
             at.replays.tick()
-        await self._look_for_nodes(core)
+        await self._census.look(core, _TICK)
         await self._tell(at)
         if (self._sweep is None or self._sweep.done()) and (abandoned := core.abandoned()):
             self._sweep = asyncio.create_task(asyncio.to_thread(at.upkeep.discard, abandoned))  # which no commit waits for
         at.measure()
-
-    async def _look_for_nodes(self, core: Coordinator) -> None:
-        """Ask Ray which nodes are alive, and note its answer once it is there: a frozen head node does not answer, and neither
-        commits nor deadlines wait for it, but for half a second once. A node that saves since Ray was asked is alive."""
-        seconds = 0.0
-        if self._census is None:
-            self._census, seconds = (asyncio.create_task(asyncio.to_thread(ray.nodes)), core.nodes), _TICK
-        answer, asked = self._census
-        await asyncio.wait([answer], timeout=seconds)
-        if answer.done():
-            self._census = None
-            core.nodes_alive({node["NodeID"] for node in answer.result() if node["Alive"]} | (core.nodes - asked))
 
     def _end_if_unused(self) -> None:
         """End for good if this coordinator has not been used for long, and has nothing that another one would not find."""
@@ -488,6 +482,14 @@ class CoordinatorActor:
             await asyncio.to_thread(at.committer.take_over, self._owner())
             about(logger, repository=self._uri).warning("this run has taken over the repository, epoch %d", at.committer.epoch)
         self._fenced = None
+
+    async def _retake(self, at: OpenedRepository) -> None:
+        """Take the next epoch where a repair or a backup has replaced the root. No save that began before becomes a version."""
+        at.core.give_up(
+            Fenced("a repair or a backup has replaced the root", subject=self._uri, remedy="nothing; later saves go on")
+        )
+        await self._take_over(at)
+        await self._tell(at)
 
     def _owner(self) -> str:
         """A name that no other coordinator has, for messages about two runs with one repository."""

@@ -354,10 +354,10 @@ class Coordinator:
         attempt.swept = not isinstance(outcome, SaveFailed | NotARepository)
 
     def give_up(self, error: RaystowError) -> None:
-        """End all attempts, and forget what is in memory only: the repository was deleted, or another one has taken its place."""
+        """End all attempts. If another repository has taken the place of this one, or none, forget what is in memory only, too."""
         for attempt in self._open(*Phase):
             self._abort(attempt, SaveFailed(f"{error.subject}: {error.what}", subject=attempt.subject, remedy=error.remedy))
-        self._lost = self._group = None
+        self._lost, self._group = (None if isinstance(error, NotARepository) else self._lost), None
 
     def _fenced(self, attempt: Attempt, outcome: Fenced) -> RaystowError:
         uri = self._committer.catalog.uri

@@ -10,7 +10,7 @@ from ... import __version__
 from ...storage import metrics
 from ...storage.clock import SYSTEM
 from ...storage.committer import Committer
-from ...storage.errors import NotARepository, RaystowError, StoreError
+from ...storage.errors import Fenced, NotARepository, RaystowError, StoreError
 from ...storage.format import key_files
 from ...storage.repository import create_repository
 from ...storage.root_register import BEGIN_ANEW
@@ -65,18 +65,18 @@ class OpenedRepository:
         return self.core.next_commit() is not None or self.segments.next_commit() is not None
 
     def gone(self, *, in_use: bool) -> RaystowError | None:
-        """Why the repository is not the one that was opened; None if it is, or if the store does not answer. What a repair or a
-        backup has put in its place counts only while it is not ``in_use``: a commit finds it."""
+        """Why the repository is not the one that was opened; None if it is, or if the store does not answer. ``Fenced`` if a repair
+        or a backup has replaced the root while it is ``in_use``: the next epoch must be taken then."""
         try:
             root = self.committer.catalog.root()
         except NotARepository as error:
             return error
         except StoreError:
             return None
-        if in_use or not self.committer.outdated(root):
+        if not self.committer.outdated(root):
             return None
-        uri = self.committer.catalog.uri
-        return NotARepository("a repair or a backup has replaced the root", subject=uri, remedy=BEGIN_ANEW)
+        what, uri = "a repair or a backup has replaced the root", self.committer.catalog.uri
+        return Fenced(what, subject=uri) if in_use else NotARepository(what, subject=uri, remedy=BEGIN_ANEW)
 
     def give_up(self, error: RaystowError) -> None:
         """End all saves and restores in progress, and forget what is in memory only."""

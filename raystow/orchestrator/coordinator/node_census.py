@@ -1,0 +1,29 @@
+"""Asks Ray for the nodes that are alive, for the attempts that need them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+
+from .attempts import Coordinator
+
+
+class NodeCensus:
+    """For one event loop. At most one question is open."""
+
+    def __init__(self) -> None:
+        self._open: tuple[asyncio.Task[list[dict[str, Any]]], set[str]] | None = None  # Ray's nodes, and those known before
+
+    async def look(self, core: Coordinator, seconds: float) -> None:
+        """Ask Ray which nodes are alive, and note its answer once it is there: a frozen head node does not answer, and neither
+        commits nor deadlines wait for it, but for ``seconds`` once. A node that saves since Ray was asked is alive."""
+        asked_now = self._open is None
+        if self._open is None:
+            self._open = asyncio.create_task(asyncio.to_thread(ray.nodes)), core.nodes
+        answer, asked = self._open
+        await asyncio.wait([answer], timeout=seconds if asked_now else 0.0)
+        if answer.done():
+            self._open = None
+            core.nodes_alive({node["NodeID"] for node in answer.result() if node["Alive"]} | (core.nodes - asked))
