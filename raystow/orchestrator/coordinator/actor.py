@@ -48,7 +48,7 @@ from .. import ray_cluster
 from .attempt import ANOTHER_RUN, Attempt, Phase
 from .attempts import Coordinator
 from .node_census import NodeCensus
-from .opened import OpenedRepository
+from .opened import REPLACED, OpenedRepository
 from .save_costs import newest_records
 from .segments import stored_entries
 from .status import failed_attempts, open_attempts
@@ -485,9 +485,7 @@ class CoordinatorActor:
 
     async def _retake(self, at: OpenedRepository) -> None:
         """Take the next epoch where a repair or a backup has replaced the root. No save that began before becomes a version."""
-        at.core.give_up(
-            Fenced("a repair or a backup has replaced the root", subject=self._uri, remedy="nothing; later saves go on")
-        )
+        at.core.give_up(Fenced(REPLACED, subject=self._uri, remedy="nothing; later saves go on"))
         await self._take_over(at)
         await self._tell(at)
 

@@ -354,7 +354,7 @@ class Coordinator:
         attempt.swept = not isinstance(outcome, SaveFailed | NotARepository)
 
     def give_up(self, error: RaystowError) -> None:
-        """End all attempts. If another repository has taken the place of this one, or none, forget what is in memory only, too."""
+        """End all attempts. If the repository is gone, or another one is there now, forget also what is in memory only."""
         for attempt in self._open(*Phase):
             self._abort(attempt, SaveFailed(f"{error.subject}: {error.what}", subject=attempt.subject, remedy=error.remedy))
         self._lost, self._group = (None if isinstance(error, NotARepository) else self._lost), None

@@ -22,6 +22,9 @@ from .attempts import Coordinator
 from .segments import Segments
 from .upkeep import Upkeep
 
+REPLACED = "a repair or a backup has replaced the root"
+"""What is said of a root that does not continue the one of this epoch."""
+
 
 class OpenedRepository:
     """Opens the repository, or makes it, and takes its next epoch.
@@ -65,8 +68,8 @@ class OpenedRepository:
         return self.core.next_commit() is not None or self.segments.next_commit() is not None
 
     def gone(self, *, in_use: bool) -> RaystowError | None:
-        """Why the repository is not the one that was opened; None if it is, or if the store does not answer. ``Fenced`` if a repair
-        or a backup has replaced the root while it is ``in_use``: the next epoch must be taken then."""
+        """Why the repository is not the one that was opened; None if it is, or if the store does not answer. ``Fenced`` if the root
+        was replaced by a repair or a backup while it is ``in_use``: the next epoch must be taken then."""
         try:
             root = self.committer.catalog.root()
         except NotARepository as error:
@@ -75,8 +78,8 @@ class OpenedRepository:
             return None
         if not self.committer.outdated(root):
             return None
-        what, uri = "a repair or a backup has replaced the root", self.committer.catalog.uri
-        return Fenced(what, subject=uri) if in_use else NotARepository(what, subject=uri, remedy=BEGIN_ANEW)
+        uri = self.committer.catalog.uri
+        return Fenced(REPLACED, subject=uri) if in_use else NotARepository(REPLACED, subject=uri, remedy=BEGIN_ANEW)
 
     def give_up(self, error: RaystowError) -> None:
         """End all saves and restores in progress, and forget what is in memory only."""
