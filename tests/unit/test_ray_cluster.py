@@ -25,7 +25,7 @@ def test_a_refused_connection_names_its_remedy(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(head_node, "reach", lambda address: None)
     with pytest.raises(ClusterError, match=said):
-        ray_cluster.connect()
+        ray_cluster.connect("127.0.0.1:1")
 
 
 def test_another_version_of_the_cluster_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,4 +36,4 @@ def test_another_version_of_the_cluster_is_no_traceback(monkeypatch: pytest.Monk
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(head_node, "reach", lambda address: None)
     with pytest.raises(ClusterError, match=r"cannot join the Ray cluster .*Python: 3\.11\.7.*use the cluster's versions"):
-        ray_cluster.connect()
+        ray_cluster.connect("127.0.0.1:1")
