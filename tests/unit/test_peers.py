@@ -40,6 +40,7 @@ from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.peers import Peers
 from raystow.workers.replication.replica_store import ReplicaStore
 from raystow.workers.states.staged_states import StagedStates
+from raystow.workers.usage import Usage
 
 DATA = os.urandom(3_000_000)
 ATTEMPT = AttemptKey("r", 1, "a" * 16)
@@ -60,7 +61,13 @@ class Worker:
         self.fetcher = Fetcher(self.tier, self.peers, budget=budget, node=name)
         self.journal = NodeJournal(name, 1 << 20, self.peers, clock)
         self.peer_server = PeerServer(
-            "127.0.0.1", self.fetcher, ReplicaStore(self.tier), self.journal, StagedStates(1 << 20), tls=tls
+            "127.0.0.1",
+            self.fetcher,
+            ReplicaStore(self.tier),
+            self.journal,
+            StagedStates(1 << 20),
+            usage=Usage(clock),
+            tls=tls,
         )
         self.reads = list[Counter[str]]()  # read bytes by source, one counter per call
         self._visit = self.fetcher.visit()

@@ -26,6 +26,7 @@ from raystow.workers.replication.replica_store import ReplicaStore
 from raystow.workers.states.staged_states import StagedStates
 from raystow.workers.states.state_client import StateClient
 from raystow.workers.states.state_reader import StateReader
+from raystow.workers.usage import Usage
 
 DATA = os.urandom(100_000)
 BUDGET = 150_000
@@ -38,7 +39,9 @@ class Worker:
         self.states = StagedStates(BUDGET)
         tier = MemoryTier(1)
         fetcher, self._journal = Fetcher(tier, NoPeers(), budget=1), NodeJournal("a", 1, NoPeers(), SYSTEM)
-        self.server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), self._journal, self.states, tls=False)
+        self.server = PeerServer(
+            "127.0.0.1", fetcher, ReplicaStore(tier), self._journal, self.states, usage=Usage(SYSTEM), tls=False
+        )
         self._listener = Listener(f"raystow-test-{os.getpid()}-{SYSTEM.token()}")
         self.address = self._listener.name
         background.repeat("raystow-accept", self._accept)

@@ -140,7 +140,7 @@ class Checkpointer:
         self._closed = False
         reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
-        self._startup = Startup(self.uri, self.rank, self.world_size, on_fenced=self._on_fenced)
+        self._startup = Startup(self.uri, self.rank, self.world_size, on_fenced=self._on_fenced, keep=self._memory.cache_seconds)
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
         self._outcomes = SaveOutcomes(self._startup, self._store, self.failures, reports, told)
         self._in_flight = SavesInFlight(limit, self._timeout, self._outcomes.conclude, self._log)
@@ -455,17 +455,18 @@ class Checkpointer:
             self.close()
             return
         try:
-            self._release()
+            self._release(failed=True)
         except Exception:  # must not take the place of the other one
             self._log.exception("the Checkpointer could not be closed")
 
-    def _release(self) -> bool:
+    def _release(self, *, failed: bool = False) -> bool:
         """Wait for the saves in flight, and disconnect. Raises nothing because of failed saves. Returns whether it was open."""
+        end = functools.partial(self._startup.close, failed=failed)
         open, self._closed = not self._closed, True
         if not open or self._startup.forked:
             return False  # in a child, saves, connections and threads are those of the parent
         with contextlib.ExitStack() as releases:  # called in the opposite order, each also if another one raises
-            for release in self._outcomes.close, self._startup.close, self._node.close, self._log_unsaved, self._in_flight.close:
+            for release in self._outcomes.close, end, self._node.close, self._log_unsaved, self._in_flight.close:
                 releases.callback(release)
             if self._journal is not None:
                 releases.callback(self._journal.close)

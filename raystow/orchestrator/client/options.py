@@ -11,6 +11,7 @@ from typing import TypeVar
 from ...storage.arguments import integer, refused
 from ...storage.errors import StateError
 from ...workers.staging.plan import CODECS, PROCESSES
+from ...workers.usage import AFTERWARDS
 from ..argument_checks import LONGEST, memory_of_a_rank, one_of, positive
 from ..coordinator.delta_schedule import AUTO, Delta
 from ..lossy.profiles import Lossy
@@ -36,14 +37,17 @@ class Memory:
             state on GPUs, so much of it is pinned, and versions stay where the GPU has put them instead of being copied; there,
             a version leaves when the next save begins if that would not fit.
         journal: Bytes per node for recorded steps; see ``Checkpointer.journal``. None: an eighth of the machine's memory.
+        cache_seconds: Seconds for which a node keeps its memory, and is busy for Ray, after the last Checkpointer there has
+            closed; at least 600 after a failure. Data that is not durable stays longer.
 
     Raises:
-        StateError: A value is not a number of bytes in the allowed range.
+        StateError: A value is not a number in the allowed range.
     """
 
     staging: int | None = None
     cache: int | None = None
     journal: int | None = None
+    cache_seconds: float = AFTERWARDS
 
     def __post_init__(self) -> None:
         if self.staging is not None:
@@ -52,6 +56,7 @@ class Memory:
             integer("Memory.cache", self.cache, least=0, instead="None")
         if self.journal is not None:
             integer("Memory.journal", self.journal, least=0, instead="None")
+        positive("Memory.cache_seconds", self.cache_seconds, most=LONGEST)
 
 
 @dataclass(frozen=True)

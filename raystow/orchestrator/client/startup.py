@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FuturesTimeout
 from weakref import WeakValueDictionary
+
+from ray.exceptions import ActorDiedError
 
 from ...storage import background
 from ...storage.errors import ClusterError, StateError
@@ -20,21 +23,34 @@ from ...workers.protocol.messages import PROTOCOL, CoordinatorStarted, JoinRun, 
 from ...workers.ray_connection import RayConnection
 from .. import ray_cluster
 from ..coordinator.ray_client import RayCoordinatorClient
+from .presence import Presence
 
 ACTOR_START = 120.0
 """Seconds that an actor may take to start."""
 
 _JOIN = 10.0  # seconds that ``close`` waits for the coordinator, which has answered this rank before
 
+_RENEWALS = 3  # node workers in a row that may end when they are called: each was unused until then
+
 _newest: WeakValueDictionary[str, Future[CoordinatorStarted]] = WeakValueDictionary()
 _making = threading.Lock()
 
 
 def node_address(connection: RayConnection) -> str:
-    """Return the address of this node's worker, which is started if there is none."""
-    worker = connection.ask(lambda: node_actor(RayCoordinatorClient), ACTOR_START)
-    address: str = connection.call(lambda: worker.address.remote(PROTOCOL), ACTOR_START, "node worker")
-    return address
+    """Return the address of this node's worker, which is started if there is none. It stays for some seconds even if unused."""
+
+    def ask() -> str:
+        worker = connection.ask(lambda: node_actor(RayCoordinatorClient), ACTOR_START)
+        address: str = connection.call(lambda: worker.address.remote(PROTOCOL), ACTOR_START, "node worker")
+        return address
+
+    for _ in range(_RENEWALS):
+        try:
+            return ask()
+        except ClusterError as error:
+            if not isinstance(error.__cause__, ActorDiedError):
+                raise
+    return ask()
 
 
 class Startup:
@@ -47,15 +63,18 @@ class Startup:
         uri: The repository.
         connection: This process's connection to Ray.
         port: The coordinator.
+
+    Args:
+        keep: Seconds for which the node keeps its memory after ``close``.
     """
 
-    def __init__(self, uri: str, rank: int, world_size: int, *, on_fenced: OnFenced) -> None:
+    def __init__(self, uri: str, rank: int, world_size: int, *, on_fenced: OnFenced, keep: float) -> None:
         self.uri, self._rank, self._world_size = uri, rank, world_size
         self.connection = ray_cluster.connect()
         ray_metrics.export()
         here(node=self.connection.node)
         self._pid, self._process = os.getpid(), ray_cluster.run_here()
-        self.port = RayCoordinatorClient(uri)
+        self.port, self._presence = RayCoordinatorClient(uri), Presence(uri, keep)
         self._started: Future[CoordinatorStarted] = Future()
         self._joining, self._closed, self._lock = False, False, threading.Lock()
         with _making:
@@ -101,16 +120,20 @@ class Startup:
         started = self.wait()
         return Repository(store, started.repository, trust=key_files.trust(), signed_by=started.signed_by)
 
-    def close(self) -> None:
-        """Register no more: another Checkpointer that is made from now on, in any process, has the rank."""
+    def close(self, *, failed: bool = False) -> None:
+        """Register no more: another Checkpointer that is made from now on, in any process, has the rank. ``failed``: the training
+        has failed, and may be started again."""
+        self._presence.close(failed=failed)
         with self._lock:
             self._closed, joining = True, self._joining
         if joining:
             wait([self._started], _JOIN)
 
     def node_address(self) -> str:
-        """Return the address of this node's worker, which is started if there is none."""
-        return node_address(self.connection)
+        """Return the address of this node's worker, which is started if there is none, and stays until ``close``."""
+        address = node_address(self.connection)
+        self._presence.announce(address)
+        return address
 
     @property
     def member(self) -> JoinRun:
@@ -133,3 +156,6 @@ class Startup:
             self._started.set_result(answer)
         except BaseException as error:
             self._started.set_exception(error)
+            return
+        with contextlib.suppress(ClusterError):  # a save or restore tries again, and raises
+            self.node_address()

@@ -68,8 +68,8 @@ class OpenedRepository:
         return self.core.next_commit() is not None or self.segments.next_commit() is not None
 
     def gone(self, *, in_use: bool) -> RaystowError | None:
-        """Why the repository is not the one that was opened; None if it is, or if the store does not answer. ``Fenced`` if the root
-        was replaced by a repair or a backup while it is ``in_use``: the next epoch must be taken then."""
+        """Why the repository is not the one that was opened; None if it is, or if the store does not answer. ``Fenced`` if a
+        repair or a backup has replaced the root while it is ``in_use``: the next epoch must be taken then."""
         try:
             root = self.committer.catalog.root()
         except NotARepository as error:

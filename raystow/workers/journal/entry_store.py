@@ -146,6 +146,16 @@ class EntryStore:
         with self._lock:
             return max((kept.info.step for kept in self._of(repository) if kept.own), default=None)
 
+    def newest_unstored(self, repository: str) -> int | None:
+        """The newest step of which the store may have no entry; None if there is none."""
+        with self._lock:
+            return max((kept.info.step for kept in self._of(repository) if not kept.stored), default=None)
+
+    def repositories(self) -> set[str]:
+        """The repositories of which there are entries."""
+        with self._lock:
+            return {kept.info.repository for kept in self._all()}
+
     def has(self, info: EntryInfo) -> bool:
         """Whether an entry is here."""
         with self._lock:

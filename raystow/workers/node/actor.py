@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,6 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError
 from ...storage.gc_pause import freeze
@@ -33,6 +36,8 @@ from ..ray_connection import RayConnection
 from ..replication.peers import Peers
 from .node import Node
 
+logger = logging.getLogger(__name__)
+
 _Answer = TypeVar("_Answer")
 _Parameters = ParamSpec("_Parameters")
 
@@ -44,6 +49,7 @@ _SURVEY = 5.0  # seconds in which a node must say what it has in memory
 _START = 30.0  # seconds within which another node's worker must have started
 _ANSWER = 10.0  # seconds within which another node must answer a question about its copies
 _ZONES = ("zone", "ray.io/availability-zone", "topology.kubernetes.io/zone")  # labels that say which failure domain a node is in
+_LOOK = 1.0  # seconds from one look at whether the worker is used to the next
 _AT_ONCE = 16  # calls that a node worker serves at a time
 _SEES_GPUS = (2, 56)  # from this version of Ray on, an actor that asks for no GPU sees all of its node's
 
@@ -57,10 +63,13 @@ class NodeActor:
         here(node=node)
         # To look through Ray's modules and the others takes the collector 0.1 s, in which nothing is coded or answered.
         self._node = Node(node, connect, peers=RayPeers(), host=host, when_warm=freeze)
+        background.repeat("raystow-unused", self._end_if_unused)
 
     def address(self, protocol: str = PROTOCOL) -> str:
         """Where training processes of this node connect to."""
         check_protocol(protocol, "a process of this node")
+        if not self._node.expect():
+            threading.Event().wait()  # ends with this process: the caller then starts another worker
         return self._node.address
 
     def contact(self) -> Contact:
@@ -98,6 +107,15 @@ class NodeActor:
     def status(self) -> NodeStatus:
         """See ``Node.status``."""
         return self._node.status()
+
+    def _end_if_unused(self) -> bool:
+        """End for good if nobody uses this worker. A process that comes later starts another one."""
+        if not self._node.end_if_unused():
+            SYSTEM.sleep(_LOOK)
+            return True
+        logger.info("the node worker ends: nobody uses it")
+        ray.kill(ray.get_runtime_context().current_actor)
+        return False
 
 
 class RayPeers(Peers):

@@ -40,6 +40,7 @@ from ..protocol.messages import (
     Contact,
     EntryKept,
     Holding,
+    KeepNode,
     NodePart,
     NodeStatus,
     OpenJournal,
@@ -59,6 +60,7 @@ from ..replication.replicator import ReplicationPeers, Replicator
 from ..shm.slots import Slots, SlotUse
 from ..states.staged_states import StagedStates
 from ..thread_priority import give_way
+from ..usage import Usage
 from .gauges import measure
 from .save_progress import SavesHere
 from .session import Session
@@ -103,6 +105,21 @@ class NoPeers:
         return EntryKept(put.info.step, 0, "there is no such node")
 
 
+def _has_newer(uri: str | None, repository: str, id: int, step: int | None) -> bool:
+    """Whether the repository has a version with this id or a later one, and one of this step or a later one, or is gone: nobody
+    can use an older save or older steps any more. False where this is not known."""
+    if uri is None:
+        return False
+    try:
+        there = open_repository(uri)
+        newest = there.root().versions[-1:]
+    except NotARepository:
+        return True
+    except RaystowError:
+        return False
+    return there.id != repository or any(one.id >= id and (step is None or one.step >= step) for one in newest)
+
+
 @dataclass(frozen=True)
 class _Repository:
     """What a node needs for the saves to one repository."""
@@ -125,6 +142,7 @@ class Node:
         peers: The other nodes.
         host: The address at which other nodes reach this one.
         threads: That code.
+        usage: Whether it is used, see ``end_if_unused``.
         when_warm: Called once, on a coding thread, when these have loaded what they need.
     """
 
@@ -136,9 +154,10 @@ class Node:
         peers: NodePeers | None = None,
         host: str = "127.0.0.1",
         threads: int | None = None,
+        usage: Usage | None = None,
         when_warm: Callable[[], None] = lambda: None,
     ) -> None:
-        self._node, self._connect = node, connect
+        self._node, self._connect, self._usage = node, connect, usage or Usage(SYSTEM)
         self._keep = memory_limit() // 4
         self._tier = MemoryTier(self._keep)
         peers = peers or NoPeers()
@@ -147,7 +166,9 @@ class Node:
         self.replicator = Replicator(node, self._tier, peers, SYSTEM)
         self.journal = NodeJournal(node, memory_limit() // 8, peers, SYSTEM, open_repository=self._repository)
         self._states = StagedStates(memory_limit() // 4)
-        self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal, self._states, tls=peer_tls.wanted())
+        self._peer_server = PeerServer(
+            host, self._fetcher, self.replicas, self.journal, self._states, usage=self._usage, tls=peer_tls.wanted()
+        )
         self._executors = Executors(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
             sealers=ThreadPoolExecutor(_SEALERS, "raystow-seal", initializer=give_way),
@@ -183,6 +204,8 @@ class Node:
 
     def close(self) -> None:
         """Accept no more processes; connected ones are served until they disconnect."""
+        if self._closed.is_set():
+            return
         self._closed.set()
         self._listener.close()
         self._peer_server.close()
@@ -205,16 +228,18 @@ class Node:
         return True
 
     def _serve(self, connection: Connection) -> None:
-        with contextlib.closing(connection):
+        with self._usage.visit(), contextlib.closing(connection):
             try:
                 connection.handshake("a process of this node")
-                received = connection.receive(OpenSession, ReadCached, OpenJournal, OpenStates)
+                received = connection.receive(OpenSession, ReadCached, OpenJournal, OpenStates, KeepNode)
                 match received and received[0]:
                     case OpenSession() as opening:
                         with self._saves.rank(opening.uri):
                             Session(connection, self, self._node, opening).serve()
                     case OpenJournal() as journal:
                         self.journal.serve(connection, journal)
+                    case KeepNode() as keep:
+                        self._serve_stay(connection, keep)
                     case OpenStates() as states:
                         self._states.serve(connection, states)
                     case ReadCached() as first:
@@ -222,6 +247,45 @@ class Node:
                             serve_reads(connection, first, self._fetcher, lambda uri: self._repository(uri).store)
             except ClusterError as error:
                 logger.info("a connection from a process of this node has ended: %s", error)
+
+    def _serve_stay(self, connection: Connection, message: KeepNode) -> None:
+        with self._usage.stay(message.uri) as stay:
+            stay.seconds = message.seconds
+            while (received := connection.receive(KeepNode)) is not None:
+                stay.seconds = received[0].seconds
+
+    def expect(self) -> bool:
+        """See ``Usage.expect``."""
+        return self._usage.expect()
+
+    def end_if_unused(self) -> bool:
+        """Accept nothing more if nobody uses this node worker, and the store has all that is in its memory. Returns whether so.
+
+        A process that was told this address before may still come: then the worker stays.
+        """
+        if not self._usage.over:
+            return False
+        if self._is_needed():
+            self._usage.expect()  # so that the store is not asked all the time
+            return False
+        if not self._usage.end():
+            return False
+        self.close()
+        return True
+
+    def _is_needed(self) -> bool:
+        """Whether there is something in progress, or in memory, that the store does not have."""
+        with self._lock:
+            attempts, uris = list(self._attempts.values()), {repository: uri for uri, repository in self._shared}
+        if any(not attempt.over for attempt in attempts) or self._states.used:
+            return True
+        uris |= self.journal.uris
+        for repository in self._tier.repositories() | self.journal.store.repositories():
+            held = [held.attempt.id for held in self._tier.holdings(repository) if held.whole and not held.committed]
+            step = self.journal.store.newest_unstored(repository)
+            if (held or step is not None) and not _has_newer(uris.get(repository), repository, max(held, default=0), step):
+                return True
+        return False
 
     def status(self) -> NodeStatus:
         """Return the state of this node."""

@@ -28,6 +28,7 @@ from ..protocol.messages import (
 from ..protocol.peer_tls import server_context
 from ..protocol.tcp_channel import TcpChannel
 from ..states.staged_states import StagedStates
+from ..usage import Usage
 from .replica_store import ReplicaStore
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,10 @@ class EntryHost(Protocol):
 
 
 class PeerServer:
-    """Listens at ``host``, an address of this node, until ``close``. ``tls``: whether the traffic is encrypted."""
+    """Listens at ``host``, an address of this node, until ``close``. ``tls``: whether the traffic is encrypted.
+
+    Reads count as ``usage`` of this node, copies do not: else nodes that nobody uses would keep each other in use.
+    """
 
     def __init__(
         self,
@@ -59,9 +63,11 @@ class PeerServer:
         journal: EntryHost,
         states: StagedStates,
         *,
+        usage: Usage,
         tls: bool = True,
     ) -> None:
         self._fetcher, self._replicas, self._journal, self._states = fetcher, replicas, journal, states
+        self._usage = usage
         self._closed = False
         self._channels = set[TcpChannel]()
         self._unproven = dict[TcpChannel, None]()  # oldest first
@@ -139,9 +145,11 @@ class PeerServer:
     def _answer(self, channel: TcpChannel, request: object) -> None:
         match request:
             case ReadObject():
-                self._send(channel, request)
+                with self._usage.visit():
+                    self._send(channel, request)
             case ClaimSpan(round, key, span, node, lost):
-                channel.send(SpanClaims(tuple(self._fetcher.claims.claim(round, key, span, node, lost=lost))))
+                with self._usage.visit():
+                    channel.send(SpanClaims(tuple(self._fetcher.claims.claim(round, key, span, node, lost=lost))))
             case PutReplica(replica, length):
                 if not 0 <= length <= min(_MAX_REPLICA, self._replicas.most):
                     raise ProtocolError(f"a replica of {length} bytes")

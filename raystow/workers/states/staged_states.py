@@ -80,6 +80,12 @@ class StagedStates:
             sender = self._await(key, span, seconds)
             return None if sender is None or sender.content is None else sender.content[slice(*span)]
 
+    @property
+    def used(self) -> bool:
+        """Whether a state is here."""
+        with self._changed:
+            return any(sender.memory is not None for sender in self._senders.values())
+
     def close(self) -> None:
         """Drop everything. Memory that was lent stays valid for its readers."""
         with self._changed:

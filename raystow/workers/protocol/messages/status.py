@@ -9,6 +9,19 @@ from ..codec import Column, Message, MessagePart, Table, Text
 from .replicas import ReplicationProgress
 
 
+class KeepNode(Message, frozen=True):
+    """The first message of a training process's second connection, which it keeps as long as it may need the node worker. Sent
+    again before the connection ends, it says how long the memory is to stay then.
+
+    Args:
+        uri: Of the repository.
+        seconds: For which the node worker stays after the end of the connection.
+    """
+
+    uri: Text
+    seconds: float
+
+
 class Saves(Message, frozen=True):
     """The saves to one repository, numbered from 1 as they begin on this node. ``begun``: the number of the last; ``durable``:
     that of the last which is a version. 0: none."""

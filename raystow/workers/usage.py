@@ -1,0 +1,82 @@
+"""Whether a node worker is used. Ray calls a node busy as long as any actor is there: one that nobody uses has to end, so that an
+autoscaler can give the node back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from ..storage.clock import Clock
+
+AFTERWARDS = 30.0
+"""Seconds for which a node worker stays after its start, and after a process or another node has used it."""
+
+
+class Usage:
+    """Thread-safe. Begins with the start of the node worker."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._visits, self._ended = 0, False
+        self._until = clock.monotonic() + AFTERWARDS
+        self._kept: dict[str, float] = {}  # repository URI -> until when the memory is kept for its next training
+
+    @contextlib.contextmanager
+    def visit(self) -> Iterator[None]:
+        """Note a connection or a request for the block."""
+        with self._lock:
+            self._visits += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._visits -= 1
+                self._extend()
+
+    @contextlib.contextmanager
+    def stay(self, uri: str) -> Iterator[Stay]:
+        """Note a training process of the repository at ``uri`` for the block, within a ``visit``. Its training has begun again:
+        nothing is kept any longer for the sake of processes that left before."""
+        stay = Stay()
+        with self._lock:
+            self._kept.pop(uri, None)
+        try:
+            yield stay
+        finally:
+            with self._lock:
+                until = self._clock.monotonic() + stay.seconds
+                self._kept[uri] = max(until, self._kept.get(uri, until))
+
+    def expect(self) -> bool:
+        """A process will connect in a moment. Returns False if the node worker has ended: it accepts nobody any more."""
+        with self._lock:
+            self._extend()
+            return not self._ended
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody uses the node worker, nor is likely to soon."""
+        with self._lock:
+            return self._over
+
+    def end(self) -> bool:
+        """End the node worker if it is not used. Returns whether it has ended."""
+        with self._lock:
+            self._ended = self._ended or self._over
+            return self._ended
+
+    @property
+    def _over(self) -> bool:
+        return not self._visits and self._clock.monotonic() >= max([self._until, *self._kept.values()])
+
+    def _extend(self) -> None:
+        self._until = max(self._until, self._clock.monotonic() + AFTERWARDS)
+
+
+class Stay:
+    """``seconds``: for which the memory is kept after the process has left; it may change until then."""
+
+    def __init__(self) -> None:
+        self.seconds = AFTERWARDS
