@@ -64,12 +64,13 @@ class Usage:
     def end(self) -> bool:
         """End the node worker if it is not used. Returns whether it has ended."""
         with self._lock:
-            self._ended = self._ended or self._over
+            self._ended = self._over
             return self._ended
 
     @property
     def _over(self) -> bool:
-        return not self._visits and self._clock.monotonic() >= max([self._until, *self._kept.values()])
+        unused = not self._visits and self._clock.monotonic() >= max([self._until, *self._kept.values()])
+        return self._ended or unused
 
     def _extend(self) -> None:
         self._until = max(self._until, self._clock.monotonic() + AFTERWARDS)

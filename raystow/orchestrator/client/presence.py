@@ -6,11 +6,13 @@ import contextlib
 import threading
 
 from ...storage.errors import ClusterError
-from ...workers.protocol.messages import KeepNode
+from ...workers.protocol.messages import Acknowledged, KeepNode
 from ...workers.protocol.unix_channel import Connection
 
 AFTER_DEATH = 600.0
 """Seconds for which a node keeps its memory after a process that has not closed its Checkpointer: it may be started again."""
+
+_ANSWER = 60.0  # seconds
 
 
 class Presence:
@@ -30,6 +32,7 @@ class Presence:
             self._disconnect()
             self._connection = Connection.connect(address)
             self._connection.send(KeepNode(self._uri, max(self._seconds, AFTER_DEATH)))
+            self._connection.receive(Acknowledged, timeout=_ANSWER)
             self._address = address
 
     def close(self, *, failed: bool) -> None:

@@ -34,6 +34,7 @@ from ..packing.stale_state import OptimizerWatch
 from ..protocol import peer_tls
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
+    Acknowledged,
     AttemptKey,
     Begin,
     Claim,
@@ -251,6 +252,7 @@ class Node:
     def _serve_stay(self, connection: Connection, message: KeepNode) -> None:
         with self._usage.stay(message.uri) as stay:
             stay.seconds = message.seconds
+            connection.send(Acknowledged())
             while (received := connection.receive(KeepNode)) is not None:
                 stay.seconds = received[0].seconds
 

@@ -10,8 +10,8 @@ from .replicas import ReplicationProgress
 
 
 class KeepNode(Message, frozen=True):
-    """The first message of a training process's second connection, which it keeps as long as it may need the node worker. Sent
-    again before the connection ends, it says how long the memory is to stay then.
+    """The first message of a connection that a training process keeps as long as it may need the node worker. The answer is
+    ``Acknowledged``. Sent again before the connection ends, it changes ``seconds``.
 
     Args:
         uri: Of the repository.
