@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -68,7 +70,7 @@ def test_a_process_that_asks_for_the_worker_finds_it(node: Node, clock: FakeCloc
 @pytest.mark.parametrize("seconds", [AFTERWARDS, 2 * AFTER_DEATH])
 def test_a_worker_stays_for_its_processes(node: Node, clock: FakeClock, failed: bool, seconds: float) -> None:
     """Also while they neither save nor restore; then for as long as they ask, and longer if they have failed."""
-    first, second = (Presence(URI, seconds) for _ in range(2))
+    first, second = (Presence(URI, seconds, lambda: None) for _ in range(2))
     first.announce(node.address)
     second.announce(node.address)
     clock.time += FOREVER
@@ -84,12 +86,30 @@ def test_a_worker_stays_for_its_processes(node: Node, clock: FakeClock, failed: 
 
 def test_a_training_that_begins_again_ends_the_wait_for_it(node: Node, clock: FakeClock) -> None:
     for failed in (True, False):
-        process = Presence(URI, AFTERWARDS)
+        process = Presence(URI, AFTERWARDS, lambda: None)
         process.announce(node.address)
         process.close(failed=failed)
         left(node)
     clock.time += AFTERWARDS
     assert node.end_if_unused()
+
+
+def test_a_process_returns_to_a_worker_that_was_killed(tmp_path: Path) -> None:
+    """Without a save or restore in between: else the one that Ray starts again would end."""
+    restarted, returned = threading.Event(), queue.SimpleQueue[str]()
+    with LocalCluster(tmp_path.as_uri(), threads=1, process="node") as cluster:
+
+        def renew() -> None:
+            assert restarted.wait(60)
+            presence.announce(cluster.address(0))
+            returned.put(cluster.address(0))
+
+        presence = Presence(URI, AFTERWARDS, renew)
+        presence.announce(cluster.address(0))
+        cluster.kill_node(0)
+        restarted.set()
+        assert returned.get(timeout=60) == cluster.address(0)
+        presence.close(failed=False)
 
 
 def test_a_worker_stays_for_a_copy_of_a_save_that_is_no_version(node: Node, clock: FakeClock) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 
+from ...storage import background
 from ...storage.errors import ClusterError
 from ...workers.protocol.messages import Acknowledged, KeepNode
 from ...workers.protocol.unix_channel import Connection
@@ -16,10 +18,16 @@ _ANSWER = 60.0  # seconds
 
 
 class Presence:
-    """Thread-safe. ``uri``: of the repository. ``seconds``: for which the node keeps its memory after ``close``."""
+    """Thread-safe.
 
-    def __init__(self, uri: str, seconds: float) -> None:
-        self._uri, self._seconds = uri, seconds
+    Args:
+        uri: Of the repository.
+        seconds: For which the node keeps its memory after ``close``.
+        renew: Finds the node worker again after its process has died, and calls ``announce``. May raise ``ClusterError``.
+    """
+
+    def __init__(self, uri: str, seconds: float, renew: Callable[[], object]) -> None:
+        self._uri, self._seconds, self._renew = uri, seconds, renew
         self._address = ""
         self._connection: Connection | None = None
         self._closed, self._lock = False, threading.Lock()
@@ -30,10 +38,11 @@ class Presence:
             if self._closed or self._address == address:
                 return
             self._disconnect()
-            self._connection = Connection.connect(address)
-            self._connection.send(KeepNode(self._uri, max(self._seconds, AFTER_DEATH)))
-            self._connection.receive(Acknowledged, timeout=_ANSWER)
-            self._address = address
+            connection = Connection.connect(address)
+            connection.send(KeepNode(self._uri, max(self._seconds, AFTER_DEATH)))
+            connection.receive(Acknowledged, timeout=_ANSWER)
+            self._address, self._connection = address, connection
+            background.start("raystow-presence", self._watch, connection)
 
     def close(self, *, failed: bool) -> None:
         """Disconnect for good. ``failed``: as if this process had died."""
@@ -43,6 +52,15 @@ class Presence:
                     self._connection.send(KeepNode(self._uri, self._seconds))
             self._closed = True
             self._disconnect()
+
+    def _watch(self, connection: Connection) -> None:
+        """Wait for the end of the node worker, or of this connection."""
+        connection.receive(Acknowledged)
+        with self._lock:
+            lost = connection is self._connection
+        if lost:
+            with contextlib.suppress(ClusterError):  # the next save tries again, and raises
+                self._renew()
 
     def _disconnect(self) -> None:
         if self._connection is not None:

@@ -74,7 +74,7 @@ class Startup:
         ray_metrics.export()
         here(node=self.connection.node)
         self._pid, self._process = os.getpid(), ray_cluster.run_here()
-        self.port, self._presence = RayCoordinatorClient(uri), Presence(uri, keep)
+        self.port, self._presence = RayCoordinatorClient(uri), Presence(uri, keep, self.node_address)
         self._started: Future[CoordinatorStarted] = Future()
         self._joining, self._closed, self._lock = False, False, threading.Lock()
         with _making:
