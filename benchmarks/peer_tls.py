@@ -33,6 +33,7 @@ from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.peers import Peers
 from raystow.workers.replication.replica_store import ReplicaStore
 from raystow.workers.states.staged_states import StagedStates
+from raystow.workers.usage import Usage
 
 SIZE, RANGE = 256 << 20, 16 << 20
 
@@ -53,7 +54,8 @@ def serve(pipe: Connection, tls: bool) -> None:
     peers = Peers(lambda node: server.contact, SYSTEM)
     fetcher = Fetcher(tier, peers, budget=SIZE, node="server")
     journal = NodeJournal("server", 1 << 20, NoPeers(), SYSTEM)
-    server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, StagedStates(1 << 20), tls=tls)
+    parts, usage = (fetcher, ReplicaStore(tier), journal, StagedStates(1 << 20)), Usage(SYSTEM)
+    server = PeerServer("127.0.0.1", *parts, usage=usage, tls=tls)
     tier.put(AttemptKey("r", 1, "a" * 16), 0, "pack", [os.urandom(1 << 20) * (SIZE >> 20)])
     with fetcher.visit():
         pipe.send(server.contact)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray._private import auto_init_hook, worker
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 
 from ..storage import background
 from ..storage.clock import SYSTEM
@@ -30,6 +30,7 @@ _HEAD_GONE = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"
 """Seconds after which a head node that is gone is given up: half of those after which Ray ends the processes of its nodes."""
 
 _LOOK = 5.0  # seconds of waiting after which the head node is asked whether it is there
+_RENEWALS = 3  # actors in a row that may end when they are called: each was unused until then
 _NEW = "make another Checkpointer; without Ray, read with raystow.open and raystow.restore"
 
 _within = threading.local()
@@ -114,6 +115,18 @@ class RayConnection:
         """
         with self._calling(who):
             return self._get(send(), timeout, who)
+
+    def find(self, call: Callable[[], _Answer], forget: Callable[[], None] = lambda: None) -> _Answer:
+        """Return the result of ``call``, which finds or starts an actor and calls it. Repeats it if the actor has ended for good:
+        Ray does not restart one that was unused and has ended itself. ``forget``: called before."""
+        for _ in range(_RENEWALS):
+            try:
+                return call()
+            except ClusterError as error:
+                if not isinstance(error.__cause__, ActorDiedError):
+                    raise
+            forget()
+        return call()
 
     def send(self, send: Callable[[], object], who: str) -> Any:
         """As ``call``, but return Ray's reference instead of waiting."""

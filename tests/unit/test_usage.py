@@ -23,6 +23,7 @@ from raystow.workers.node import node as node_module
 from raystow.workers.node.node import Node
 from raystow.workers.protocol.messages import AttemptKey, EntryInfo, Generation, Replica
 from raystow.workers.protocol.unix_channel import Connection
+from raystow.workers.replication.peers import Peers
 from raystow.workers.usage import AFTERWARDS, Usage
 
 URI = "memory://run"
@@ -120,6 +121,36 @@ def test_a_worker_stays_for_a_copy_of_a_save_that_is_no_version(node: Node, cloc
     node.replicas.committed(attempt)
     clock.time += FOREVER
     assert node.end_if_unused()
+
+
+def test_a_copy_of_a_save_goes_with_the_next_version(node: Node, clock: FakeClock, tmp_path: Path) -> None:
+    """No node tells this one, since the one that has sent the copy is gone: the store says it."""
+    with LocalCluster(tmp_path.as_uri(), threads=1) as cluster:
+        attempt = AttemptKey(cluster.repository.id, 1, "a" * 16)
+        copy = Replica(attempt, 1, keys.fragment(1, attempt.token, 1), ("other", "n"), uri=cluster.uri)
+        node.replicas.accept(copy, b"fragment")
+        clock.time += FOREVER
+        assert not node.end_if_unused()
+        cluster.save({"w": torch.arange(1000.0)}, step=1)
+        clock.time += FOREVER
+        assert node.end_if_unused()
+
+
+def test_a_worker_stays_while_other_nodes_read(node: Node, clock: FakeClock) -> None:
+    """But not for copies that others send: two nodes would keep each other from ending."""
+    peers = Peers(lambda _: node.contact, clock)
+    attempt, name = AttemptKey("0" * 32, 1, "a" * 16), keys.fragment(1, "a" * 16, 1)
+    with closing(peers):
+        clock.time += AFTERWARDS - 1
+        peers.accept("n", Replica(attempt, 1, name, ("other", "n")), b"fragment")
+        node.replicas.committed(attempt)
+        assert peers.read("n", attempt.repository, name, 0, memoryview(bytearray(8)))
+        clock.time += AFTERWARDS - 1
+        assert not node.end_if_unused()
+        peers.accept("n", Replica(attempt, 1, name, ("other", "n")), b"fragment")
+        left(node)
+        clock.time += 1
+        assert node.end_if_unused()
 
 
 def test_a_worker_stays_for_recorded_steps(node: Node, clock: FakeClock) -> None:

@@ -9,8 +9,6 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FuturesTimeout
 from weakref import WeakValueDictionary
 
-from ray.exceptions import ActorDiedError
-
 from ...storage import background
 from ...storage.errors import ClusterError, StateError
 from ...storage.format import key_files
@@ -30,8 +28,6 @@ ACTOR_START = 120.0
 
 _JOIN = 10.0  # seconds that ``close`` waits for the coordinator, which has answered this rank before
 
-_RENEWALS = 3  # node workers in a row that may end when they are called: each was unused until then
-
 _newest: WeakValueDictionary[str, Future[CoordinatorStarted]] = WeakValueDictionary()
 _making = threading.Lock()
 
@@ -44,13 +40,7 @@ def node_address(connection: RayConnection) -> str:
         address: str = connection.call(lambda: worker.address.remote(PROTOCOL), ACTOR_START, "node worker")
         return address
 
-    for _ in range(_RENEWALS):
-        try:
-            return ask()
-        except ClusterError as error:
-            if not isinstance(error.__cause__, ActorDiedError):
-                raise
-    return ask()
+    return connection.find(ask)
 
 
 class Startup:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
-
-import ray
 
 from .attempts import Coordinator
 
 
 class NodeCensus:
-    """For one event loop. At most one question is open."""
+    """For one event loop. At most one question is open. ``ask``: Ray's function."""
 
-    def __init__(self) -> None:
+    def __init__(self, ask: Callable[[], list[dict[str, Any]]]) -> None:
+        self._ask = ask
         self._open: tuple[asyncio.Task[list[dict[str, Any]]], set[str]] | None = None  # Ray's nodes, and those known before
 
     async def look(self, core: Coordinator, seconds: float) -> None:
@@ -21,7 +21,7 @@ class NodeCensus:
         commits nor deadlines wait for it, but for ``seconds`` once. A node that saves since Ray was asked is alive."""
         asked_now = self._open is None
         if self._open is None:
-            self._open = asyncio.create_task(asyncio.to_thread(ray.nodes)), core.nodes
+            self._open = asyncio.create_task(asyncio.to_thread(self._ask)), core.nodes
         answer, asked = self._open
         await asyncio.wait([answer], timeout=seconds if asked_now else 0.0)
         if answer.done():

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from msgspec.structs import replace
-from ray.exceptions import ActorDiedError
 
 from ...storage.coding.digest import stored_digest
-from ...storage.errors import ClusterError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo
 from ...storage.log import about
@@ -47,7 +45,6 @@ COORDINATOR = "coordinator-"
 """The prefix of the actor names of coordinators."""
 
 _ANSWER = 60.0  # seconds within which a call that does not wait for others must be answered
-_RENEWALS = 3  # coordinators in a row that may end when they are called: each was unused until then
 
 
 _Answer = TypeVar("_Answer", bound=messages.Message)
@@ -183,14 +180,10 @@ class RayCoordinatorClient:
             actor = self._known()
             return self._ray.call(lambda: getattr(actor, method).remote(PROTOCOL, data), timeout, self._who)
 
-        for _ in range(_RENEWALS):
-            try:
-                return answer()
-            except ClusterError as error:
-                if not isinstance(error.__cause__, ActorDiedError):
-                    raise
-            self._actor = None  # Ray does not restart one that was unused and has ended itself
-        return answer()
+        def forget() -> None:
+            self._actor = None
+
+        return self._ray.find(answer, forget)
 
     def _known(self) -> ActorHandle:
         """The coordinator, which is started if there is none."""

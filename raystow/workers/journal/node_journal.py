@@ -145,11 +145,6 @@ class NodeJournal:
         """Return the bytes of the entry with a key; None if it is not here."""
         return self.store.named(repository, key)
 
-    @property
-    def uris(self) -> dict[str, str]:
-        """The URIs of the repositories whose steps are recorded here, by their ids."""
-        return dict(self._uris)
-
     def measure(self) -> None:
         """Set the gauges."""
         record(JOURNAL_MEMORY, self.store.used, node=self._node)

@@ -164,7 +164,7 @@ class Node:
         peers = peers or NoPeers()
         self._fetcher = Fetcher(self._tier, peers, budget=self._keep // 4, node=node)
         self.replicas = ReplicaStore(self._tier)
-        self.replicator = Replicator(node, self._tier, peers, SYSTEM)
+        self.replicator = Replicator(node, self._tier, peers, SYSTEM, uris=self.replicas.uris)
         self.journal = NodeJournal(node, memory_limit() // 8, peers, SYSTEM, open_repository=self._repository)
         self._states = StagedStates(memory_limit() // 4)
         self._peer_server = PeerServer(
@@ -235,9 +235,11 @@ class Node:
                 received = connection.receive(OpenSession, ReadCached, OpenJournal, OpenStates, KeepNode)
                 match received and received[0]:
                     case OpenSession() as opening:
+                        self.replicas.uris[opening.repository] = opening.uri
                         with self._saves.rank(opening.uri):
                             Session(connection, self, self._node, opening).serve()
                     case OpenJournal() as journal:
+                        self.replicas.uris[journal.repository] = journal.uri
                         self.journal.serve(connection, journal)
                     case KeepNode() as keep:
                         self._serve_stay(connection, keep)
@@ -278,14 +280,15 @@ class Node:
     def _is_needed(self) -> bool:
         """Whether there is something in progress, or in memory, that the store does not have."""
         with self._lock:
-            attempts, uris = list(self._attempts.values()), {repository: uri for uri, repository in self._shared}
+            attempts = list(self._attempts.values())
         if any(not attempt.over for attempt in attempts) or self._states.used:
             return True
-        uris |= self.journal.uris
         for repository in self._tier.repositories() | self.journal.store.repositories():
             held = [held.attempt.id for held in self._tier.holdings(repository) if held.whole and not held.committed]
             step = self.journal.store.newest_unstored(repository)
-            if (held or step is not None) and not _has_newer(uris.get(repository), repository, max(held, default=0), step):
+            if (held or step is not None) and not _has_newer(
+                self.replicas.uris.get(repository), repository, max(held, default=0), step
+            ):
                 return True
         return False
 

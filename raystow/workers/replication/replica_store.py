@@ -8,10 +8,15 @@ from ..protocol.messages import AttemptKey, Holding, NodePart, Replica
 
 
 class ReplicaStore:
-    """Thread-safe."""
+    """Thread-safe.
+
+    Attributes:
+        uris: Of the repositories, by their ids, as far as they are known.
+    """
 
     def __init__(self, tier: MemoryTier) -> None:
         self._tier = tier
+        self.uris: dict[str, str] = {}
 
     @property
     def most(self) -> int:
@@ -20,6 +25,8 @@ class ReplicaStore:
 
     def accept(self, replica: Replica, data: Buffer) -> NodePart:
         """Keep an object if it fits; return what is kept of its part now."""
+        if replica.uri:
+            self.uris[replica.attempt.repository] = replica.uri
         newer = [other for other in self._tier.holdings(replica.attempt.repository) if other.attempt.id > replica.attempt.id]
         is_base = any(other.base == replica.attempt for other in newer)
         if not is_base and any(other.committed or other.given_up for other in newer):

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -47,10 +47,13 @@ class ReplicationPeers(ClusterNodes, Protocol):
 
 
 class Replicator(Reconciler):
-    """See ``Reconciler``. ``node``: the name of this node."""
+    """See ``Reconciler``. ``node``: the name of this node. ``uris``: of repositories, see ``ReplicaStore``."""
 
-    def __init__(self, node: str, tier: MemoryTier, peers: ReplicationPeers, clock: Clock) -> None:
+    def __init__(
+        self, node: str, tier: MemoryTier, peers: ReplicationPeers, clock: Clock, *, uris: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__()
+        self._uris = {} if uris is None else uris
         self._node, self._tier, self._peers, self._clock = node, tier, peers, clock
         self._partners = PartnerNodes(node, peers, clock)
         self._replicas: dict[str, int] = {}  # by repository
@@ -176,7 +179,8 @@ class Replicator(Reconciler):
         if data is None:
             return  # replaced or given up meanwhile
         self._ready = self._clock.monotonic() + data.nbytes / self._rate
-        part = self._ask(node, lambda: self._peers.accept(node, replica, data))
+        sent = replace(replica, uri=self._uris.get(replica.attempt.repository, ""))
+        part = self._ask(node, lambda: self._peers.accept(node, sent, data))
         if part is None:
             return
         if part.incomplete:

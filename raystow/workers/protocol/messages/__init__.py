@@ -45,7 +45,7 @@ COORDINATOR_REQUESTS = (
 MESSAGES = tuple(Message.__subclasses__())
 """All messages."""
 
-PROTOCOL = "2.b414e97f30db0b92"
+PROTOCOL = "2.2873e0de74d9047b"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -63,6 +63,7 @@ class Replica(MessagePart, frozen=True):
         replica_order: See ``NodePart``.
         after: Keys of the objects that must be there first.
         base: The version that the attempt may be a delta to.
+        uri: Of the repository; empty if unknown.
     """
 
     attempt: AttemptKey
@@ -71,6 +72,7 @@ class Replica(MessagePart, frozen=True):
     replica_order: Column[Text]
     after: Column[Text] = ()
     base: AttemptKey | None = None
+    uri: Text = ""
 
 
 class ReplicationProgress(MessagePart, frozen=True):
