@@ -145,10 +145,10 @@ def test_a_worker_stays_while_other_nodes_read(node: Node, clock: FakeClock) -> 
         peers.accept("n", Replica(attempt, 1, name, ("other", "n")), b"fragment")
         node.replicas.committed(attempt)
         assert peers.read("n", attempt.repository, name, 0, memoryview(bytearray(8)))
+        left(node)
         clock.time += AFTERWARDS - 1
         assert not node.end_if_unused()
         peers.accept("n", Replica(attempt, 1, name, ("other", "n")), b"fragment")
-        left(node)
         clock.time += 1
         assert node.end_if_unused()
 

@@ -286,9 +286,8 @@ class Node:
         for repository in self._tier.repositories() | self.journal.store.repositories():
             held = [held.attempt.id for held in self._tier.holdings(repository) if held.whole and not held.committed]
             step = self.journal.store.newest_unstored(repository)
-            if (held or step is not None) and not _has_newer(
-                self.replicas.uris.get(repository), repository, max(held, default=0), step
-            ):
+            uri = self.replicas.uris.get(repository)
+            if (held or step is not None) and not _has_newer(uri, repository, max(held, default=0), step):
                 return True
         return False
 
