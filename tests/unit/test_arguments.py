@@ -60,6 +60,7 @@ def test_an_invalid_argument_is_named_with_its_value(name: str, values: list[obj
     [
         (raystow.Memory, "staging", ["1GB", 1.5 * GIB, True, (32 << 20) - 1, 1 << 50]),
         (raystow.Memory, "cache", ["1GB", 0.5, True, -1, 1 << 63]),
+        (raystow.Memory, "cache_seconds", ["1h", 0, -1.0, True, None, float("nan"), 2e9]),
         (raystow.Compression, "codec", ["gzip", None, ["auto"]]),
         (raystow.Compression, "process", ["gpu", None]),
         (raystow.Compression, "lossy", [0.5, ["weights"], "resume"]),
