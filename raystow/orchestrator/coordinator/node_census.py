@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from .attempts import Coordinator
 
 
 class NodeCensus:
-    """For one event loop. At most one question is open. ``ask``: Ray's function."""
+    """For one event loop. At most one question is open. ``ask``: returns the nodes that are alive, by Ray."""
 
-    def __init__(self, ask: Callable[[], list[dict[str, Any]]]) -> None:
+    def __init__(self, ask: Callable[[], set[str]]) -> None:
         self._ask = ask
-        self._open: tuple[asyncio.Task[list[dict[str, Any]]], set[str]] | None = None  # Ray's nodes, and those known before
+        self._open: tuple[asyncio.Task[set[str]], set[str]] | None = None  # the nodes alive, and those known before
 
     async def look(self, core: Coordinator, seconds: float) -> None:
         """Ask Ray which nodes are alive, and note its answer once it is there: a frozen head node does not answer, and neither
@@ -26,4 +25,4 @@ class NodeCensus:
         await asyncio.wait([answer], timeout=seconds if asked_now else 0.0)
         if answer.done():
             self._open = None
-            core.nodes_alive({node["NodeID"] for node in answer.result() if node["Alive"]} | (core.nodes - asked))
+            core.nodes_alive(answer.result() | (core.nodes - asked))
