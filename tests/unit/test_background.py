@@ -11,10 +11,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from builders import memory_repository
+from fake_clock import FakeClock
 from polling import wait_until
 
 from raystow.orchestrator.integrations.ray_train.train_sync import TrainSync
@@ -28,17 +31,19 @@ from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.journal.node_journal import no_repository
 from raystow.workers.journal.segment_writer import SegmentWriter
 from raystow.workers.node import node as node_module
+from raystow.workers.node.actor import NodeActor
 from raystow.workers.node.node import Node
 from raystow.workers.protocol.messages import EntryInfo, OpenJournal
 from raystow.workers.protocol.tcp_channel import TcpChannel
 from raystow.workers.protocol.unix_channel import Connection
 from raystow.workers.replication import reconciler, replicator
+from raystow.workers.usage import AFTERWARDS, Usage
 
 PACKAGE = Path(background.__file__).parents[1]
 
 LOOPS = {
     *("raystow-accept", "raystow-copies", "raystow-entries", "raystow-measure", "raystow-peer_server"),
-    *("raystow-lease", "raystow-segments", "raystow-train"),
+    *("raystow-lease", "raystow-segments", "raystow-train", "raystow-unused"),
 }
 """Threads that repeat a step during the whole life of their process or object."""
 
@@ -62,6 +67,7 @@ OF_ONE = {
     "raystow-journal-answers": "receives for one process; an error ends the connection",
     "raystow-startup": "starts the actors of one rank; an error is raised by the first call that needs them",
     "raystow-requests": "runs an event loop, which logs errors; those of calls are raised where their results are awaited",
+    "raystow-presence": "waits for the end of one connection; the next save connects again",
     "raystow-prepare": "prepares the first save of one process, which does it again after an error",
     "raystow-progress": "shows the bar of one restore",
     "raystow-demo": "replaces the node that the demo kills",
@@ -105,7 +111,7 @@ TASKS = {
     "orchestrator/coordinator/node_census.py": 1,
     "storage/stores/endless_answers.py": 1,
 }
-"""Tasks of event loops: tasks of the coordinator record all errors in an ``ErrorLog``; the result of the other task is awaited."""
+"""Tasks of event loops: tasks of the actor record all errors in an ``ErrorLog``; the results of the others are awaited."""
 
 
 def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
@@ -210,6 +216,7 @@ def test_a_loop_survives_errors(
         "raystow-lease": (leases.Lease, "_try_to_renew"),
         "raystow-segments": (SegmentWriter, "step"),
         "raystow-train": (TrainSync, "collect"),
+        "raystow-unused": (Node, "end_if_unused"),
     }[thread]
     failing = Failing(getattr(owner, name), RuntimeError("can't start new thread"))
     stop: Callable[[], object]
@@ -230,6 +237,16 @@ def test_a_loop_survives_errors(
             stop = writer.close
             entry = EntryInfo("", 0, 1, 1, 0, ())
             wait_until(lambda: writer.kept(entry) or failing.calls > 3, "calls after the errors")
+        elif thread == "raystow-unused":
+            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+            monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
+            ended, clock = threading.Event(), FakeClock()
+            monkeypatch.setattr(ray, "kill", lambda actor: ended.set())
+            worker, usage = NodeActor.__new__(NodeActor), Usage(clock)
+            clock.time += AFTERWARDS
+            worker._node = Node("n", lambda uri: None, threads=1, usage=usage)  # type: ignore[arg-type,return-value]
+            background.repeat(thread, worker._end_if_unused)
+            stop = lambda: ended.wait(30) or pytest.fail("not ended")  # noqa: E731
         else:
             node = Node("n", lambda uri: None, threads=1)  # type: ignore[arg-type,return-value]
             stop = node.close
