@@ -76,6 +76,14 @@ def test_targets_that_share_memory_are_refused(uri: str) -> None:
     assert same(parts, {name: state[name] for name in parts})
 
 
+def test_a_container_at_two_places_gets_no_two_values(uri: str) -> None:
+    dcp.save({"a": {"n": 1, "m": 3}, "b": [{"n": 2, "m": 3}]}, storage_writer=Writer(uri), no_dist=True)
+    both, equal = {"n": 0}, {"m": 0}
+    refused({"a": both, "b": [both]}, uri, r'state_dict\["b"\]\[0\]\["n"\]: is in the same dict as state_dict\["a"\]\["n"\]')
+    dcp.load({"a": equal, "b": [equal]}, storage_reader=Reader(uri), no_dist=True)
+    assert equal == {"m": 3}
+
+
 def test_tied_tensors_are_loaded(uri: str) -> None:
     weight = torch.randn(400, 30)
     dcp.save({"emb": weight, "head": weight}, storage_writer=Writer(uri), no_dist=True)

@@ -93,6 +93,27 @@ def test_containers_keep_their_identity(tmp_path: Path) -> None:
     assert (into["one"], into["two"]) == ([1], [2])
 
 
+@pytest.mark.parametrize("before", [0, None, raystow.AsSaved()])
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (0.0, -0.0), ({"x": [1]}, {"x": [2]}), (np.float32(1), np.float32(2))])
+def test_a_container_at_two_places_gets_no_two_values(tmp_path: Path, before: Any, first: Any, second: Any) -> None:
+    """Other than in a container of plain values, entries are replaced one by one."""
+    for key, in_dict in (('["n"]', True), ("[1]", False)):
+
+        def held(value: Any, in_dict: bool = in_dict) -> Any:
+            return {"w": weight(), "n": value} if in_dict else [weight(), value]
+
+        both = held(before)
+        into = {"a": both, "deep": [{"b": both}], "w": weight()}
+        version = saved(tmp_path / f"different{in_dict}", {"a": held(first), "deep": [{"b": held(second)}], "w": weight(7)})
+        with pytest.raises(raystow.StateError) as caught:
+            version.restore(into)
+        assert str(caught.value).startswith(f'into["deep"][0]["b"]{key}: is in the same {type(both).__name__} as into["a"]{key}')
+        assert same(into, {"a": held(before), "deep": [{"b": held(before)}], "w": weight()})
+        saved(tmp_path / f"equal{in_dict}", {"a": held(first), "deep": [{"b": held(first)}], "w": weight(7)}).restore(into)
+        kept = first.item() if before == 0 and isinstance(first, np.generic) else first  # a number stays one
+        assert same(into, {"a": held(kept), "deep": [{"b": held(kept)}], "w": weight(7)})
+
+
 def test_keys_keep_their_order(tmp_path: Path) -> None:
     version = saved(tmp_path, {"x": {"a": 1, "b": 2, "c": 3}, "w": weight(1)})
     into = {"x": OrderedDict(c=0, gone=0, a=0), "w": weight()}

@@ -19,6 +19,7 @@ from ...storage.reader import PackReader, Request, Run
 from ..save.shards import Shard, bits, pending
 from ..save.state_tree import Elements, Path, State, replace, show
 from .plan import Progress, silent
+from .shared_containers import check_containers
 from .targets import RestoreTarget, distinct, stored
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,9 @@ class Fill:
         self._numbers[self._target(shard, lambda: bits(number).tobytes())] = number
 
     def runs(self) -> Iterator[Run]:
-        """The ranges of packs that are read. ``StateError`` if targets share memory, ``Damaged`` unless the chunks hold each
-        element of the targets once."""
+        """The ranges of packs that are read. ``StateError`` if targets share memory or replaced values a place, ``Damaged`` unless
+        the chunks hold each element of the targets once."""
+        check_containers(self._into, self.values, self._what)
         filled = distinct([*self._tensors, *self._numbers])
         self._numbers = {target: self._numbers[target] for target in filled if target in self._numbers}
         for shard, chunks in (self._tensors[target] for target in filled if target in self._tensors):

@@ -53,7 +53,7 @@ class Box(_Checkpointable):
     """A box of a tensor: a leaf of a state, for parts that no DTensor describes.
 
     The boxes of all ranks must contain each element of the tensor once; a save with a gap or an overlap fails. Restoring fills
-    ``local`` in place, from any boxes. A rank that has no elements passes an empty tensor.
+    ``local`` in place, from any boxes; ``dcp.load`` fills no boxes. A rank that has no elements passes an empty tensor.
 
     Args:
         local: The elements: a tensor or array of as many dimensions as ``shape``.

@@ -23,11 +23,13 @@ from ....storage.version_selector import LATEST, VersionSelector
 from ...argument_checks import address
 from ...restore.fill import Fill
 from ...restore.numbers import element
+from ...restore.shared_containers import check_containers
 from ...save.shards import Shard, shard_of
 from ...save.state_tree import Leaf, is_tensor, show
 from ...save.wrapper_tensors import unwrapped
 from .checkpoint_id import is_id, parse_id
 from .checks import check_placed, is_elsewhere, is_wrapper, refuse_torch_files, refuse_wrappers
+from .keys import path_of
 from .version_metadata import UnreadMetadata, VersionMetadata
 from .wrapper_targets import wrapper_targets
 
@@ -143,12 +145,14 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
             targets = [unwrapped(planner.resolve_tensor(item)).detach() for item in items]
             for item, target in zip(items, targets, strict=True):
                 self._add_tensor(item, target, planner, fill)
-            values = [self._value(item, planner, fill) for item in others if item.type is LoadItemType.BYTE_IO]
+            found = (self._value(item, planner, fill) for item in others if item.type is LoadItemType.BYTE_IO)
+            values = dict(filter(None, found))
+            _check_places(planner, values)
             list(fill.runs())  # checks all targets
             fill.run()
             for item, target in zip(items, targets, strict=True):
                 planner.commit_tensor(item, target)
-            for key, value in filter(None, values):
+            for key, value in values.items():
                 _put(planner, key, value)
         future: Future[None] = Future()
         future.set_result(None)
@@ -197,6 +201,13 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
 
 def _shard(key: str, target: object) -> Shard:
     return shard_of(Leaf((key,), key, target, True), what=_WHAT)
+
+
+def _check_places(planner: LoadPlanner, values: dict[str, object]) -> None:
+    """``StateError`` if a container is at two places of the state, and its entries would get two values."""
+    if isinstance(planner, DefaultLoadPlanner) and planner.flatten_state_dict:
+        new = {path_of(key, planner.mappings): value for key, value in values.items()}
+        check_containers(planner.original_state_dict, new, _WHAT)
 
 
 def _put(planner: DefaultLoadPlanner, key: str, value: object) -> None:
