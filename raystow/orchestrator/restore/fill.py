@@ -52,7 +52,7 @@ class Fill:
         self._numbers[self._target(shard, lambda: bits(number).tobytes())] = number
 
     def runs(self) -> Iterator[Run]:
-        """The ranges of packs that are read. ``StateError`` if targets share memory or replaced values a place, ``Damaged`` unless
+        """The ranges of packs that are read. ``StateError`` if targets share memory or values a place, ``Damaged`` unless
         the chunks hold each element of the targets once."""
         check_containers(self._into, self.values, self._what)
         filled = distinct([*self._tensors, *self._numbers])
