@@ -187,8 +187,9 @@ class Checkpointer:
         Returns before the save is durable. Plain values, arrays, inference tensors, and in host memory tensors of up to 64 KiB
         and those in shared memory may change then: they are copied, or, if large, read before. Other tensors are read in the
         background: do not change them before ``fence`` returns. A save fails if torch's version counter shows that one was
-        changed. It does not count writes through ``.data``, ``numpy()``, ``from_numpy`` or DLPack, by ``fused=True`` optimizers,
-        collectives, CUDA graphs, kernels and other processes; of these only changes of a few compared elements are found.
+        changed. An operation that runs while its tensor is read counts only if it ends within twice the time of reading (up to
+        2 s). Writes through ``.data``, ``numpy()``, ``from_numpy`` or DLPack, by ``fused=True`` optimizers, collectives, CUDA
+        graphs, kernels and other processes do not count; of these only changes of a few compared elements are found.
         Plain tensors and arrays must be equal on all ranks and are stored once; of a DTensor each rank stores its own shards;
         plain values are stored for each rank.
 
@@ -437,7 +438,8 @@ class Checkpointer:
         """Wait for the saves in flight as ``wait`` does, and for callbacks up to a minute; then disconnect from the node worker.
 
         Afterwards ``save`` and ``restore_latest`` raise ``StateError``, and another ``close`` does nothing. At the end of a
-        ``with`` block that raises, failed saves are only logged. A process that ends without ``close`` waits 20 s for its saves.
+        ``with`` block that raises, failed saves are only logged. So are those of a process that ends without ``close``, after at
+        most 20 s of waiting; its exit status does not tell.
 
         Raises:
             SaveFailed: As ``wait``; everything is released then, too.
