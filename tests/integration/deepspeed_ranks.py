@@ -61,7 +61,11 @@ def engine_of(rank: int, n: int, settings: dict[str, Any], seed: int = 0) -> Any
     _replace_fused_kernel()
     type(get_accelerator()).is_fp16_supported = lambda self: True  # torch computes fp16 on CPUs; DeepSpeed's default is False
     torch.manual_seed(seed)
-    engine, *_ = deepspeed.initialize(model=Net(), config=settings)
+    model, settings = Net(), dict(settings)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    count = settings.pop("groups", 0)  # the parameters of the optimizer in so many groups
+    grouped = [{"params": parameters[n::count]} for n in range(count)] or None
+    engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=grouped)
     return engine
 
 

@@ -157,7 +157,29 @@ def test_another_optimizer_is_named(cluster: Cluster, tmp_path: Path) -> None:
     settings["optimizer"]["params"]["torch_adam"] = False
     [refused] = run(tmp_path / "b", 1, *there, settings, load_weights_by_another)
     assert "FusedAdam loads only what FusedAdam has saved" in refused
-    assert re.search(r"saved but not in `into`: optim\.state\.\S+\.step", refused)
+    assert "only this optimizer counts steps in its groups: optim.param_groups.0.step" in refused
+
+
+def load_other_groups(engine: Any) -> tuple[str, bool]:
+    """Return the error, and whether the weights and their steps are as before."""
+
+    def digest() -> list[Any]:
+        state = engine.optimizer.optimizer.state
+        return [[p.tolist() for p in engine.module.parameters()], [int(of["step"]) for of in state.values()]]
+
+    train(engine, 3)
+    before = digest()
+    with pytest.raises(raystow.StateError) as refused:
+        engine.load_checkpoint("checkpoints")
+    return str(refused.value), digest() == before
+
+
+def test_other_groups_are_refused_before_anything_is_written(cluster: Cluster, tmp_path: Path) -> None:
+    there = cluster.address, str(tmp_path / "run")
+    run(tmp_path / "a", 1, *there, config(2, "bf16"), save_by)
+    [(refused, same)] = run(tmp_path / "b", 1, *there, {**config(2, "bf16"), "groups": 2}, load_other_groups)
+    assert re.search(r"the optimizer's groups have \[\d+, \d+\] parameters, but the version holds groups of \[\d+\]", refused)
+    assert same
 
 
 class RecordedFences(raystow.Checkpointer):

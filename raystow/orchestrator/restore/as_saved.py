@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,6 +55,14 @@ class AsSaved(Placeholder):
                 raise TypeError
         except (ImportError, TypeError, RuntimeError):
             raise refused("device", self.device, "a device with memory, such as 'cpu' or 'cuda'") from None
+
+
+@dataclass(frozen=True)
+class CheckedAsSaved(AsSaved):
+    """A marker for plain values. ``check`` is called with what was saved before anything is filled, and raises what the restore
+    raises."""
+
+    check: Callable[[object], None] = field(kw_only=True)
 
 
 def rows_beneath(

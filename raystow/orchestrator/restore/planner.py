@@ -20,7 +20,7 @@ from ...storage.version import Version
 from ..save.shards import Shard, shard_of
 from ..save.state_tree import Leaf, Path, State, boxes, flatten, show
 from ..save.wrapper_tensors import DESCRIPTION, WRAPPER, ShardPart, WrapperText
-from .as_saved import AsSaved, load, target
+from .as_saved import AsSaved, CheckedAsSaved, load, target
 from .fill import Fill
 from .name_check import (
     ALONE,
@@ -136,7 +136,10 @@ def _as_saved(version: Version, path: Path, marker: AsSaved, match: NameMatch, f
         parts[within] = made = target(version, part, marker.device)
         if not isinstance(made, np.generic):
             fill.add(shard_of(Leaf((*path, *within), part[0].name, made, True), what="into"), part)
-    return nested(parts)
+    whole = nested(parts)
+    if isinstance(marker, CheckedAsSaved):
+        marker.check(whole)
+    return whole
 
 
 def check_wrapper(leaf: Leaf, version: Version, saved: object, *, what: str = "into") -> None:
@@ -152,6 +155,8 @@ def _is_empty_here(targets: list[Shard] | StateError | None) -> bool:
 
 
 def _sought(leaf: Leaf, targets: list[Shard] | StateError | None) -> Sought:
+    if isinstance(leaf.value, CheckedAsSaved):
+        return Sought(container=leaf.name)
     if isinstance(leaf.value, AsSaved):
         return Sought(beneath=True)
     if isinstance(targets, list) and targets:

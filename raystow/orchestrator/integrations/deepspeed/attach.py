@@ -26,10 +26,10 @@ from .engine_state import (
     apply_moments,
     apply_progress,
     apply_weights,
-    check_groups,
     client_state_of,
     engine_state,
     gather_persistent,
+    groups_as_saved,
     progress_text,
 )
 from .partitions import Engine
@@ -107,7 +107,8 @@ class AttachedEngine:
             if engine.zero_optimization_stage() == 3:
                 engine.optimizer.checkpoint_event_prologue()  # partitions all parameters
             found = engine_state(engine)
-        into = {**found.tree, "progress": ""}
+        marker = groups_as_saved(found)
+        into = {**found.tree, "progress": "", "optim": {**found.tree["optim"], "param_groups": marker}}
         if not moments:
             del into["optim"]
         try:
@@ -120,16 +121,16 @@ class AttachedEngine:
             raise
         if restored is None:
             gather_persistent(engine)
+            self._checkpointer.prepare({**found.tree, "progress": ""})
             return None
         if not into["progress"]:  # possible without ``strict``
             what = f"version {restored.id} was not saved by raystow.deepspeed; the model is in an undefined state now"
             raise StateError(what, remedy="restore its weights before deepspeed.initialize")
-        if moments:
-            check_groups(found)
         with tried("deepspeed", "0.19"):
             apply_weights(engine, found)
             if moments:
-                apply_moments(engine, found)
+                options = into["optim"]["param_groups"]
+                apply_moments(engine, found, found.tree["optim"]["param_groups"] if options is marker else options)
             if not progress:
                 return restored, client_state_of(into["progress"])
             return restored, apply_progress(engine, into["progress"], schedule=schedule)

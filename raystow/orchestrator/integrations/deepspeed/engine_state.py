@@ -16,6 +16,7 @@ import torch
 
 from ....storage.errors import Damaged, StateError
 from ....storage.format.values import is_plain
+from ...restore.as_saved import CheckedAsSaved
 from ...save import value_text
 from ...save.state_tree import State
 from .partitions import Engine, ParameterGroup, groups, partition_of
@@ -74,21 +75,29 @@ def engine_state(engine: Engine) -> EngineState:
     return found
 
 
-def check_groups(found: EngineState) -> None:
-    """``StateError`` if the version has the parameters in other groups: a list of plain values is restored whatever its
-    length."""
-    sizes = [len(group.parameters) for group in found.groups]
-    saved = [len(group["params"]) for group in found.tree["optim"]["param_groups"]]
-    if sizes != saved:
-        what = f"the optimizer's groups have {sizes} parameters, but the version holds groups of {saved}"
-        raise StateError(f"{what}; the model is in an undefined state now", remedy="use the groups of the save")
+def groups_as_saved(found: EngineState) -> CheckedAsSaved:
+    """The marker that takes the groups. A restore raises ``StateError``, and changes nothing, if the version has the parameters
+    in other groups, or the steps elsewhere: a list of plain values would be restored whatever it holds."""
+
+    def check(restored: object) -> None:
+        saved = restored if isinstance(restored, list) else []
+        sizes, saved_sizes = [len(group.parameters) for group in found.groups], [len(group["params"]) for group in saved]
+        if sizes != saved_sizes:
+            what = f"the optimizer's groups have {sizes} parameters, but the version holds groups of {saved_sizes}"
+            raise StateError(what, remedy="use the groups of the save, or load_optimizer_states=False")
+        for number, (group, options) in enumerate(zip(found.groups, saved, strict=True)):
+            if ("step" in group.options) != ("step" in options):
+                who = ("this optimizer", "that of the save")["step" in options]
+                raise StateError(f"only {who} counts steps in its groups: optim.param_groups.{number}.step")
+
+    return CheckedAsSaved(check=check)
 
 
-def apply_moments(engine: Engine, found: EngineState) -> None:
-    """Give the optimizer the restored values that are no tensors: steps and options."""
+def apply_moments(engine: Engine, found: EngineState, options: list[State]) -> None:
+    """Give the optimizer the restored values that are no tensors: steps, and the ``options`` of its groups."""
     for state, restored in found.steps:
         state.update({key: value for key, value in restored.items() if is_plain(value)})
-    for group, restored in zip(found.groups, found.tree["optim"]["param_groups"], strict=True):
+    for group, restored in zip(found.groups, options, strict=True):
         group.options.update({key: value for key, value in restored.items() if key != "params"})
     if engine.zero_optimization_stage() < 3:
         engine.optimizer._lazy_init_hp_params_optimizer_state()  # as after the first step
