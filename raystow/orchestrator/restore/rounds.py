@@ -282,8 +282,9 @@ class RestoreRounds:
         round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
         round.store_down = not said
         round.advance(round.begun)
-        if (missed := self._missed.pop(vote.rank, None)) is not None:
-            self._warn(round, f"{missed[1].failure}; {ranks_text([vote.rank])} waits for them again", vote.rank)
+        _, missed = self._missed.pop(vote.rank, ("", None))
+        if missed is not None and missed.failure is not None:
+            self._warn(round, f"{missed.failure.what}; {ranks_text([vote.rank])} waits for them again", vote.rank)
         self._missed.clear()
         newest = root.versions[-1].id if root.versions else 0
         if vote.version != LATEST:
