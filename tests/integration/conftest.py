@@ -6,11 +6,15 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import ray
 from ranks import give_back
 from ray.cluster_utils import Cluster
+
+if TYPE_CHECKING:
+    from gloo import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +32,22 @@ def cluster(beside_no_other: None) -> Iterator[Cluster]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Processes for gloo groups, without Ray."""
+    from gloo import Ranks  # with torch
+
+    ranks = Ranks(tmp_path_factory.mktemp("groups"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    """A folder for a repository."""
+    return str(tmp_path / "run")
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import queue
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from builders import orphans
+from dcp_failures import failure
 from gloo import RankFailed, Ranks, die
 from layouts import STEPS, Reads, build, state_of, train, whole
 from local_cluster import LocalCluster, first_save
@@ -30,18 +30,6 @@ from raystow.storage.format.root import Entry
 from raystow.workers.protocol.messages import OpenSession
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    ranks = Ranks(tmp_path_factory.mktemp("groups"))
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
 
 
 def trained(layout: str, n: int, seed: int) -> dict[str, Any]:
@@ -363,12 +351,6 @@ def test_unflattened_states_and_parts_of_versions_are_loaded(uri: str) -> None:
         assert same(flat, state), flat
     with pytest.raises(dcp.api.CheckpointException, match="model: version 2 has a dict or list under this name"):
         dcp.load({"model": None}, storage_reader=Reader(uri), no_dist=True)
-
-
-def failure(into: dict[str, Any], reader: Reader) -> BaseException:
-    with pytest.raises(dcp.api.CheckpointException) as error:
-        dcp.load(into, storage_reader=reader, no_dist=True)
-    return error.value.failures[0][0]
 
 
 def test_errors_of_metadata_keep_their_type(uri: str, tmp_path: Path) -> None:

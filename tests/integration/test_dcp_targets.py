@@ -5,40 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from dcp_failures import failure
 from gloo import Ranks
 from state_equality import same
 
 import raystow
 from raystow.dcp import Reader, Writer
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    ranks = Ranks(tmp_path_factory.mktemp("groups"))
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
-
-
 _CALLS = iter(range(1 << 30))
-
-
-def failure(into: dict[str, Any], reader: Reader) -> BaseException:
-    with pytest.raises(dcp.api.CheckpointException) as error:
-        dcp.load(into, storage_reader=reader, no_dist=True)
-    return error.value.failures[0][0]
 
 
 def refused(state: dict[str, Any], uri: str, what: str) -> None:

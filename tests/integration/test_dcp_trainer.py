@@ -7,7 +7,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +122,6 @@ def run_trainer(rank: int, n: int, uri: str, steps: int, soon: bool) -> list[str
     if saving is not None:
         saving.result()
     return losses
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    ranks = Ranks(tmp_path_factory.mktemp("groups"))
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("soon", [pytest.param(False, marks=pytest.mark.slow, id="save"), pytest.param(True, id="async_save")])

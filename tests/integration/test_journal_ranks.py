@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -125,13 +125,6 @@ def bits(model: nn.Module, opt: torch.optim.Optimizer) -> list[bytes]:
         tensors += [state[key] for key in sorted(state)]
     whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in tensors]
     return [one.detach().numpy().tobytes() if isinstance(one, torch.Tensor) else repr(one).encode() for one in whole]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    ranks = Ranks(tmp_path_factory.mktemp("groups"))
-    yield ranks
-    ranks.close()
 
 
 def recorded(ranks: Ranks, world: int, layout: str, optimizer: str, steps: int = STEPS) -> tuple[Entries, list[bytes]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +81,6 @@ def train(rank: int, n: int, folder: str, steps: int, options: dict[str, Any]) -
     manager.maybe_wait_for_saving()
     manager.close()
     return loaded, losses
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    ranks = Ranks(tmp_path_factory.mktemp("groups"))
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
