@@ -118,6 +118,9 @@ class AttachedEngine:
                 kind = type(engine.optimizer.optimizer).__name__
                 remedy = f"{kind} loads only what {kind} has saved: use the optimizer of the save, or load_optimizer_states=False"
                 raise StateError(error.what, subject=error.subject, remedy=remedy) from error
+            if "not saved: master." in error.what:
+                remedy = "use the model of the save; if raystow.deepspeed did not save it, restore before deepspeed.initialize"
+                raise StateError(error.what, subject=error.subject, remedy=remedy) from error
             raise
         if restored is None:
             gather_persistent(engine)
