@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,21 +15,30 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from cli_runner import ran
+from command_processes import CLOSED, FULL, Ended, ended
 from local_cluster import LocalCluster
 from polling import wait_until
+from safetensors.torch import save_file
 
+import raystow
+from raystow.orchestrator.cli.app import build
 from raystow.storage.clock import SYSTEM
 
 RAYSTOW = [sys.executable, "-m", "raystow"]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    with LocalCluster(str(tmp_path / "run")) as local:
+def two_versions(folder: Path) -> Path:
+    with LocalCluster(str(folder)) as local:
         for step in (100, 200):
             local.save({"w": torch.full((12345,), float(step))}, step=step)
-    return tmp_path / "run"
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return two_versions(tmp_path / "run")
 
 
 def test_a_question_is_not_answered_without_stdin(folder: Path) -> None:
@@ -146,12 +156,82 @@ def test_a_signal_that_is_ignored_stays_ignored(folder: Path) -> None:
     assert b"nothing was dropped" in output
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["ls", "--json"], ["ls"]])
-def test_a_full_disk_is_an_error_without_a_traceback(folder: Path, words: list[str]) -> None:
-    where = [folder] if "ls" in words else []
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([*RAYSTOW, *words, *where], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+PRINTING = {
+    "": ("--help",),
+    "version": ("--version",),
+    "json": ("ls", "RUN", "--json"),
+    "usage": ("ls", "--help"),
+    "failing": ("ls", "NEW", "--json"),
+    "demo": ("demo", "--store", "NEW"),
+    "doctor": ("doctor",),
+    "keygen": ("keygen", "NEW"),
+    "ls": ("ls", "RUN"),
+    "show": ("show", "RUN"),
+    "diff": ("diff", "RUN", "1", "2"),
+    "verify": ("verify", "RUN", "--all"),
+    "restore": ("restore", "RUN", "--output", "NEW"),
+    "export": ("export", "RUN", "--hf", "NEW", "--prefix", ""),
+    "import": ("import", "FILE", "NEW"),
+    "cp": ("cp", "RUN", "NEW"),
+    "plan": ("plan", "RUN", "--world", "2"),
+    "pin": ("pin", "RUN", "1", "best"),
+    "unpin": ("unpin", "RUN", "good"),
+    "rollback": ("rollback", "RUN", "1"),
+    "prune": ("prune", "RUN", "--keep-last", "1", "--yes"),
+    "compact": ("compact", "RUN", "--yes"),
+    "gc": ("gc", "RUN", "--yes"),
+    "repair": ("repair", "RUN", "--yes"),
+    "advise": ("advise", "RUN", "--mtbf", "12h", "--stall", "1"),
+    "cost": ("cost", "RUN", "--gpus", "8", "--gpu-price", "4", "--store-price", "1", "--every", "1h", "--write-rate", "1GB"),
+    "report": ("report", "RUN", "--output", "NEW"),
+    "top": ("top", "--interval", "0s"),
+    "drain": ("drain", "--within", "1s"),
+}
+"""A command line that prints, for each command and for what all commands print. RUN: a copy of a repository; NEW: a new path."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Ended]]:
+    """How each of these commands ended, by output."""
+    base = tmp_path_factory.mktemp("outputs")
+    made = two_versions(base / "run")
+    raystow.open(made).pin(raystow.open(made).version(1), "good")
+    save_file({"w": torch.ones(3)}, base / "w.safetensors")
+    found = {}
+    for output in (FULL, CLOSED):
+        commands = []
+        for number, words in enumerate(PRINTING.values()):
+            place = base / f"{output[:4]}-{number}"
+            paths = {"RUN": place / "run", "NEW": place / "new", "FILE": base / "w.safetensors"}
+            shutil.copytree(made, paths["RUN"])
+            commands.append([str(paths.get(word, word)) for word in words])
+        found[output] = dict(zip(PRINTING, ended(commands, output), strict=True))
+    return found
+
+
+def test_an_output_of_every_command_is_tested() -> None:
+    assert {*typer.main.get_command(build()).commands} <= {*PRINTING}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", PRINTING)
+def test_a_full_disk_is_one_error(outcomes: dict[str, dict[str, Ended]], name: str) -> None:
+    assert outcomes[FULL][name] == Ended(1, "error: No space left on device\n")
+
+
+@pytest.mark.parametrize("name", PRINTING)
+def test_an_output_that_its_reader_closes_ends_a_command_as_other_tools(outcomes: dict[str, dict[str, Ended]], name: str) -> None:
+    assert outcomes[CLOSED][name] == Ended(-signal.SIGPIPE, "")
+
+
+def test_without_a_terminal_a_row_is_one_line(tmp_path: Path) -> None:
+    """Whatever the width of the terminal that started it."""
+    folder, name = two_versions(tmp_path / "run"), "a-pin-with-a-name-of-some-length-" * 3
+    ran("pin", folder, 1, name)
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    done = subprocess.run([*RAYSTOW, "ls", str(folder)], env=environment, capture_output=True, text=True, timeout=120)
+    (line,) = (line for line in done.stdout.splitlines() if " 100 " in line)
+    assert re.split("  +", line.strip())[-1] == name
+    assert len(done.stdout.splitlines()) == 4
 
 
 def test_help_in_few_columns_of_an_ascii_terminal() -> None:

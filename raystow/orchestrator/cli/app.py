@@ -13,7 +13,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ... import __version__
 from .exit_codes import EXIT_CODES, error_report, reporting
-from .interrupts import interruptible, say_interrupted
+from .interrupts import end_by_closed_pipe, interruptible, say_interrupted
 
 COMMANDS = {
     "Get started": {"demo": "..demo.command", "doctor": ".doctor", "keygen": ".keygen"},
@@ -96,6 +96,10 @@ def main() -> None:
     except KeyboardInterrupt:  # before the command began
         say_interrupted()
         sys.exit(130)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich and typer make it an exit with 1
+            end_by_closed_pipe()
+        raise
     except OSError as error:  # help or JSON could not be written
         error_report(error).print()
         sys.exit(1)

@@ -27,6 +27,7 @@ EXIT_CODES = {
     6: "not signed by a trusted key",
     DIFFERENT: "different (`diff --exit-code`)",
     130: "interrupted",
+    141: "the reader of the output closed it (SIGPIPE)",
 }
 
 _CODES: dict[type[RaystowError], int] = {StateError: 2, Damaged: 3, NotARepository: 4, NotFound: 4, UnsafeStore: 5, Untrusted: 6}
@@ -95,7 +96,7 @@ def reporting(command: Callable[_P, None]) -> Callable[_P, None]:
             with extras.named():
                 command(*args, **kwargs)
         except BrokenPipeError:
-            raise  # the reader of the output closed it: typer exits quietly
+            raise  # the reader of the output closed it: see ``main``
         except (RaystowError, OSError) as error:
             conclude([error], {} if kwargs.get("json") else None)
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Ends a command at a signal: it cleans up if it can, and ends in any case.
+"""Ends a command at a signal, or when its output has no reader: it cleans up if it can, and ends in any case.
 
 Python raises ``KeyboardInterrupt`` between any two instructions of the main thread, also where it has just taken a lock, which
 nobody releases then. Cleaning up may wait for such a lock, or for a store that does not answer.
@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import threading
+from typing import NoReturn
 
 import typer
 
@@ -38,6 +39,16 @@ def say_interrupted() -> None:
     """Print that the command was interrupted."""
     _said.set()
     typer.echo("interrupted", err=True)
+
+
+def end_by_closed_pipe() -> NoReturn:
+    """End this process as SIGPIPE ends other tools, because the reader of its output has closed it.
+
+    Python ignores SIGPIPE, and must: it would also be sent for a connection that a server has closed.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
+    os._exit(128 + signal.SIGPIPE)  # the signal is blocked, or this is the first process of a container
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -10,7 +11,7 @@ from typing import Literal
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 
 from ...storage.errors import StateError
@@ -18,9 +19,21 @@ from ...storage.notebook import in_units
 from ...storage.notebook import moment as moment
 from ...storage.notebook import size as size
 
+_UNFOLDED = 1 << 16  # columns
+
+
+class _Output(Console):
+    """Folds to the width of the terminal, or to COLUMNS. Without both nothing is folded, so that scripts find a row in a line."""
+
+    @property
+    def size(self) -> ConsoleDimensions:  # type: ignore[override]
+        found = super().size
+        return found if self.is_terminal or "COLUMNS" in os.environ else found._replace(width=_UNFOLDED)
+
+
 # Lines are not wrapped, so that a long name or path can be copied; ``say`` wraps prose, and a table its cells.
-out = Console(markup=False, highlight=False, soft_wrap=True)
-err = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+out = _Output(markup=False, highlight=False, soft_wrap=True)
+err = _Output(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 _AGES = ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"), 86400, "days"))
 
