@@ -13,7 +13,7 @@ import numpy as np
 
 from ...storage.errors import StateError
 from ...storage.format import values
-from ..save.state_tree import Path, PathPart, is_tensor, show
+from ..save.state_tree import Path, PathPart, show
 
 _Changed: TypeAlias = dict[object, object] | list[object]
 
@@ -39,13 +39,14 @@ def check_containers(into: object, new: Mapping[Path, object], what: str) -> Non
 
 def _containers(node: object, new: Mapping[Path, object], path: Path) -> Iterator[tuple[Path, _Changed]]:
     """The dicts and lists in which parts are replaced, by path."""
-    if path in new or is_tensor(node) or not isinstance(node, dict | list | tuple):
+    if path in new or not isinstance(node, dict | list | tuple):
         return
     if not isinstance(node, tuple):
         yield path, node
     children = node.values() if isinstance(node, dict) else node
     for part, child in zip(_parts(node), children, strict=True):
-        yield from _containers(child, new, (*path, part))
+        if isinstance(child, dict | list | tuple):
+            yield from _containers(child, new, (*path, part))
 
 
 def _parts(container: object) -> list[PathPart]:
