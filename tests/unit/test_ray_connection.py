@@ -140,7 +140,7 @@ def test_the_error_of_an_actor_is_raystow_s_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_signal_is_handled_while_the_head_node_is_frozen() -> None:
-    asked, end = threading.Event(), threading.Event()
+    asked, end, handled = threading.Event(), threading.Event(), threading.Event()
 
     def frozen() -> None:
         asked.set()
@@ -148,17 +148,21 @@ def test_a_signal_is_handled_while_the_head_node_is_frozen() -> None:
 
     def interrupt() -> None:
         asked.wait(LONG)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        while not handled.wait(0.1):  # Python ignores what a handler raises while a destructor runs
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def handle(*_: object) -> None:
-        raise Interrupted
+        if not handled.is_set():
+            raise Interrupted
 
-    before = signal.signal(signal.SIGTERM, handle)
+    before, sender = signal.signal(signal.SIGTERM, handle), threading.Thread(target=interrupt)
     try:
-        threading.Thread(target=interrupt).start()
+        sender.start()
         with pytest.raises(Interrupted):
             NoRay("head:1", "s", "1", "n").ask(frozen, LONG)
     finally:
+        handled.set()
+        sender.join(LONG)
         signal.signal(signal.SIGTERM, before)
         end.set()
 

@@ -25,8 +25,8 @@ _UNFOLDED = 1 << 16  # columns
 class _Output(Console):
     """Folds to the width of the terminal, or to COLUMNS. Without both nothing is folded, so that scripts find a row in a line."""
 
-    @property
-    def size(self) -> ConsoleDimensions:  # type: ignore[override]
+    @property  # type: ignore[misc]  # the size of a terminal cannot be set
+    def size(self) -> ConsoleDimensions:
         found = super().size
         return found if self.is_terminal or "COLUMNS" in os.environ else found._replace(width=_UNFOLDED)
 
