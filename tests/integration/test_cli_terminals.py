@@ -219,7 +219,7 @@ def test_a_full_disk_is_one_error(outcomes: dict[str, dict[str, Ended]], name: s
 
 
 @pytest.mark.parametrize("name", PRINTING)
-def test_an_output_that_its_reader_closes_ends_a_command_as_other_tools(outcomes: dict[str, dict[str, Ended]], name: str) -> None:
+def test_a_command_whose_output_is_closed_ends_as_other_tools(outcomes: dict[str, dict[str, Ended]], name: str) -> None:
     assert outcomes[CLOSED][name] == Ended(-signal.SIGPIPE, "")
 
 
