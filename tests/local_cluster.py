@@ -231,7 +231,7 @@ class LocalCluster:
     def _new_node(self, number: int) -> Node | NodeProcess:
         if self._ports is not None:
             return NodeProcess(f"node-{number}", self._ports.address, threads=self._threads)
-        return Node(f"node-{number}", lambda _: self._port, threads=self._threads)
+        return Node(f"node-{number}", lambda *_: self._port, threads=self._threads)
 
     def __enter__(self) -> LocalCluster:
         return self

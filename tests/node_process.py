@@ -92,7 +92,7 @@ class NodeProcess:
 
 
 def _run(name: str, ports: Any, threads: int, leash: Connection) -> None:
-    node = Node(name, lambda uri: RemotePort(ports), threads=threads)
+    node = Node(name, lambda *_: RemotePort(ports), threads=threads)
     leash.send(node.address)
     try:
         leash.recv()

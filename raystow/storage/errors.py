@@ -19,6 +19,7 @@
     ├── DeadlineExceeded       the wait ended before the operation did; also a TimeoutError
     └── ClusterError           Ray, a node worker or the coordinator cannot be reached
         ├── RankRestarted      a rank or the coordinator was replaced: ranks begin the restore or replay again by themselves
+        ├── SettingsMissing    an actor does not know how to reach the store: its callers tell it by themselves
         └── ProtocolError      two processes do not speak the same protocol: restart what runs another version of raystow
 
 An error says what happened, to which object, and what to do. All of them survive pickling (Ray sends them between processes).
@@ -116,6 +117,10 @@ class ClusterError(RaystowError):
 
 class RankRestarted(ClusterError):
     """Another process has taken a rank while all ranks restored together, or the coordinator was restarted during a replay."""
+
+
+class SettingsMissing(ClusterError):
+    """This process has no settings for a store, or was restarted since it received them: the caller sends them and asks again."""
 
 
 class ProtocolError(ClusterError):

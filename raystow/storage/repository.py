@@ -265,13 +265,16 @@ class Repository(Catalog):
         return collect.plan(self, grace=grace, dropped_only=dropped_only)
 
 
-def open_repository(uri: str, *, clock: Clock = SYSTEM, trusted_keys: str | os.PathLike[str] | None = None) -> Repository:
-    """Open a repository for reading. Raises ``NotARepository`` if there is none, and ``Damaged`` if marker or root are lost.
+def open_repository(
+    uri: str | ObjectStore, *, clock: Clock = SYSTEM, trusted_keys: str | os.PathLike[str] | None = None
+) -> Repository:
+    """Open a repository for reading, at an address or in its store. Raises ``NotARepository`` if there is none, and ``Damaged``
+    if marker or root are lost.
 
     ``trusted_keys``: only versions signed with one of these are read; see ``key_files.trust``. By default the keys that the
     environment names, else those that the repository names; if there are none, signatures are not required.
     """
-    store, trust = open_store(uri), key_files.trust(trusted_keys)
+    store, trust = open_store(uri) if isinstance(uri, str) else uri, key_files.trust(trusted_keys)
     try:
         marker = Marker.load(store.get(keys.MARKER, max_bytes=MAX_MARKER))
     except Damaged as error:
@@ -321,7 +324,7 @@ class _TrustOfMarker(Trust):
 
 
 def create_repository(
-    uri: str,
+    uri: str | ObjectStore,
     *,
     clock: Clock = SYSTEM,
     signer: Signer | None = None,
@@ -337,7 +340,7 @@ def create_repository(
     repository that never were versions, whose objects may be there. Raises ``UnsafeStore`` if the
     store, which is probed before its first use, lets two conditional writes win.
     """
-    store = open_store(uri)
+    store = open_store(uri) if isinstance(uri, str) else uri
     try:
         store.get(keys.MARKER, max_bytes=MAX_MARKER)
     except NotFound:
@@ -349,7 +352,7 @@ def create_repository(
             store.put_if(keys.MARKER, marker.dump(), None)
         except PreconditionFailed:
             pass  # another creator was faster: its marker counts
-    repository = open_repository(uri, clock=clock)
+    repository = open_repository(store, clock=clock)
     try:
         repository.register.read()
     except NotFound:

@@ -158,7 +158,7 @@ def test_requests_go_to_the_configured_endpoint(
     aws.setenv("AWS_REGION", "eu-west-1")
     if endpoint:
         aws.setenv("AWS_ENDPOINT_URL", endpoint)
-    clients = s3_clients.connect(bucket, IMPATIENT)
+    clients = s3_clients.connect(s3_clients.S3Configuration(bucket), IMPATIENT)
     signed = clients.decide.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "k"})
     assert signed.startswith(expected)
     for client in (clients.send, clients.fetch):

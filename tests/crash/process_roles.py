@@ -118,7 +118,7 @@ class UnlistedPeers(Peers, NoPeers):
 def _node(request: Message, control: Control, trip: Tripwire) -> None:
     nodes = NodePeers(request["port"])
     others = UnlistedPeers(nodes.contact, SYSTEM)
-    node = Node(request["name"], lambda uri: CoordinatorPort(request["port"], trip), peers=others, threads=1)
+    node = Node(request["name"], lambda *_: CoordinatorPort(request["port"], trip), peers=others, threads=1)
     entries = node.journal.store.holdings
     calls = {"holdings": node.holdings, "journal_entries": entries, "contact": lambda: node.contact}
     port = SimpleNamespace(**calls, saves_to=lambda uri: [uri])  # keeps the coordinator alive
@@ -130,7 +130,7 @@ def _node(request: Message, control: Control, trip: Tripwire) -> None:
 def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
     rank, port = request["rank"], CoordinatorPort(request["port"], trip)
     ray_cluster.connect = RayConnection.here
-    startup.RayCoordinatorClient = lambda uri: port
+    startup.RayCoordinatorClient = lambda *_: port
     startup.node_actor = _actor("address", lambda *_: control.ask(where=request["node"])["address"])
     checkpointer.Checkpointer.prepare = lambda self, state: None  # it would ask for the address on another thread
     ckpt = checkpointer.Checkpointer(

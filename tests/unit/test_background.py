@@ -181,7 +181,7 @@ def counted() -> Iterator[Counted]:
 @pytest.fixture
 def node(counted: Counted) -> Iterator[Node]:
     """Yield a node whose threads start after ``counted``, so their errors are counted."""
-    made = Node("n", lambda uri: None, threads=1)  # type: ignore[arg-type,return-value]
+    made = Node("n", lambda *_: None, threads=1)  # type: ignore[arg-type,return-value]
     yield made
     made.close()
 
@@ -248,7 +248,7 @@ def test_a_loop_survives_errors(
             background.repeat(thread, worker._end_if_unused)
             stop = lambda: ended.wait(30) or pytest.fail("not ended")  # noqa: E731
         else:
-            node = Node("n", lambda uri: None, threads=1)  # type: ignore[arg-type,return-value]
+            node = Node("n", lambda *_: None, threads=1)  # type: ignore[arg-type,return-value]
             stop = node.close
             monkeypatch.setattr(owner, name, lambda *args: failing(*args))
             if thread == "raystow-accept":

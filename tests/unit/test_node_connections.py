@@ -13,6 +13,7 @@ import ray
 from no_ray import without_ray
 
 from raystow.storage.errors import ClusterError
+from raystow.storage.stores.settings import JobSettings, StoreAddress
 from raystow.workers.node import actor
 from raystow.workers.node.actor import NODE, RayPeers
 from raystow.workers.node.node import Node
@@ -27,7 +28,7 @@ def test_a_connection_that_hangs_blocks_nothing_else() -> None:
     """While Ray's head node is frozen, a connection takes a minute: the status and other repositories do not wait for it."""
     connecting, end = queue.SimpleQueue[str](), threading.Event()
 
-    def connect(uri: str) -> Any:
+    def connect(uri: str, _: JobSettings) -> Any:
         if uri == "memory://hanging":
             connecting.put(uri)
             end.wait()
@@ -35,11 +36,11 @@ def test_a_connection_that_hangs_blocks_nothing_else() -> None:
 
     with contextlib.closing(Node("n", connect, threads=1)) as node, ThreadPoolExecutor() as pool:
         try:
-            pool.submit(node.rank_disconnected, "memory://hanging", 0, "a", "it ended")
+            pool.submit(node.rank_disconnected, StoreAddress("memory://hanging"), 0, "a", "it ended")
             connecting.get(timeout=10)
             assert pool.submit(node.status).result(10).node == "n"
-            assert pool.submit(node.store_rate, "memory://hanging").result(10) == 0.0
-            pool.submit(node.rank_disconnected, "memory://other", 0, "a", "it ended").result(10)
+            assert pool.submit(node.store_rate, StoreAddress("memory://hanging")).result(10) == 0.0
+            pool.submit(node.rank_disconnected, StoreAddress("memory://other"), 0, "a", "it ended").result(10)
             assert "memory://other" in node.status().uploaded
         finally:
             end.set()

@@ -19,6 +19,7 @@ from polling import wait_until
 
 from raystow.storage.errors import SaveFailed
 from raystow.storage.format.root import Entry
+from raystow.storage.stores.settings import StoreAddress
 from raystow.workers.cache.base_version import BaseVersion, KnownChunks
 from raystow.workers.cache.tier import AttemptKey, MemoryTier
 from raystow.workers.node.session import Session
@@ -139,12 +140,12 @@ class FakeHost:
     budget: int = 0
     gone: list[str] = field(default_factory=list)
 
-    def open_attempt(self, uri: str, repository: str, begin: Begin) -> tuple[Any, int]:
+    def open_attempt(self, store: StoreAddress, repository: str, begin: Begin) -> tuple[Any, int]:
         if isinstance(self.attempt, SaveFailed):
             raise self.attempt
         return self.attempt, 0
 
-    def rank_disconnected(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: str, reason: str) -> None:
         self.gone.append(reason)
 
     def grow(self, nbytes: int) -> None:
@@ -159,7 +160,7 @@ class FakeHost:
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
         pass
 
-    def store_rate(self, uri: str) -> float:
+    def store_rate(self, store: StoreAddress) -> float:
         return 0.0
 
 

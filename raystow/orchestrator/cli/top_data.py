@@ -108,8 +108,11 @@ def run_of(cluster: ClusterStatus, name: str) -> str:
     """
     if cluster.trouble:
         raise ClusterError(cluster.trouble)
-    if name in cluster.coordinators:
-        return name
+    if named := [known for known in cluster.coordinators if name and known.startswith(name)]:
+        if len(named) > 1:  # jobs with other endpoints
+            what = f"{len(named)} jobs save to this address in different stores on this cluster"
+            raise StateError(what, remedy="end the other one, or use another address for it")
+        return named[0]
     runs = sorted(status.uri for status in cluster.coordinators.values() if status is not None)
     if name or not cluster.coordinators:
         what = "no job saves to it on this cluster" if name else "no job saves with raystow on this cluster"

@@ -19,6 +19,7 @@ from ...storage.metrics import FAILED_SAVES, STAGED, STALL, record
 from ...storage.notebook import facts_table
 from ...storage.retention.policy import Policy
 from ...storage.stores import open_store
+from ...storage.stores.settings import place_of
 from ...storage.version import Version
 from ...storage.version_selector import LATEST, VersionSelector, selector_text
 from ...workers.protocol import messages
@@ -140,7 +141,9 @@ class Checkpointer:
         self._closed = False
         reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
-        self._startup = Startup(self.uri, self.rank, self.world_size, on_fenced=self._on_fenced, keep=self._memory.cache_seconds)
+        self._startup = Startup(
+            self._store, self.rank, self.world_size, on_fenced=self._on_fenced, keep=self._memory.cache_seconds
+        )
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
         self._outcomes = SaveOutcomes(self._startup, self._store, self.failures, reports, told)
         self._in_flight = SavesInFlight(limit, self._timeout, self._outcomes.conclude, self._log)
@@ -310,7 +313,8 @@ class Checkpointer:
 
         repository = self._startup.wait().repository
         who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._startup.member.incarnation, self._timeout)
-        opening = OpenJournal(self.uri, repository, self.rank, self._replication.replicas, self._memory.journal, durable_every)
+        memory, place = (self._replication.replicas, self._memory.journal), place_of(self._store)
+        opening = OpenJournal(self.uri, repository, self.rank, *memory, durable_every, place)
         self._journal = Journal(
             TrackedState(model, optimizers), ClusterPort(opening, self._startup.node_address, self._port), who
         )
@@ -364,7 +368,7 @@ class Checkpointer:
         asked = selector_text(version, self._startup.wait().repository)
         self.fence()
         options = RestoreOptions(self.rank, self.world_size, names, cast)
-        run = functools.partial(self._restores.run, self._startup.repository(self._store), into, options)
+        run = functools.partial(self._restores.run, self._startup.repository(), into, options)
         restored = run(asked=asked, allow_uncommitted=allow_uncommitted, progress=progress)
         self._restored = (START if restored is None else restored.step), asked == LATEST
         if self._journal is not None:

@@ -8,6 +8,7 @@ import threading
 
 from ...storage import background
 from ...storage.errors import RaystowError, StateError
+from ...storage.stores.settings import place_of
 from ...workers.cache.host_memory import memory_limit
 from ...workers.protocol.messages import OpenSession
 from ...workers.shm.ring import slot_size, two_versions
@@ -106,4 +107,5 @@ class NodeConnection:
             replication_rate=self._replication.rate,
             process="training" if in_training else "node",
             keep=keep if keep <= cache // max(1, gpus) else 0,
+            place=place_of(self._startup.store),
         )

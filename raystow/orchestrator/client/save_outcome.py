@@ -66,7 +66,7 @@ class SaveOutcomes:
     def find(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown, patience: float = SOON) -> None:
         """Ask the root and the coordinator, up to ``patience`` seconds, for the outcome of a save that is unknown so far."""
         ask = functools.partial(self._startup.port.outcome, timeout=patience)
-        self.conclude(pending, find_outcome(self._startup.repository(self._store), ask, order.attempt, unknown))
+        self.conclude(pending, find_outcome(self._startup.repository(), ask, order.attempt, unknown))
 
     def close(self) -> None:
         """Wait some seconds until the coordinator has noted failed saves, and until callbacks have returned."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from concurrent.futures import Future, wait
@@ -15,9 +16,11 @@ from ...storage.format import key_files
 from ...storage.log import here
 from ...storage.object_store import ObjectStore
 from ...storage.repository import Repository
+from ...storage.stores.settings import LOCAL, settings_of
 from ...workers import ray_metrics
 from ...workers.node.actor import node_actor
-from ...workers.protocol.messages import PROTOCOL, CoordinatorStarted, JoinRun, OnFenced, StartRun
+from ...workers.protocol.messages import PROTOCOL, CoordinatorStarted, JoinRun, OnFenced, OpenStore, StartRun, StoreOpened
+from ...workers.protocol.unix_channel import Connection
 from ...workers.ray_connection import RayConnection
 from .. import ray_cluster
 from ..coordinator.ray_client import RayCoordinatorClient
@@ -50,6 +53,7 @@ class Startup:
     Those of one process register in the order in which they were made: the newest one has the rank.
 
     Attributes:
+        store: That of the repository.
         uri: The repository.
         connection: This process's connection to Ray.
         port: The coordinator.
@@ -58,17 +62,19 @@ class Startup:
         keep: Seconds for which the node keeps its memory after ``close``.
     """
 
-    def __init__(self, uri: str, rank: int, world_size: int, *, on_fenced: OnFenced, keep: float) -> None:
-        self.uri, self._rank, self._world_size = uri, rank, world_size
+    def __init__(self, store: ObjectStore, rank: int, world_size: int, *, on_fenced: OnFenced, keep: float) -> None:
+        self.store, self.uri, self._rank, self._world_size = store, store.uri, rank, world_size
         self.connection = ray_cluster.connect()
         ray_metrics.export()
         here(node=self.connection.node)
         self._pid, self._process = os.getpid(), ray_cluster.run_here()
-        self.port, self._presence = RayCoordinatorClient(uri), Presence(uri, keep, self.node_address)
+        self._settings = functools.partial(settings_of, store)
+        self.port = RayCoordinatorClient(self.uri, self._settings)
+        self._presence = Presence(self.uri, keep, self.node_address)
         self._started: Future[CoordinatorStarted] = Future()
         self._joining, self._closed, self._lock = False, False, threading.Lock()
         with _making:
-            before, _newest[uri] = _newest.get(uri), self._started
+            before, _newest[self.uri] = _newest.get(self.uri), self._started
         background.start("raystow-startup", self._run, StartRun(self.connection.job, on_fenced), before)
 
     @property
@@ -104,11 +110,11 @@ class Startup:
         except FuturesTimeout:
             raise ClusterError(f"did not start within {2 * ACTOR_START:.0f} s", subject=f"coordinator of {self.uri}") from None
 
-    def repository(self, store: ObjectStore) -> Repository:
+    def repository(self) -> Repository:
         """Return the repository in its store; waits as ``wait``. ``open`` would read the store, but a version in memory can be
         restored while that is down."""
         started = self.wait()
-        return Repository(store, started.repository, trust=key_files.trust(), signed_by=started.signed_by)
+        return Repository(self.store, started.repository, trust=key_files.trust(), signed_by=started.signed_by)
 
     def close(self, *, failed: bool = False) -> None:
         """Register no more: another Checkpointer that is made from now on, in any process, has the rank. ``failed``: the training
@@ -120,9 +126,11 @@ class Startup:
             wait([self._started], _JOIN)
 
     def node_address(self) -> str:
-        """Return the address of this node's worker, which is started if there is none, and stays until ``close``."""
+        """Return the address of this node's worker, which is started if there is none, stays until ``close``, and knows how to
+        reach the store."""
         address = node_address(self.connection)
         self._presence.announce(address)
+        self._open_store(address)
         return address
 
     @property
@@ -130,6 +138,15 @@ class Startup:
         """The rank and its process. Waits, and raises, as ``wait``."""
         self.wait()
         return self._member
+
+    def _open_store(self, address: str) -> None:
+        """Send the settings of the store to the node worker at ``address``, if it needs any."""
+        if (settings := self._settings()) == LOCAL:
+            return
+        with contextlib.closing(Connection.connect(address)) as connection:
+            connection.send(OpenStore(self.uri, settings))
+            if connection.receive(StoreOpened, timeout=ACTOR_START) is None:
+                raise ClusterError("has ended", subject="node worker")
 
     def _run(self, run: StartRun, before: Future[CoordinatorStarted] | None) -> None:
         try:

@@ -22,6 +22,7 @@ from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from ...storage.log import about, here
+from ...storage.stores.settings import JobSettings, StoreAddress
 from ...workers import ray_metrics
 from ...workers.node.actor import holders, journal_entries, ranks_connected
 from ...workers.protocol import messages
@@ -71,12 +72,13 @@ class CoordinatorActor:
 
     Ends itself when it has been ``unused`` for so many seconds, unless it alone knows of a save in memory that can be restored.
     A process that calls it later starts another one, which finds all else in the repository and with the node workers.
+    ``place``: of the store's settings. Callers send these, since Ray keeps the arguments of a constructor.
     """
 
-    def __init__(self, uri: str, unused: float = UNUSED) -> None:
+    def __init__(self, uri: str, unused: float = UNUSED, place: str = "") -> None:
         ray_metrics.export()
         here(node=ray.get_runtime_context().get_node_id())
-        self._uri = uri
+        self._uri, self._settings = uri, JobSettings(StoreAddress(uri, place))
         self._opened: OpenedRepository | None = None
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -93,8 +95,7 @@ class CoordinatorActor:
         self._looked = 0  # the number of starts when it was asked last
         self._abandoned: set[tuple[int, str]] = set()  # attempts of repositories that are gone
         self._fenced: tuple[Fenced, str] | None = None  # by another run, with the job that was fenced
-        self._job = ""
-        self._starts = 0
+        self._job, self._starts = "", 0
         self._unused, self._used, self._calls = unused, SYSTEM.monotonic(), 0
         self._farewell: asyncio.Task[None] | None = None  # ends this actor, unless ranks are connected
         self._errors = background.ErrorLog("coordinator")
@@ -116,7 +117,8 @@ class CoordinatorActor:
                     await self._take_over(self._opened)
                 self._job = run.job
             if self._opened is None:
-                self._opened = await asyncio.to_thread(OpenedRepository, self._uri, self._owner(), self._abandoned)
+                names = self._uri, self._settings, self._owner()
+                self._opened = await asyncio.to_thread(OpenedRepository, *names, self._abandoned)
             committer = self._opened.committer
         catalog = committer.catalog
         # The epoch is above all earlier ones of the repository.
@@ -219,6 +221,8 @@ class CoordinatorActor:
     async def answer(self, request: messages.Message) -> messages.Message:
         """Answer one of ``COORDINATOR_REQUESTS``."""
         match request:
+            case messages.OpenStore(_, settings):
+                self._settings.use(settings)
             case StartRun():
                 return await self.start(request)
             case Begin():
@@ -413,7 +417,7 @@ class CoordinatorActor:
                 self._end_if_unused()
             except Exception as error:
                 self._errors.note(error)
-            await self._within(_TICK, self._has_commit)
+            await self._within(_TICK, lambda: self._opened is not None and self._opened.has_commit)
 
     async def _look_after(self, at: OpenedRepository) -> None:
         """Commit complete attempts; check deadlines and nodes."""
@@ -472,9 +476,6 @@ class CoordinatorActor:
     def _is_in_use(self) -> bool:
         at_work = any(task is not None and not task.done() for task in (self._chores, self._sweep))
         return self._calls > 0 or at_work or (self._opened is not None and self._opened.in_use)
-
-    def _has_commit(self) -> bool:
-        return self._opened is not None and self._opened.has_commit
 
     async def _take_over(self, at: OpenedRepository | None) -> None:
         """Take the next epoch again, although another run has taken one meanwhile."""

@@ -14,6 +14,8 @@ from ...storage.errors import Fenced, NotARepository, RaystowError, StoreError
 from ...storage.format import key_files
 from ...storage.repository import create_repository
 from ...storage.root_register import BEGIN_ANEW
+from ...storage.stores import open_store
+from ...storage.stores.settings import JobSettings
 from .. import ray_cluster
 from ..journal.rounds import JournalRounds
 from ..restore.rounds import RestoreRounds
@@ -31,13 +33,14 @@ class OpenedRepository:
 
     Args:
         uri: Its address.
+        settings: Those of its store.
         owner: See ``Committer``.
         abandoned: See ``create_repository``.
     """
 
-    def __init__(self, uri: str, owner: str, abandoned: Collection[tuple[int, str]] = ()) -> None:
+    def __init__(self, uri: str, settings: JobSettings, owner: str, abandoned: Collection[tuple[int, str]] = ()) -> None:
         self._began, signer = SYSTEM.now(), key_files.signer()
-        repository = create_repository(uri, signer=signer, abandoned=abandoned)
+        repository = create_repository(open_store(uri, settings=settings), signer=signer, abandoned=abandoned)
         self.committer = Committer(repository, owner, signer)
         self.known = VersionCache(repository, on_read=self.committer.notice)
         self.known.root()  # cached while the store answers

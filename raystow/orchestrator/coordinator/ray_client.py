@@ -10,9 +10,11 @@ import ray
 from msgspec.structs import replace
 
 from ...storage.coding.digest import stored_digest
+from ...storage.errors import SettingsMissing
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo
 from ...storage.log import about
+from ...storage.stores.settings import LOCAL, StoreSettings
 from ...workers.node.actor import NAMESPACE
 from ...workers.protocol import messages
 from ...workers.protocol.messages import (
@@ -45,6 +47,7 @@ COORDINATOR = "coordinator-"
 """The prefix of the actor names of coordinators."""
 
 _ANSWER = 60.0  # seconds within which a call that does not wait for others must be answered
+_STARTS = 3  # of the coordinator in a row, each of which needs the settings of the store again
 
 
 _Answer = TypeVar("_Answer", bound=messages.Message)
@@ -52,14 +55,25 @@ _Asked = TypeVar("_Asked", RestoreVote, UnusedNames)
 
 
 class RayCoordinatorClient:
-    """The coordinator of one repository, as ranks and node workers call it: a ``CoordinatorClient``."""
+    """The coordinator of one repository, as ranks and node workers call it: a ``CoordinatorClient``.
 
-    def __init__(self, uri: str) -> None:
-        self._uri, self._ray = uri, RayConnection.here()
+    Args:
+        uri: The address of the repository.
+        settings: Returns those of its store, which the coordinator opens it with.
+    """
+
+    def __init__(self, uri: str, settings: Callable[[], StoreSettings] = lambda: LOCAL) -> None:
+        self._uri, self._settings, self._ray = uri, settings, RayConnection.here()
         self._actor: ActorHandle | None = None
+
+    def open_store(self, timeout: float = _ANSWER) -> None:
+        """Send the settings of the store, if it needs any."""
+        if (settings := self._settings()) != LOCAL:
+            self._tell(messages.OpenStore(self._uri, settings), timeout)
 
     def start(self, run: StartRun, timeout: float) -> CoordinatorStarted:
         """See ``CoordinatorActor.start``. ``timeout``: seconds."""
+        self.open_store(timeout)
         return self._ask(run, CoordinatorStarted, timeout)
 
     def begin(self, begin: Begin) -> Ticket:
@@ -183,31 +197,40 @@ class RayCoordinatorClient:
         def forget() -> None:
             self._actor = None
 
+        for _ in range(_STARTS):
+            try:
+                return self._ray.find(answer, forget)
+            except SettingsMissing:  # it was started, or started again, by now
+                self.open_store()
         return self._ray.find(answer, forget)
 
     def _known(self) -> ActorHandle:
         """The coordinator, which is started if there is none."""
         if (actor := self._actor) is None:
-            actor = self._actor = self._ray.ask(lambda: coordinator_actor(self._uri), _ANSWER)
+            actor = self._actor = self._ray.ask(self._start_actor, _ANSWER)
         return actor
+
+    def _start_actor(self) -> ActorHandle:
+        return coordinator_actor(self._uri, self._settings().place)
 
     @property
     def _who(self) -> str:
         return f"coordinator of {self._uri}"
 
 
-def coordinator_name(uri: str) -> str:
-    """The actor name of the coordinator of the repository at ``uri``, a normalized address."""
-    return f"{COORDINATOR}{stored_digest(uri.encode()).hex()[:16]}"
+def coordinator_name(uri: str, place: str = "") -> str:
+    """The actor name of the coordinator of the repository at ``uri``, a normalized address. ``place``: see ``StoreSettings``."""
+    name = f"{COORDINATOR}{stored_digest(uri.encode()).hex()[:16]}"
+    return f"{name}-{place}" if place else name
 
 
-def coordinator_actor(uri: str, *, unused: float = UNUSED) -> ActorHandle:
+def coordinator_actor(uri: str, place: str = "", *, unused: float = UNUSED) -> ActorHandle:
     """The actor handle of the coordinator of the repository at ``uri``; it is started on the head node if there is none.
-    ``unused``: see ``CoordinatorActor``."""
+    ``place``, ``unused``: see ``CoordinatorActor``."""
     return (
         ray.remote(CoordinatorActor)
         .options(
-            name=coordinator_name(uri),
+            name=coordinator_name(uri, place),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
@@ -217,5 +240,5 @@ def coordinator_actor(uri: str, *, unused: float = UNUSED) -> ActorHandle:
             max_task_retries=-1,
             max_concurrency=1_000_000,  # a call of each rank waits until the last one votes
         )
-        .remote(uri, unused)
+        .remote(uri, unused, place)
     )

@@ -6,11 +6,13 @@ Each store is imported only when its address needs it: a local folder needs no b
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from urllib.parse import unquote
 
 from ..addresses import VALID, local_path, parse
 from ..errors import StateError
 from ..object_store import ObjectStore
+from .settings import StoreSettings
 
 __all__ = ["open_store"]
 
@@ -19,11 +21,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONFIGURATION = {"s3": "AWS", "az": "Azure", "gs": "Google"}
 
 
-def open_store(uri: str, *, kept: bool = False) -> ObjectStore:
+def open_store(uri: str, *, kept: bool = False, settings: Callable[[], StoreSettings] | None = None) -> ObjectStore:
     """Open the store at ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///path``, a plain
     path, or ``memory://name`` (this process only).
 
     Nothing is contacted, created or checked yet. Raises ``StateError`` for an invalid address. ``kept``: see ``LocalStore``.
+    ``settings``: returns those of a bucket; None for those of this process's environment.
     """
     if not uri or any(ord(character) < 32 for character in uri):
         raise _bad("an address must not be empty or hold control characters", "the address")
@@ -32,7 +35,7 @@ def open_store(uri: str, *, kept: bool = False) -> ObjectStore:
         return _local(str(local_path("uri", uri)), kept)
     if address.scheme == "file":
         return _local(_file_path(address.rest), kept)
-    return _memory(address.rest) if address.scheme == "memory" else _in_bucket(address.scheme, address.rest)
+    return _memory(address.rest) if address.scheme == "memory" else _in_bucket(address.scheme, address.rest, settings)
 
 
 def _local(path: str, kept: bool) -> ObjectStore:
@@ -51,7 +54,7 @@ def _file_path(rest: str) -> str:
     return unquote(f"/{path}", errors="surrogateescape")  # as ``LocalStore.uri`` writes bytes that are not UTF-8
 
 
-def _in_bucket(kind: str, rest: str) -> ObjectStore:
+def _in_bucket(kind: str, rest: str, settings: Callable[[], StoreSettings] | None) -> ObjectStore:
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
     # A bucket part with an @ may be someone's keys: it is refused here and never repeated in a message.
@@ -65,14 +68,14 @@ def _in_bucket(kind: str, rest: str) -> ObjectStore:
     if kind == "az":
         from .azure import AzureStore
 
-        return AzureStore(bucket, prefix)
+        return AzureStore(bucket, prefix, given=settings)
     if kind == "gs":
         from .gcs import GcsStore
 
-        return GcsStore(bucket, prefix)
+        return GcsStore(bucket, prefix, given=settings)
     from .s3 import S3Store
 
-    return S3Store(bucket, prefix)
+    return S3Store(bucket, prefix, given=settings)
 
 
 def _memory(name: str) -> ObjectStore:

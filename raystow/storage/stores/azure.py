@@ -61,6 +61,8 @@ _VARIABLES = {
     "federated_token_file": ("AZURE_FEDERATED_TOKEN_FILE",),
     "use_azure_cli": ("AZURE_USE_AZURE_CLI",),
     "skip_signature": ("AZURE_SKIP_SIGNATURE",),
+    "client_id": ("AZURE_STORAGE_CLIENT_ID", "AZURE_CLIENT_ID"),
+    "tenant_id": ("AZURE_STORAGE_TENANT_ID", "AZURE_STORAGE_AUTHORITY_ID", "AZURE_TENANT_ID", "AZURE_AUTHORITY_ID"),
     "endpoint": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 _IDENTITY_ENDPOINTS = ("IDENTITY_ENDPOINT", "AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT")
@@ -77,13 +79,11 @@ class AzureStore(CloudStore):
     upload that was never completed after a week."""
 
     scheme, answers, client, endpoint_field, tag_field = "az", _ANSWERS, ObstoreAzure, "endpoint", "e_tag"
+    variables = _VARIABLES
 
     def _configuration(self) -> dict[str, object]:
         """See ``CloudStore``. Raises ``StoreError`` also if there is no account."""
-        config: dict[str, object] = {}
-        for name, variables in _VARIABLES.items():
-            if value := next((os.environ[each] for each in variables if os.environ.get(each)), None):
-                config[name] = value
+        config = self._from_environment()
         pairs = (pair.strip().partition("=") for pair in os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";"))
         connection = {field: value for field, _, value in pairs if value}
         if {"AccountName", "EndpointSuffix"} <= connection.keys():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import obstore
 from obstore.exceptions import BaseError
 
-from ..errors import NotFound, StoreError
+from ..errors import NotFound, StateError, StoreError
 from ..gc_pause import uncollected
 from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged
 from . import checks
 from .forks import mark_used
 from .request_limits import DEFAULT_LIMITS, RequestLimits
+from .settings import StoreSettings
 from .store_answers import GET_OF_RANGE, StoreAnswers
 
 if TYPE_CHECKING:
@@ -50,15 +51,27 @@ class Bucket(ABC, Generic[_Clients]):
     """Objects under ``prefix`` of ``bucket``.
 
     The clients are made at the first call, in the calling process. Pickling carries the address and the limits only.
+
+    Args:
+        given: Returns the settings; None for those of this process's environment. Clients are made anew when they change.
     """
 
     scheme: ClassVar[str]
     answers: ClassVar[StoreAnswers]
 
-    def __init__(self, bucket: str, prefix: str = "", *, limits: RequestLimits = DEFAULT_LIMITS) -> None:
-        self._bucket, self._prefix, self._limits = bucket, prefix, limits
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        limits: RequestLimits = DEFAULT_LIMITS,
+        given: Callable[[], StoreSettings] | None = None,
+    ) -> None:
+        self._bucket, self._prefix, self._limits, self._given = bucket, prefix, limits, given
         self._below = f"{prefix}/" if prefix else ""
+        self._place = ""
         self._made: _Clients | None = None
+        self._made_with: StoreSettings | None = None
         self._lock = threading.Lock()
 
     @property
@@ -69,15 +82,30 @@ class Bucket(ABC, Generic[_Clients]):
     @property
     def _clients(self) -> _Clients:
         mark_used(self.uri)
+        settings = self._given() if self._given is not None else None
         with self._lock:
-            if self._made is None:
+            if self._made is None or settings is not self._made_with:
                 with uncollected():
-                    self._made = self._connect()
+                    self._made, self._made_with = self._connect(settings), settings
             return self._made
 
+    def place(self) -> str:
+        """See ``settings.Configured``."""
+        if not self._place:
+            self._place = self.settings().place
+        return self._place
+
+    def settings(self) -> StoreSettings:
+        """See ``settings.Configured``."""
+        return self._given() if self._given is not None else self._configured()
+
     @abstractmethod
-    def _connect(self) -> _Clients:
-        """Make the clients. Raises ``StoreError`` without credentials."""
+    def _configured(self) -> StoreSettings:
+        """The settings of this process's environment. Raises ``StoreError`` without credentials."""
+
+    @abstractmethod
+    def _connect(self, settings: StoreSettings | None) -> _Clients:
+        """Make the clients, by default as this process's environment says. Raises ``StoreError`` without credentials."""
 
     @abstractmethod
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged: ...
@@ -180,6 +208,9 @@ class Bucket(ABC, Generic[_Clients]):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
+        if self._given is not None:
+            what, remedy = "a store with given credentials is not sent to another process", "open the repository there"
+            raise StateError(what, subject=self.uri, remedy=remedy)
         return functools.partial(type(self), self._bucket, self._prefix, limits=self._limits), ()
 
     def _subject(self, key: str) -> str:

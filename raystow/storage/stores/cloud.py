@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import socket
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from ..errors import NotFound, StoreError, StoreUnavailable
 from ..object_store import ObjectInfo, Tagged, Unfinished
 from . import checks
 from .bucket import Bucket, BucketClients
+from .settings import StoreSettings, place_named
 from .store_answers import CONDITIONAL_PUT
 
 if TYPE_CHECKING:
@@ -42,15 +44,37 @@ def require_metadata(url: str, subject: str, remedy: str) -> None:
 
 class CloudStore(Bucket[BucketClients]):
     """An object store whose conditional writes obstore supports. ``client``: obstore's class. ``endpoint_field`` and
-    ``tag_field``: its names of an endpoint in the configuration, and of the tag."""
+    ``tag_field``: its names of an endpoint in the configuration, and of the tag. ``variables``: those of the environment that
+    obstore reads by itself, by its name of the field."""
 
     client: ClassVar[Any]
     endpoint_field: ClassVar[str]
     tag_field: ClassVar[Literal["e_tag", "version"]]
+    variables: ClassVar[Mapping[str, Sequence[str]]]
 
     @abstractmethod
     def _configuration(self) -> dict[str, object]:
-        """What obstore does not read from the environment by itself. Raises ``StoreError`` if there are no credentials."""
+        """What obstore needs. Raises ``StoreError`` if there are no credentials."""
+
+    def _configured(self) -> StoreSettings:
+        config = {name: str(value) for name, value in self._configuration().items()}
+        place = place_named(self.scheme, config.get(self.endpoint_field), config.get("account_name"))
+        return StoreSettings(place, credentials=config)
+
+    def _from_environment(self) -> dict[str, object]:
+        """The fields that the environment sets."""
+        set = {field: next(filter(None, map(os.environ.get, names)), None) for field, names in self.variables.items()}
+        return {field: value for field, value in set.items() if value}
+
+    def _given_configuration(self, settings: StoreSettings) -> dict[str, object]:
+        """The fields of a job's settings. obstore would add the variables of this process, which may be those of another job."""
+        config: dict[str, object] = dict(settings.credentials)
+        for field, value in self._from_environment().items():
+            if config.get(field) != value:
+                what = f"this process was made by a job with another {' or '.join(self.variables[field])}"
+                remedy = "use one configuration for all jobs of the cluster, or end the other jobs and `ray.kill` their actors"
+                raise StoreError(what, subject=self.uri, remedy=remedy)
+        return config
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         subject, data = self._subject(key), bytearray()
@@ -115,10 +139,10 @@ class CloudStore(Bucket[BucketClients]):
     def abort(self, unfinished: Iterable[Unfinished]) -> None:
         """Do nothing, since ``unfinished`` lists nothing."""
 
-    def _connect(self) -> BucketClients:
+    def _connect(self, settings: StoreSettings | None) -> BucketClients:
         limits = self._limits
         try:
-            config = self._configuration()
+            config = self._configuration() if settings is None else self._given_configuration(settings)
             http = {"allow_http": str(config.get(self.endpoint_field, "")).startswith("http://")}
             make = functools.partial(self.client, self._bucket, config=config)
             reading = {**limits.read_timeouts, **http}

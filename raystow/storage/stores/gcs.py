@@ -43,14 +43,12 @@ _ANSWERS = StoreAnswers(
     token_request="token request",
 )
 
-_PROOFS = (
-    "GOOGLE_SERVICE_ACCOUNT",
-    "GOOGLE_SERVICE_ACCOUNT_PATH",
-    "GOOGLE_SERVICE_ACCOUNT_KEY",
-    "GOOGLE_APPLICATION_CREDENTIALS",
-    "GOOGLE_BEARER_TOKEN",
-    "GOOGLE_SKIP_SIGNATURE",
-)
+_PROOFS = {
+    "service_account": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"),
+    "service_account_key": ("GOOGLE_SERVICE_ACCOUNT_KEY",),
+    "application_credentials": ("GOOGLE_APPLICATION_CREDENTIALS",),
+    "skip_signature": ("GOOGLE_SKIP_SIGNATURE",),
+}
 
 
 class GcsStore(CloudStore):
@@ -58,10 +56,11 @@ class GcsStore(CloudStore):
     (AbortIncompleteMultipartUpload) removes the parts of an upload that was never completed."""
 
     scheme, answers, client, endpoint_field, tag_field = "gs", _ANSWERS, ObstoreGcs, "base_url", "version"
+    variables = _PROOFS
 
     def _configuration(self) -> dict[str, object]:
-        config: dict[str, object] = {}
-        if not any(os.environ.get(name) for name in _PROOFS):
+        config = self._from_environment()
+        if not config:
             login = (
                 Path(os.environ.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
                 / "application_default_credentials.json"

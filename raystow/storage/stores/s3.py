@@ -7,6 +7,7 @@ them).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -18,8 +19,9 @@ from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import bounded_http, checks, endless_answers
 from .bucket import Bucket
-from .s3_clients import S3Clients, connect
+from .s3_clients import S3Clients, S3Configuration, connect
 from .s3_errors import ANSWERS, boto_errors
+from .settings import StoreSettings
 from .store_answers import CONDITIONAL_PUT, GET_OF_RANGE
 
 _DELETE_BATCH = 1000
@@ -118,8 +120,16 @@ class S3Store(Bucket[S3Clients]):
             with boto_errors("the end of a multipart upload", subject), contextlib.suppress(client.exceptions.NoSuchUpload):
                 client.abort_multipart_upload(Bucket=self._bucket, Key=self._below + write.key, UploadId=write.token)
 
-    def _connect(self) -> S3Clients:
-        clients = connect(self._bucket, self._limits)
+    @functools.cached_property
+    def _configuration(self) -> S3Configuration:
+        return S3Configuration(self._bucket)
+
+    def _configured(self) -> StoreSettings:
+        return self._configuration.settings()
+
+    def _connect(self, settings: StoreSettings | None) -> S3Clients:
+        configuration = self._configuration if settings is None else S3Configuration(self._bucket, settings)
+        clients = connect(configuration, self._limits)
         clients.decide.meta.events.register("request-created.s3", self._count_retry)
         return clients
 

@@ -6,6 +6,7 @@ botocore and passed to obstore, so that both use the same endpoint.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gzip
 import os
@@ -28,12 +29,15 @@ from . import bounded_http
 from .bucket import BucketClients
 from .request_limits import RequestLimits
 from .s3_errors import boto_errors
+from .settings import StoreSettings, place_named
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
 # botocore renews credentials ten minutes before they end at the latest, so a copy of them is good for less than that.
 _CREDENTIALS_LIVE = timedelta(minutes=9)
+_NOTHING = (None, None, os.devnull, None)
+_UNSET = {"profile": (None, None, None, None), "config_file": _NOTHING, "credentials_file": _NOTHING}
 
 
 @dataclass(frozen=True)
@@ -59,24 +63,82 @@ class _Place:
         return self.endpoint.startswith("http://")
 
 
-def connect(bucket: str, limits: RequestLimits) -> S3Clients:
-    """Make the clients. Nothing is sent yet, but a role's credentials may be fetched. Raises ``StoreError`` if there are none."""
-    subject = f"s3://{bucket}"
-    with boto_errors("the set-up of the S3 client", subject):
-        core = botocore.session.get_session()
-        core.register_component("data_loader", _models(core.get_config_variable("data_path")))
-        region = core.get_config_variable("region") or os.environ.get("AWS_REGION") or None
-        session = boto3.Session(botocore_session=core, region_name=region)
-        if session.get_credentials() is None:
-            remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
-            raise StoreError("there are no AWS credentials", subject=subject, remedy=remedy)
-        place = _place(session, core, bucket)
+class S3Configuration:
+    """How a bucket is reached: as the AWS configuration of this process says, or as a job's settings say. Nothing is sent yet,
+    but a role's credentials may be fetched. Raises ``StoreError`` if there are none.
+
+    Args:
+        bucket: The bucket.
+        settings: Those of a job; this process's variables, profiles and identity are then ignored.
+    """
+
+    def __init__(self, bucket: str, settings: StoreSettings | None = None) -> None:
+        with boto_errors("the set-up of the S3 client", f"s3://{bucket}"):
+            self.session = session = _own_session() if settings is None else _session_of(settings)
+            if (credentials := session.get_credentials()) is None:
+                remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
+                raise StoreError("there are no AWS credentials", subject=f"s3://{bucket}", remedy=remedy)
+            self._credentials = credentials
+            self.place = _place(session, bucket) if settings is None else _given_place(settings)
+
+    def settings(self) -> StoreSettings:
+        """Return what another process needs, with credentials that are valid now."""
+        with boto_errors("the set-up of the S3 client", f"s3://{self.place.bucket}"):
+            client = {key: value for key, value in dataclasses.asdict(self.place).items() if value is not None}
+            keys = self._credentials.get_frozen_credentials()
+            expires = getattr(self._credentials, "_expiry_time", None)  # botocore shows it nowhere else
+        named = {"access_key": keys.access_key, "secret_key": keys.secret_key, "token": keys.token}
+        return StoreSettings(
+            place=place_named("s3", self.place.endpoint),
+            client={key: value if isinstance(value, str) else str(int(value)) for key, value in client.items()},
+            credentials={name: value for name, value in named.items() if value},
+            expires=expires.timestamp() if expires is not None else 0.0,
+        )
+
+
+def connect(configuration: S3Configuration, limits: RequestLimits) -> S3Clients:
+    """Make the clients. Nothing is sent yet."""
+    session, place = configuration.session, configuration.place
+    with boto_errors("the set-up of the S3 client", f"s3://{place.bucket}"):
         return S3Clients(
             decide=_boto_client(session, place, limits, limits.attempts),
             swap=_boto_client(session, place, limits, 1),
             send=_obstore_client(session, place, limits, limits.upload_timeouts),
             fetch=_obstore_client(session, place, limits, limits.read_timeouts),
         )
+
+
+def _own_session() -> Any:
+    core = botocore.session.get_session()
+    core.register_component("data_loader", _models(core.get_config_variable("data_path")))
+    region = core.get_config_variable("region") or os.environ.get("AWS_REGION") or None
+    return boto3.Session(botocore_session=core, region_name=region)
+
+
+def _session_of(settings: StoreSettings) -> Any:
+    """A session that reads neither the variables nor the files of this process, which may be those of another job."""
+    core = botocore.session.Session(session_vars=_UNSET)
+    core.register_component("data_loader", _models(None))
+    keys = settings.credentials
+    return boto3.Session(
+        aws_access_key_id=keys.get("access_key"),
+        aws_secret_access_key=keys.get("secret_key"),
+        aws_session_token=keys.get("token"),
+        botocore_session=core,
+        region_name=settings.client.get("region"),
+    )
+
+
+def _given_place(settings: StoreSettings) -> _Place:
+    client = settings.client
+    return _Place(
+        bucket=client["bucket"],
+        region=client.get("region"),
+        endpoint=client["endpoint"],
+        virtual=client["virtual"] == "1",
+        checksums=client["checksums"] == "1",
+        certificates=client.get("certificates"),
+    )
 
 
 class _ModelFiles(JSONFileLoader):  # type: ignore[misc]
@@ -106,7 +168,8 @@ def _models(folders: str | None) -> _Models:
     return _Models([os.path.expanduser(os.path.expandvars(folder)) for folder in given])
 
 
-def _place(session: Any, core: Any, bucket: str) -> _Place:
+def _place(session: Any, bucket: str) -> _Place:
+    core = session._session
     # A client is the only public way to learn what all the variables and profile sections about endpoints come to.
     endpoint = str(session.client("s3").meta.endpoint_url)
     style = (core.get_scoped_config().get("s3") or {}).get("addressing_style", "auto")
@@ -132,8 +195,9 @@ def _boto_client(session: Any, place: _Place, limits: RequestLimits, attempts: i
         tcp_keepalive=True,
         max_pool_connections=limits.connections,
         s3={"addressing_style": "virtual" if place.virtual else "path", **signing},
+        request_checksum_calculation="when_supported" if place.checksums else "when_required",
     )
-    client = session.client("s3", config=config)
+    client = session.client("s3", config=config, endpoint_url=place.endpoint, verify=place.certificates)
     bounded_http.bound(client, limits.request_seconds)
     return client
 

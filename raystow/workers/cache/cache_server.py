@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from ...storage.errors import ClusterError, RaystowError, StoreUnavailable
 from ...storage.object_store import ObjectStore
+from ...storage.stores.settings import StoreAddress
 from ..protocol.messages import CachedObject, ReadCached, ReadFailed, ReadPending, shortened
 from ..protocol.unix_channel import Connection
 from .fetcher import CachedMemory, Fetcher
@@ -16,15 +17,17 @@ from .fetcher import CachedMemory, Fetcher
 _WAIT = 5.0  # seconds after which the process is told that its bytes are still being read
 
 
-def serve_reads(connection: Connection, first: ReadCached, fetcher: Fetcher, store_of: Callable[[str], ObjectStore]) -> None:
-    """Answer until the process goes away. ``first``: its first request; ``store_of``: returns the store at a URI."""
+def serve_reads(
+    connection: Connection, first: ReadCached, fetcher: Fetcher, store_of: Callable[[StoreAddress], ObjectStore]
+) -> None:
+    """Answer until the process goes away. ``first``: its first request; ``store_of``: returns a store."""
     request: ReadCached | None = first
     with ThreadPoolExecutor(1, "raystow-read") as reader:
         while request is not None:
             read = Counter[str]()
             fetched: Future[CachedMemory] | None = None
             try:
-                fetched = reader.submit(fetcher.get, request, store_of(request.uri), read)
+                fetched = reader.submit(fetcher.get, request, store_of(request.store), read)
                 while not wait([fetched], _WAIT).done:
                     with contextlib.suppress(ClusterError):  # the answer cannot be sent either
                         connection.send(ReadPending())

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ...storage.errors import ClusterError, StoreUnavailable
 from ...storage.log import about, whose
 from ...storage.object_store import Buffer, ObjectStore
+from ...storage.stores.settings import place_of
 from ..protocol.messages import CachedObject, ReadCached, ReadFailed, ReadPending
 from ..protocol.unix_channel import Connection
 from .lent_memory import LentMemory
@@ -159,6 +160,7 @@ class NodeCacheStore:
             round=location.round,
             owner=location.owner,
             uri=self._store.uri,
+            place=place_of(self._store),
         )
         answer, descriptor = self._ask(request)
         memory = BorrowedMemory(descriptor, answer.extents)

@@ -16,6 +16,7 @@ from ...storage import background
 from ...storage.clock import Clock
 from ...storage.errors import ClusterError, ProtocolError, RaystowError
 from ...storage.metrics import JOURNAL_MEMORY, RECORDED_STEP, record
+from ...storage.stores.settings import StoreAddress
 from ..cache.fetcher import PeerReader
 from ..protocol.messages import (
     RECORDING,
@@ -55,9 +56,9 @@ class JournalPeers(EntryPeers, PeerReader, Protocol):
     """The workers of other nodes."""
 
 
-def no_repository(uri: str) -> JournalRepository:
+def no_repository(store: StoreAddress) -> JournalRepository:
     """Refuse to open a repository: the node has only entries in memory."""
-    raise ClusterError("this node uses no store", subject=uri)
+    raise ClusterError("this node uses no store", subject=store.uri)
 
 
 class NodeJournal:
@@ -71,7 +72,7 @@ class NodeJournal:
         peers: JournalPeers,
         clock: Clock,
         *,
-        open_repository: Callable[[str], JournalRepository] = no_repository,
+        open_repository: Callable[[StoreAddress], JournalRepository] = no_repository,
     ) -> None:
         self._node, self._budget, self._peers, self._open_repository = node, budget, peers, open_repository
         self.store, self._token = EntryStore(budget), clock.token()
@@ -94,7 +95,7 @@ class NodeJournal:
         with contextlib.ExitStack() as ended:
             ended.enter_context(self.store.recording(opening.repository))
             if opening.durable_every:
-                segments = SegmentWriter(self.store, opening, functools.partial(self._open_repository, opening.uri))
+                segments = SegmentWriter(self.store, opening, functools.partial(self._open_repository, opening.store))
                 background.repeat("raystow-segments", segments.run)
                 ended.callback(segments.close)
             while (received := connection.receive(*_REQUESTS)) is not None:
@@ -118,7 +119,7 @@ class NodeJournal:
                     case SaveWithdrawn(step):
                         self.store.save_failed(opening.repository, step)
                     case FetchEntry(place, number):
-                        connection.send(FetchedEntry(self._fetch(opening.uri, place, shared, number)))
+                        connection.send(FetchedEntry(self._fetch(opening.store, place, shared, number)))
 
     def accept(self, put: PutEntry) -> EntryKept:
         """Keep a copy of another node's entry, which is read from there. ``ClusterError`` if that does not answer."""
@@ -170,14 +171,14 @@ class NodeJournal:
             self._replicator.submit(info, connection.post)  # its thread serves other processes, too, and this one may not read
         return not problem
 
-    def _fetch(self, uri: str, place: EntryPlace, shared: SharedMemories, number: int) -> str:
+    def _fetch(self, store: StoreAddress, place: EntryPlace, shared: SharedMemories, number: int) -> str:
         """Put an entry from here, another node or the store into shared memory; return why that failed, or an empty text. It
         stays here if it fits, so that it has as many copies as a new one."""
         info = place.info
         try:
             content = self.store.view(info)
             if content is None:
-                content = self._copy(uri, place)
+                content = self._copy(store, place)
             self.store.add(info, content, own=True)
             shared.put(number, content)
         except RaystowError as error:
@@ -199,7 +200,7 @@ class NodeJournal:
         with ThreadPoolExecutor(len(parts), "raystow-entry") as pool:
             return all([*pool.map(read, *zip(*parts, strict=True))])
 
-    def _copy(self, uri: str, place: EntryPlace) -> memoryview:
+    def _copy(self, store: StoreAddress, place: EntryPlace) -> memoryview:
         """Copy an entry from another node or, if none has it, from the store."""
         info, reasons = place.info, list[str]()
         content = np.empty(info.size, np.uint8).data
@@ -214,5 +215,5 @@ class NodeJournal:
                 reasons.append(str(error))
         if place.stored is None:
             raise ClusterError(f"no node has it: {'; '.join(reasons)}", subject=f"entry of step {info.step}")
-        read_entry(self._open_repository(uri).store, place.stored, content)
+        read_entry(self._open_repository(store).store, place.stored, content)
         return content

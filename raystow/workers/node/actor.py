@@ -19,6 +19,7 @@ from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError
 from ...storage.gc_pause import freeze
 from ...storage.log import here
+from ...storage.stores.settings import JobSettings
 from .. import ray_metrics
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
@@ -57,7 +58,7 @@ _SEES_GPUS = (2, 56)  # from this version of Ray on, an actor that asks for no G
 class NodeActor:
     """Holds a ``Node``; neither shards nor copies pass through the actor's methods."""
 
-    def __init__(self, connect: Callable[[str], CoordinatorClient]) -> None:
+    def __init__(self, connect: Callable[[str, JobSettings], CoordinatorClient]) -> None:
         ray_metrics.export()
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         here(node=node)
@@ -172,7 +173,7 @@ def _ask(
     return answer
 
 
-def node_actor(connect: Callable[[str], CoordinatorClient]) -> ActorHandle:
+def node_actor(connect: Callable[[str, JobSettings], CoordinatorClient]) -> ActorHandle:
     """Return the handle to this node's worker, started if there is none.
 
     It runs on this node only, since it shares memory with the node's processes. It asks for no CPU, since even a fraction of one

@@ -11,16 +11,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
 from ...storage.log import about
 from ...storage.memory_budget import MemoryBudget
-from ...storage.object_store import Buffer
+from ...storage.object_store import Buffer, ObjectStore
 from ...storage.repository import open_repository
 from ...storage.stores import open_store
+from ...storage.stores.settings import JobSettings, StoreAddress
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..cache.cache_server import serve_reads
 from ..cache.fetcher import Fetcher
@@ -47,11 +48,13 @@ from ..protocol.messages import (
     OpenJournal,
     OpenSession,
     OpenStates,
+    OpenStore,
     PutEntry,
     ReadCached,
     Replica,
     Saves,
     Span,
+    StoreOpened,
     Ticket,
 )
 from ..protocol.unix_channel import Connection, Listener
@@ -106,13 +109,11 @@ class NoPeers:
         return EntryKept(put.info.step, 0, "there is no such node")
 
 
-def _has_newer(uri: str | None, repository: str, id: int, step: int | None) -> bool:
+def _has_newer(store: ObjectStore, repository: str, id: int, step: int | None) -> bool:
     """Whether the repository has a version with this id or a later one, and one of this step or a later one, or is gone: nobody
     can use an older save or older steps any more. False where this is not known."""
-    if uri is None:
-        return False
     try:
-        there = open_repository(uri)
+        there = open_repository(store)
         newest = there.root().versions[-1:]
     except NotARepository:
         return True
@@ -139,7 +140,7 @@ class Node:
 
     Args:
         node: The name of this node.
-        connect: Returns the coordinator of the repository at a URI.
+        connect: Returns the coordinator of the repository at a URI, with what returns the settings of its store.
         peers: The other nodes.
         host: The address at which other nodes reach this one.
         threads: That code.
@@ -150,7 +151,7 @@ class Node:
     def __init__(
         self,
         node: str,
-        connect: Callable[[str], CoordinatorClient],
+        connect: Callable[[str, JobSettings], CoordinatorClient],
         *,
         peers: NodePeers | None = None,
         host: str = "127.0.0.1",
@@ -164,7 +165,7 @@ class Node:
         peers = peers or NoPeers()
         self._fetcher = Fetcher(self._tier, peers, budget=self._keep // 4, node=node)
         self.replicas = ReplicaStore(self._tier)
-        self.replicator = Replicator(node, self._tier, peers, SYSTEM, uris=self.replicas.uris)
+        self.replicator = Replicator(node, self._tier, peers, SYSTEM, stores=self.replicas.stores)
         self.journal = NodeJournal(node, memory_limit() // 8, peers, SYSTEM, open_repository=self._repository)
         self._states = StagedStates(memory_limit() // 4)
         self._peer_server = PeerServer(
@@ -177,13 +178,14 @@ class Node:
             budget=MemoryBudget(),
         )
         self._lock = threading.Lock()
-        self._repositories: dict[str, _Repository] = {}  # by URI
-        self._attempts: dict[tuple[str, str], NodeAttempt] = {}
+        self._repositories: dict[StoreAddress, _Repository] = {}
+        self._settings: dict[StoreAddress, JobSettings] = {}
+        self._attempts: dict[tuple[StoreAddress, str], NodeAttempt] = {}
         self._known: dict[str, deque[KnownChunks]] = defaultdict(lambda: deque(maxlen=_KNOWN))  # by repository
         self._raw = 0  # bytes coded in attempts that are over
         self._closed = threading.Event()
         self._saves = SavesHere()
-        self._shared: set[tuple[str, str]] = set()  # repositories by URI and id that this node sees as the coordinator does
+        self._shared: set[tuple[StoreAddress, str]] = set()  # by store and id: seen as the coordinator does
         self._listener = Listener(f"raystow-{os.getpid()}-{SYSTEM.token()}")
         for _ in range(threads or os.cpu_count() or 1):
             background.submit(self._executors.coders, "raystow-code", warm_up)
@@ -232,14 +234,17 @@ class Node:
         with self._usage.visit(), contextlib.closing(connection):
             try:
                 connection.handshake("a process of this node")
-                received = connection.receive(OpenSession, ReadCached, OpenJournal, OpenStates, KeepNode)
+                received = connection.receive(OpenStore, OpenSession, ReadCached, OpenJournal, OpenStates, KeepNode)
                 match received and received[0]:
+                    case OpenStore(uri, settings):
+                        self._settings_of(StoreAddress(uri, settings.place)).use(settings)
+                        connection.send(StoreOpened())
                     case OpenSession() as opening:
-                        self.replicas.uris[opening.repository] = opening.uri
+                        self.replicas.stores[opening.repository] = opening.store
                         with self._saves.rank(opening.uri):
                             Session(connection, self, self._node, opening).serve()
                     case OpenJournal() as journal:
-                        self.replicas.uris[journal.repository] = journal.uri
+                        self.replicas.stores[journal.repository] = journal.store
                         self.journal.serve(connection, journal)
                     case KeepNode() as keep:
                         self._serve_stay(connection, keep)
@@ -247,7 +252,7 @@ class Node:
                         self._states.serve(connection, states)
                     case ReadCached() as first:
                         with self._fetcher.visit():
-                            serve_reads(connection, first, self._fetcher, lambda uri: self._repository(uri).store)
+                            serve_reads(connection, first, self._fetcher, lambda store: self._repository(store).store)
             except ClusterError as error:
                 logger.info("a connection from a process of this node has ended: %s", error)
 
@@ -286,23 +291,25 @@ class Node:
         for repository in self._tier.repositories() | self.journal.store.repositories():
             held = [held.attempt.id for held in self._tier.holdings(repository) if held.whole and not held.committed]
             step = self.journal.store.newest_unstored(repository)
-            uri = self.replicas.uris.get(repository)
-            if (held or step is not None) and not _has_newer(uri, repository, max(held, default=0), step):
+            if not held and step is None:
+                continue
+            at = self.replicas.stores.get(repository)
+            if at is None or not _has_newer(self._open_store(at), repository, max(held, default=0), step):
                 return True
         return False
 
     def status(self) -> NodeStatus:
         """Return the state of this node."""
         with self._lock:
-            stores = {uri: known.store for uri, known in self._repositories.items()}
+            stores = [(at.uri, known.store) for at, known in self._repositories.items()]
             attempts = list(self._attempts.values())
             raw = self._raw + sum(attempt.raw for attempt in attempts)
         return NodeStatus(
             node=self._node,
             at=SYSTEM.monotonic(),
             raw=raw,
-            uploaded={uri: store.nbytes for uri, store in stores.items()},
-            uploads=sum(store.under_way for store in stores.values()),
+            uploaded={uri: sum(store.nbytes for of, store in stores if of == uri) for uri, _ in stores},
+            uploads=sum(store.under_way for _, store in stores),
             queue=self._executors.budget.used,
             queue_limit=self._executors.budget.total,
             memory=self._tier.used,
@@ -348,53 +355,63 @@ class Node:
         """See ``session.SessionHost``."""
         self._executors.budget.grow(nbytes)
 
-    def store_rate(self, uri: str) -> float:
+    def store_rate(self, store: StoreAddress) -> float:
         """See ``session.SessionHost``."""
         with self._lock:
-            known = self._repositories.get(uri)
+            known = self._repositories.get(store)
         return known.store.rate if known else 0.0
 
-    def rank_disconnected(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: str, reason: str) -> None:
         """See ``session.SessionHost``."""
         try:
-            self._repository(uri).coordinator.rank_disconnected(rank, incarnation, reason)
+            self._repository(store).coordinator.rank_disconnected(rank, incarnation, reason)
         except RaystowError as error:
-            about(logger, repository=uri, rank=rank).warning("the coordinator could not be told that %s: %s", reason, error)
+            about(logger, repository=store.uri, rank=rank).warning("the coordinator could not be told that %s: %s", reason, error)
 
-    def _repository(self, uri: str) -> _Repository:
+    def _settings_of(self, store: StoreAddress) -> JobSettings:
         with self._lock:
-            known = self._repositories.get(uri)
+            return self._settings.setdefault(store, JobSettings(store))
+
+    def _open_store(self, at: StoreAddress) -> ObjectStore:
+        return open_store(at.uri, kept=True, settings=self._settings_of(at))
+
+    def _repository(self, at: StoreAddress) -> _Repository:
+        with self._lock:
+            known = self._repositories.get(at)
         if known is None:  # outside the lock: while Ray's head node is frozen, it takes a minute to connect
-            made = _Repository(self._connect(uri), Metered(open_store(uri, kept=True), SYSTEM), OptimizerWatch(uri))
+            store, coordinator = self._open_store(at), self._connect(at.uri, self._settings_of(at))
+            made = _Repository(coordinator, Metered(store, SYSTEM), OptimizerWatch(at.uri))
             with self._lock:
-                known = self._repositories.setdefault(uri, made)
+                known = self._repositories.setdefault(at, made)
         return known
 
-    def open_attempt(self, uri: str, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
+    def open_attempt(self, store: StoreAddress, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
         """See ``session.SessionHost``. Refuses a folder that this node does not share with the coordinator."""
-        here = self._repository(uri)
-        if (uri, repository) not in self._shared:
+        here = self._repository(store)
+        if (store, repository) not in self._shared:
             try:
-                same = open_repository(uri).id == repository
+                same = open_repository(cast(ObjectStore, here.store)).id == repository
             except NotARepository:
                 same = False
             if not same:
                 raise SaveFailed(
-                    "this node sees another folder there than the coordinator", subject=uri, remedy="use one all nodes share"
+                    "this node sees another folder there than the coordinator",
+                    subject=store.uri,
+                    remedy="use one all nodes share",
                 )
-            self._shared.add((uri, repository))
+            self._shared.add((store, repository))
         ticket = here.coordinator.begin(begin)
         with self._lock:
             self._raw += sum(attempt.raw for attempt in self._attempts.values() if attempt.over)
             self._attempts = {key: attempt for key, attempt in self._attempts.items() if not attempt.over}
-            if (uri, ticket.attempt) not in self._attempts:
+            if (store, ticket.attempt) not in self._attempts:
                 key = AttemptKey(repository, ticket.id, ticket.attempt)
                 keep, base = functools.partial(self._keep_object, key, ticket.node), self._base(key, ticket)
                 attempt = NodeAttempt(here.store, here.coordinator, ticket, self._executors, here.watch, keep, base)
-                self._attempts[uri, ticket.attempt] = attempt
-                number = self._saves.begin(uri)
-                attempt.on_end(lambda outcome, _: self._settle(uri, number, key, ticket, attempt, outcome))
-            return self._attempts[uri, ticket.attempt], ticket.node
+                self._attempts[store, ticket.attempt] = attempt
+                number = self._saves.begin(store.uri)
+                attempt.on_end(lambda outcome, _: self._settle(store.uri, number, key, ticket, attempt, outcome))
+            return self._attempts[store, ticket.attempt], ticket.node
 
     def _keep_object(
         self, attempt: AttemptKey, node: int, key: str, parts: Sequence[Buffer], *, uses: Sequence[SlotUse] = ()

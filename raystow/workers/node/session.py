@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ...storage.coding.derived import Derivation
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.log import about
+from ...storage.stores.settings import StoreAddress
 from ..cache.base_version import KnownChunks
 from ..packing.attempt import NodeAttempt, Outcome, draft, taken_over
 from ..protocol.messages import (
@@ -63,15 +64,15 @@ _BASES = 3  # versions besides the newest that a process may still refer to, sin
 class SessionHost(Protocol):
     """The node as its sessions see it."""
 
-    def open_attempt(self, uri: str, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
-        """Join the attempt of a save to the repository at ``uri``, which has the id ``repository``. Return the attempt, and this
-        node's number in it."""
+    def open_attempt(self, store: StoreAddress, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
+        """Join the attempt of a save to the repository in ``store``, which has the id ``repository``. Return the attempt, and
+        this node's number in it."""
 
-    def rank_disconnected(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
-        """Report the end of a training process to the coordinator of the repository at ``uri``."""
+    def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: str, reason: str) -> None:
+        """Report the end of a training process to the coordinator of the repository in ``store``."""
 
-    def store_rate(self, uri: str) -> float:
-        """Return the bytes per second that the store of the repository at ``uri`` has taken so far; 0 if unknown."""
+    def store_rate(self, store: StoreAddress) -> float:
+        """Return the bytes per second that the store of the repository in ``store`` has taken so far; 0 if unknown."""
 
     def grow(self, nbytes: int) -> None:
         """Add a process's share to the budget of coded bytes."""
@@ -113,7 +114,7 @@ class Session:
             ring = self._slots.ring
             self._host.grow(opening.coded)
             try:
-                rate = self._host.store_rate(opening.uri)
+                rate = self._host.store_rate(opening.store)
                 self._connection.send(SessionOpened(ring.slots, ring.slot_size, rate, ring.kept), fd=ring.fd)
                 if opening.process == "node":
                     self._coder = self._gpu_coder(ring)
@@ -148,7 +149,7 @@ class Session:
         finally:
             if self._attempt is not None:
                 self._attempt.fail(f"{who} died while it was staging")
-            self._host.rank_disconnected(opening.uri, opening.rank, opening.incarnation, f"{who} went away before it saved")
+            self._host.rank_disconnected(opening.store, opening.rank, opening.incarnation, f"{who} went away before it saved")
 
     def _handle(self, message: Message) -> None:
         attempt, rank = self._attempt, self._opening.rank
@@ -191,7 +192,7 @@ class Session:
     def _begin(self, message: BeginSave) -> None:
         begin = replace(message.begin, node=self._node)
         try:
-            attempt, self._number = self._host.open_attempt(self._opening.uri, self._opening.repository, begin)
+            attempt, self._number = self._host.open_attempt(self._opening.store, self._opening.repository, begin)
         except Exception as error:
             if not isinstance(error, RaystowError):
                 self._log.exception("a save could not begin", extra={"step": begin.step})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...storage.object_store import Buffer
+from ...storage.stores.settings import StoreAddress
 from ..cache.tier import MemoryTier
 from ..protocol.messages import AttemptKey, Holding, NodePart, Replica
 
@@ -11,12 +12,12 @@ class ReplicaStore:
     """Thread-safe.
 
     Attributes:
-        uris: Of the repositories, by their ids, as far as they are known.
+        stores: Of the repositories, by their ids, as far as they are known.
     """
 
     def __init__(self, tier: MemoryTier) -> None:
         self._tier = tier
-        self.uris: dict[str, str] = {}
+        self.stores: dict[str, StoreAddress] = {}
 
     @property
     def most(self) -> int:
@@ -26,7 +27,7 @@ class ReplicaStore:
     def accept(self, replica: Replica, data: Buffer) -> NodePart:
         """Keep an object if it fits; return what is kept of its part now."""
         if replica.uri:
-            self.uris[replica.attempt.repository] = replica.uri
+            self.stores[replica.attempt.repository] = StoreAddress(replica.uri, replica.place)
         newer = [other for other in self._tier.holdings(replica.attempt.repository) if other.attempt.id > replica.attempt.id]
         is_base = any(other.base == replica.attempt for other in newer)
         if not is_base and any(other.committed or other.given_up for other in newer):

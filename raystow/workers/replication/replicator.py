@@ -21,6 +21,7 @@ from ...storage.clock import Clock
 from ...storage.errors import RaystowError
 from ...storage.log import about
 from ...storage.object_store import Buffer
+from ...storage.stores.settings import StoreAddress
 from ..cache.tier import MemoryTier
 from ..protocol.messages import AttemptKey, Holding, NodePart, Replica, ReplicationProgress
 from .reconciler import LOOK, ClusterNodes, PartnerNodes, Reconciler
@@ -47,13 +48,19 @@ class ReplicationPeers(ClusterNodes, Protocol):
 
 
 class Replicator(Reconciler):
-    """See ``Reconciler``. ``node``: the name of this node. ``uris``: of repositories, see ``ReplicaStore``."""
+    """See ``Reconciler``. ``node``: the name of this node. ``stores``: of repositories, see ``ReplicaStore``."""
 
     def __init__(
-        self, node: str, tier: MemoryTier, peers: ReplicationPeers, clock: Clock, *, uris: Mapping[str, str] | None = None
+        self,
+        node: str,
+        tier: MemoryTier,
+        peers: ReplicationPeers,
+        clock: Clock,
+        *,
+        stores: Mapping[str, StoreAddress] | None = None,
     ) -> None:
         super().__init__()
-        self._uris = {} if uris is None else uris
+        self._stores = {} if stores is None else stores
         self._node, self._tier, self._peers, self._clock = node, tier, peers, clock
         self._partners = PartnerNodes(node, peers, clock)
         self._replicas: dict[str, int] = {}  # by repository
@@ -179,7 +186,8 @@ class Replicator(Reconciler):
         if data is None:
             return  # replaced or given up meanwhile
         self._ready = self._clock.monotonic() + data.nbytes / self._rate
-        sent = replace(replica, uri=self._uris.get(replica.attempt.repository, ""))
+        uri, place = self._stores.get(replica.attempt.repository, ("", ""))
+        sent = replace(replica, uri=uri, place=place)
         part = self._ask(node, lambda: self._peers.accept(node, sent, data))
         if part is None:
             return

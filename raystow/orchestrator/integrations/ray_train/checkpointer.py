@@ -83,7 +83,7 @@ class Checkpointer(checkpointer.Checkpointer):
         """Reports versions to Train, on rank 0."""
         if self.rank != 0:
             return None
-        repository, storage = self._startup.repository(self._store), self._storage
+        repository, storage = self._startup.repository(), self._storage
 
         def write_pointer(entry: Entry) -> None:
             write(repository, entry, storage.storage_filesystem, storage.build_checkpoint_path_from_name(folder(entry)))

@@ -38,14 +38,14 @@ STAGING_ANSWERS = (
 COORDINATOR_REQUESTS = (
     *(StartRun, JoinRun, Begin, RankFinished, AwaitRanks, PartStaged, PartStored),
     *(PartFailed, RankSaveFailed, FindOutcome, RankDisconnected, AskNextSave),
-    *(OpenSegment, SegmentStored, RankReading, UnusedNames),
+    *(OpenSegment, SegmentStored, RankReading, UnusedNames, OpenStore),
 )
 """What ranks and node workers ask the coordinator while a training runs."""
 
 MESSAGES = tuple(Message.__subclasses__())
 """All messages."""
 
-PROTOCOL = "2.2873e0de74d9047b"
+PROTOCOL = "2.cfcfae94525f0adb"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from ....storage.stores.settings import StoreAddress
 from ..codec import Column, Digest, JsonText, Message, MessagePart, Packed, Shape, Text
 from .reads import Span
 
@@ -206,6 +207,7 @@ class OpenJournal(Message, frozen=True):
         budget: Bytes of the node's memory for entries; None leaves that to the node.
         replicas: Other nodes that keep a copy of each entry.
         durable_every: Steps after which entries go to the store; 0 for never.
+        place: See ``StoreSettings``.
     """
 
     uri: Text
@@ -214,6 +216,12 @@ class OpenJournal(Message, frozen=True):
     replicas: int
     budget: int | None = None
     durable_every: int = 0
+    place: Text = ""
+
+    @property
+    def store(self) -> StoreAddress:
+        """The store of the repository."""
+        return StoreAddress(self.uri, self.place)
 
 
 class ShareMemory(Message, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ....storage.coding.digest import stored_digest
+from ....storage.stores.settings import StoreAddress, StoreSettings
 from ..codec import Column, Message, MessagePart, Table, Text
 
 Span = tuple[int, int]
@@ -20,6 +21,7 @@ class ReadCached(Message, frozen=True):
 
     Args:
         uri: Of the store.
+        place: See ``StoreSettings``.
         nearby: Nodes that may have the object in memory, the nearest first.
         round: Identifies the restore.
         owner: The node that assigns reads of the object in this restore; empty if only one node restores.
@@ -33,6 +35,24 @@ class ReadCached(Message, frozen=True):
     round: Text = ""
     owner: Text = ""
     uri: Text = ""
+    place: Text = ""
+
+    @property
+    def store(self) -> StoreAddress:
+        """The store."""
+        return StoreAddress(self.uri, self.place)
+
+
+class OpenStore(Message, frozen=True):
+    """What reaches the store at ``uri``: sent to a coordinator and to a node worker before anything that needs the store, and
+    whenever it has changed. Its text shows no credentials."""
+
+    uri: Text
+    settings: StoreSettings
+
+
+class StoreOpened(Message, frozen=True):
+    """The answer of a node worker."""
 
 
 class CachedObject(Message, frozen=True):

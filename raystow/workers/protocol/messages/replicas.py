@@ -63,7 +63,7 @@ class Replica(MessagePart, frozen=True):
         replica_order: See ``NodePart``.
         after: Keys of the objects that must be there first.
         base: The version that the attempt may be a delta to.
-        uri: Of the repository; empty if unknown.
+        uri, place: Of the repository, see ``StoreAddress``; empty if unknown.
     """
 
     attempt: AttemptKey
@@ -73,6 +73,7 @@ class Replica(MessagePart, frozen=True):
     after: Column[Text] = ()
     base: AttemptKey | None = None
     uri: Text = ""
+    place: Text = ""
 
 
 class ReplicationProgress(MessagePart, frozen=True):

@@ -8,6 +8,7 @@ from ....storage.coding.rounded import Rounded
 from ....storage.errors import Fenced, OutcomeUnknown, RaystowError, SaveFailed
 from ....storage.format.root import Entry
 from ....storage.limits import MAX_NAME
+from ....storage.stores.settings import StoreAddress
 from ..codec import Column, Digest, JsonText, Message, MessagePart, Shape, Table, Text
 from .coordinator import Begin
 
@@ -27,6 +28,7 @@ class OpenSession(Message, frozen=True):
         replication_rate: Bytes per second that the node may send to them; None sets no limit.
         process: Which process codes chunks on a GPU.
         keep: Bytes of versions that may stay in the ring, as a part of the node's memory for them.
+        place: See ``StoreSettings``.
     """
 
     uri: Text
@@ -43,6 +45,12 @@ class OpenSession(Message, frozen=True):
     replication_rate: float | None = None
     process: Literal["training", "node"] = "training"
     keep: int = 0
+    place: Text = ""
+
+    @property
+    def store(self) -> StoreAddress:
+        """The store of the repository."""
+        return StoreAddress(self.uri, self.place)
 
 
 class SessionOpened(Message, frozen=True):

@@ -1,0 +1,106 @@
+"""How a job reaches a store: what its address leaves open, and the credentials.
+
+A node worker or a coordinator opens each store with the settings of the job that uses it, never with those of its own
+environment, which is that of the job that made the actor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+
+from ..coding.digest import stored_digest
+from ..errors import ClusterError, SettingsMissing
+from ..limits import MAX_NAME
+from ..object_store import ObjectStore
+
+MAX_SETTING = 1 << 16
+"""Characters of one value."""
+
+Settings = Annotated[
+    Mapping[Annotated[str, msgspec.Meta(max_length=MAX_NAME)], Annotated[str, msgspec.Meta(max_length=MAX_SETTING)]],
+    msgspec.Meta(max_length=64),
+]
+"""Values by name."""
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """What opens a store beside its address. Only ``place`` is ever shown.
+
+    Attributes:
+        place: A digest of the endpoint or account: equal addresses with another one are other stores. Empty for a local folder.
+        client: The endpoint, the region and the like.
+        credentials: Secret.
+        expires: When the credentials end, in seconds since 1970; 0 if they do not.
+    """
+
+    place: str = ""
+    client: Settings = field(default_factory=dict, repr=False)
+    credentials: Settings = field(default_factory=dict, repr=False)
+    expires: float = 0.0
+
+
+LOCAL = StoreSettings()
+"""Those of a folder, which needs none."""
+
+
+class StoreAddress(NamedTuple):
+    """Identifies a store among those of all jobs: its address, and the ``place`` of its settings."""
+
+    uri: str
+    place: str = ""
+
+
+@runtime_checkable
+class Configured(Protocol):
+    """A store that has settings."""
+
+    def place(self) -> str:
+        """Return the place of the settings. Raises ``StoreError`` if the configuration is incomplete."""
+
+    def settings(self) -> StoreSettings:
+        """Return the settings with credentials that are valid now. Raises ``StoreError`` if there are none."""
+
+
+def settings_of(store: ObjectStore) -> StoreSettings:
+    """Return the settings of a store; raises as ``Configured.settings``."""
+    return store.settings() if isinstance(store, Configured) else LOCAL
+
+
+def place_of(store: ObjectStore) -> str:
+    """Return the place of a store; raises as ``Configured.place``."""
+    return store.place() if isinstance(store, Configured) else ""
+
+
+def place_named(*parts: str | None) -> str:
+    """Return the place that these values identify."""
+    return stored_digest("\n".join(part or "" for part in parts).encode()).hex()[:12]
+
+
+class JobSettings:
+    """The newest settings that jobs have sent for one store. Thread-safe."""
+
+    def __init__(self, address: StoreAddress) -> None:
+        self.address, self._lock = address, threading.Lock()
+        self._newest = None if address.place else LOCAL
+
+    def use(self, settings: StoreSettings) -> None:
+        """Use these from now on. Raises ``ClusterError`` if they are those of another store."""
+        if settings.place != self.address.place:
+            what, remedy = "these settings are those of another store", "use one endpoint and account for all processes of a job"
+            raise ClusterError(what, subject=self.address.uri, remedy=remedy)
+        with self._lock:
+            if settings != self._newest:
+                self._newest = settings
+
+    def __call__(self) -> StoreSettings:
+        """Return the newest ones. Raises ``SettingsMissing`` if there are none yet."""
+        with self._lock:
+            if self._newest is None:
+                raise SettingsMissing("this process does not know how to reach the store", subject=self.address.uri)
+            return self._newest
