@@ -16,7 +16,7 @@ from ...storage.format import key_files
 from ...storage.log import here
 from ...storage.object_store import ObjectStore
 from ...storage.repository import Repository
-from ...storage.stores.settings import LOCAL, settings_of
+from ...storage.stores.settings import LOCAL, StoreSettings, settings_of
 from ...workers import ray_metrics
 from ...workers.node.actor import node_actor
 from ...workers.protocol.messages import PROTOCOL, CoordinatorStarted, JoinRun, OnFenced, OpenStore, StartRun, StoreOpened
@@ -25,6 +25,7 @@ from ...workers.ray_connection import RayConnection
 from .. import ray_cluster
 from ..coordinator.ray_client import RayCoordinatorClient
 from .presence import Presence
+from .settings_renewal import SettingsRenewal
 
 ACTOR_START = 120.0
 """Seconds that an actor may take to start."""
@@ -69,6 +70,8 @@ class Startup:
         here(node=self.connection.node)
         self._pid, self._process = os.getpid(), ray_cluster.run_here()
         self._settings = functools.partial(settings_of, store)
+        self._node = ""  # the address of the node worker, once it was asked for
+        self._renewal: SettingsRenewal | None = None
         self.port = RayCoordinatorClient(self.uri, self._settings)
         self._presence = Presence(self.uri, keep, self.node_address)
         self._started: Future[CoordinatorStarted] = Future()
@@ -122,16 +125,18 @@ class Startup:
         self._presence.close(failed=failed)
         with self._lock:
             self._closed, joining = True, self._joining
+            if self._renewal is not None:
+                self._renewal.close()
         if joining:
             wait([self._started], _JOIN)
 
     def node_address(self) -> str:
         """Return the address of this node's worker, which is started if there is none, stays until ``close``, and knows how to
         reach the store."""
-        address = node_address(self.connection)
-        self._presence.announce(address)
-        self._open_store(address)
-        return address
+        self._node = node_address(self.connection)
+        self._presence.announce(self._node)
+        self._open_store(self._settings())
+        return self._node
 
     @property
     def member(self) -> JoinRun:
@@ -139,11 +144,15 @@ class Startup:
         self.wait()
         return self._member
 
-    def _open_store(self, address: str) -> None:
-        """Send the settings of the store to the node worker at ``address``, if it needs any."""
-        if (settings := self._settings()) == LOCAL:
+    def _renew(self, settings: StoreSettings) -> None:
+        self.port.open_store(settings)
+        self._open_store(settings)
+
+    def _open_store(self, settings: StoreSettings) -> None:
+        """Send settings of the store to the node worker, if it needs any and this process uses it."""
+        if settings == LOCAL or not self._node:
             return
-        with contextlib.closing(Connection.connect(address)) as connection:
+        with contextlib.closing(Connection.connect(self._node)) as connection:
             connection.send(OpenStore(self.uri, settings))
             if connection.receive(StoreOpened, timeout=ACTOR_START) is None:
                 raise ClusterError("has ended", subject="node worker")
@@ -153,12 +162,15 @@ class Startup:
             self.connection.ask(lambda: node_actor(RayCoordinatorClient), ACTOR_START)  # ready when the first save connects to it
             if before is not None:
                 wait([before], ACTOR_START)
+            settings = self._settings()
             answer = self.port.start(run, ACTOR_START)
             self._member = JoinRun(self._rank, f"{answer.turn}@{self._process}", self._world_size)
             with self._lock:
                 if self._closed:
                     raise StateError("this Checkpointer is closed", subject=self.uri, remedy="make another one")
                 self._joining = True
+                if settings != LOCAL:
+                    self._renewal = SettingsRenewal(self._settings, settings, self._renew)
             self.port.join(self._member)
             self._started.set_result(answer)
         except BaseException as error:

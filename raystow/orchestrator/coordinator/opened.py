@@ -40,7 +40,7 @@ class OpenedRepository:
 
     def __init__(self, uri: str, settings: JobSettings, owner: str, abandoned: Collection[tuple[int, str]] = ()) -> None:
         self._began, signer = SYSTEM.now(), key_files.signer()
-        repository = create_repository(open_store(uri, settings=settings), signer=signer, abandoned=abandoned)
+        repository = create_repository(open_store(uri, settings=settings.given), signer=signer, abandoned=abandoned)
         self.committer = Committer(repository, owner, signer)
         self.known = VersionCache(repository, on_read=self.committer.notice)
         self.known.root()  # cached while the store answers

@@ -66,14 +66,14 @@ class RayCoordinatorClient:
         self._uri, self._settings, self._ray = uri, settings, RayConnection.here()
         self._actor: ActorHandle | None = None
 
-    def open_store(self, timeout: float = _ANSWER) -> None:
-        """Send the settings of the store, if it needs any."""
-        if (settings := self._settings()) != LOCAL:
+    def open_store(self, settings: StoreSettings, timeout: float = _ANSWER) -> None:
+        """Send settings of the store, if it needs any."""
+        if settings != LOCAL:
             self._tell(messages.OpenStore(self._uri, settings), timeout)
 
     def start(self, run: StartRun, timeout: float) -> CoordinatorStarted:
         """See ``CoordinatorActor.start``. ``timeout``: seconds."""
-        self.open_store(timeout)
+        self.open_store(self._settings(), timeout)
         return self._ask(run, CoordinatorStarted, timeout)
 
     def begin(self, begin: Begin) -> Ticket:
@@ -201,7 +201,7 @@ class RayCoordinatorClient:
             try:
                 return self._ray.find(answer, forget)
             except SettingsMissing:  # it was started, or started again, by now
-                self.open_store()
+                self.open_store(self._settings())
         return self._ray.find(answer, forget)
 
     def _known(self) -> ActorHandle:

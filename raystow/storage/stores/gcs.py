@@ -47,6 +47,7 @@ _PROOFS = {
     "service_account": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"),
     "service_account_key": ("GOOGLE_SERVICE_ACCOUNT_KEY",),
     "application_credentials": ("GOOGLE_APPLICATION_CREDENTIALS",),
+    "bearer_token": ("GOOGLE_BEARER_TOKEN",),
     "skip_signature": ("GOOGLE_SKIP_SIGNATURE",),
 }
 

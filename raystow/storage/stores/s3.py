@@ -125,6 +125,10 @@ class S3Store(Bucket[S3Clients]):
         return S3Configuration(self._bucket)
 
     def _configured(self) -> StoreSettings:
+        if self._configuration.outdated():
+            with self._lock:
+                del self._configuration
+                self._made = None
         return self._configuration.settings()
 
     def _connect(self, settings: StoreSettings | None) -> S3Clients:

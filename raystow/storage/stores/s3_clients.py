@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 # botocore renews credentials ten minutes before they end at the latest, so a copy of them is good for less than that.
 _CREDENTIALS_LIVE = timedelta(minutes=9)
+_FILES = "shared-credentials-file", "config-file"  # sources of keys, as botocore names them
 _NOTHING = (None, None, os.devnull, None)
 _UNSET = {"profile": (None, None, None, None), "config_file": _NOTHING, "credentials_file": _NOTHING}
 
@@ -80,6 +81,13 @@ class S3Configuration:
                 raise StoreError("there are no AWS credentials", subject=f"s3://{bucket}", remedy=remedy)
             self._credentials = credentials
             self.place = _place(session, bucket) if settings is None else _given_place(settings)
+
+    def outdated(self) -> bool:
+        """Whether a file has other keys by now than when it was read."""
+        if self._credentials.method not in _FILES:
+            return False
+        now = _own_session().get_credentials()
+        return now is not None and now.get_frozen_credentials() != self._credentials.get_frozen_credentials()
 
     def settings(self) -> StoreSettings:
         """Return what another process needs, with credentials that are valid now."""

@@ -83,11 +83,17 @@ def place_named(*parts: str | None) -> str:
 
 
 class JobSettings:
-    """The newest settings that jobs have sent for one store. Thread-safe."""
+    """The newest settings that jobs have sent for one store. Thread-safe. An address without a place has none: it is a folder, or
+    this process serves one job alone, with its own environment."""
 
     def __init__(self, address: StoreAddress) -> None:
         self.address, self._lock = address, threading.Lock()
         self._newest = None if address.place else LOCAL
+
+    @property
+    def given(self) -> JobSettings | None:
+        """What ``open_store`` opens the store with."""
+        return self if self.address.place else None
 
     def use(self, settings: StoreSettings) -> None:
         """Use these from now on. Raises ``ClusterError`` if they are those of another store."""

@@ -373,7 +373,7 @@ class Node:
             return self._settings.setdefault(store, JobSettings(store))
 
     def _open_store(self, at: StoreAddress) -> ObjectStore:
-        return open_store(at.uri, kept=True, settings=self._settings_of(at))
+        return open_store(at.uri, kept=True, settings=self._settings_of(at).given)
 
     def _repository(self, at: StoreAddress) -> _Repository:
         with self._lock:
