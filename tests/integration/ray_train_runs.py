@@ -129,6 +129,7 @@ def trainer(folder: Path, config: dict[str, Any], *, workers: int | tuple[int, i
         run_config=RunConfig(
             name="run",
             storage_path=checkpoints.pop("storage_path", str(folder / "ray")),
+            storage_filesystem=checkpoints.pop("storage_filesystem", None),
             failure_config=FailureConfig(max_failures=failures),
             checkpoint_config=CheckpointConfig(**checkpoints),
         ),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from functools import partialmethod
 from pathlib import Path
+from urllib.parse import quote
 
+import boto3
 import pytest
+from pyarrow.fs import S3FileSystem
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray_train_runs import Run, check, score, trainer
+from s3_server import moto
 
 import raystow
 from raystow import ray_train
@@ -36,3 +40,30 @@ def test_a_worker_group_continues_after_a_worker_dies(tmp_path: Path, monkeypatc
 def test_a_checkpointer_outside_of_a_worker_is_refused() -> None:
     with pytest.raises(raystow.StateError, match="not a worker of Ray Train"):
         raystow.ray_train.Checkpointer()
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("named", ["address", pytest.param("filesystem", marks=pytest.mark.slow)])
+def test_trains_own_way_to_name_a_server_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """The environment names another server, or none. With an address, it has the keys."""
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+    short_timeout = partialmethod(PlacementGroupCleanerCallback.__init__, stop_timeout=0.5)
+    monkeypatch.setattr(PlacementGroupCleanerCallback, "__init__", short_timeout)
+    with moto() as server, moto() as other:
+        where = {"endpoint_url": server, "region_name": "us-east-1"}
+        client = boto3.client("s3", aws_access_key_id="k", aws_secret_access_key="s", **where)
+        client.create_bucket(Bucket="runs")
+        storage: dict[str, object] = {
+            "storage_path": f"s3://k:s@runs/exp?endpoint_override={quote(server, safe='')}&region=us-east-1"
+        }
+        if named == "filesystem":
+            made = S3FileSystem(access_key="k", secret_key="s", endpoint_override=server, region="us-east-1")
+            storage = {"storage_path": "runs/exp", "storage_filesystem": made}
+        monkeypatch.setenv("AWS_ENDPOINT_URL", other)
+        result = trainer(tmp_path, {"steps": 2}, workers=1, **storage).fit()
+        keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="runs", Prefix="exp/run/raystow")["Contents"]]
+        assert "exp/run/raystow/root.json" in keys
+        version = ray_train.version_of(result.checkpoint)
+        assert version.step == 2
+        check(version)
+        ray_train.prune(result)

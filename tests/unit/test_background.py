@@ -232,9 +232,8 @@ def test_a_loop_survives_errors(
             wait_until(lambda: sync.wake() or failing.calls > 4, "calls after the errors")
         elif thread == "raystow-segments":
             monkeypatch.setattr(owner, name, lambda *args: failing(*args))
-            writer = SegmentWriter(
-                EntryStore(0), OpenJournal("", "", 0, 0, durable_every=1), lambda: no_repository(StoreAddress(""))
-            )
+            opening = OpenJournal("", "", 0, 0, durable_every=1)
+            writer = SegmentWriter(EntryStore(0), opening, lambda: no_repository(opening.store))
             background.repeat(thread, writer.run)
             stop = writer.close
             entry = EntryInfo("", 0, 1, 1, 0, ())

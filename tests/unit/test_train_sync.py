@@ -19,13 +19,14 @@ from polling import wait_until
 import raystow
 from raystow import Policy, ray_train
 from raystow.orchestrator.client.failures import Failures
-from raystow.orchestrator.integrations.ray_train.checkpointer import _repository_in
 from raystow.orchestrator.integrations.ray_train.pointer import FILE, Identity, folder, identity, read, write
+from raystow.orchestrator.integrations.ray_train.storage import repository_in, store_in
 from raystow.orchestrator.integrations.ray_train.train_sync import TrainSync
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, NotFound, OutcomeUnknown, RaystowError, SaveFailed, StateError, StoreUnavailable
 from raystow.storage.format.root import Entry
 from raystow.storage.repository import Repository, create_repository
+from raystow.storage.stores.settings import settings_of
 
 
 @dataclass
@@ -381,8 +382,39 @@ def test_close_reports_before_it_raises(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_the_repository_is_in_the_storage_of_train(kind: str, address: str) -> None:
     path = "/runs/x" if kind == "local" else "runs/x"
-    storage = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name=kind), experiment_fs_path=path)
-    assert _repository_in(storage) == address
-    storage.storage_filesystem.type_name = "abfs"
+    named: Any = SimpleNamespace(type_name=kind)
+    assert repository_in(named, path) == address
+    named.type_name = "abfs"
     with pytest.raises(StateError, match=r"of type 'abfs', does not tell .*pass uri="):
-        _repository_in(storage)
+        repository_in(named, path)
+
+
+def test_the_store_is_reached_as_by_trains_filesystem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its endpoint, region and credentials replace those of the environment, and travel with the settings; a text shows none."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://elsewhere:1")
+    filesystem = pyarrow.fs.S3FileSystem(
+        access_key="key", secret_key="secret", endpoint_override="minio:9000", scheme="http", region="eu-1"
+    )
+    found = settings_of(store_in(filesystem, "s3://runs/x/raystow"))
+    assert (found.client["endpoint"], found.client["region"]) == ("http://minio:9000", "eu-1")
+    assert found.credentials == {"access_key": "key", "secret_key": "secret"}
+    assert "secret" not in repr(found)
+    by_address, _ = pyarrow.fs.FileSystem.from_uri("s3://runs/x?endpoint_override=http%3A%2F%2Fminio%3A9000&region=eu-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mine")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "own")
+    other = settings_of(store_in(by_address, "s3://runs/x/raystow"))
+    assert (other.place, other.credentials["access_key"]) == (found.place, "mine")
+
+
+@pytest.mark.parametrize(
+    ("filesystem", "named"),
+    [
+        (lambda: pyarrow.fs.S3FileSystem(anonymous=True, region="eu-1"), "anonymous"),
+        (lambda: pyarrow.fs.S3FileSystem(role_arn="arn:aws:iam::1:role/x", region="eu-1"), "role_arn"),
+        (lambda: pyarrow.fs.S3FileSystem(region="eu-1", proxy_options="http://proxy:1"), "proxy_options"),
+        (lambda: pyarrow.fs.GcsFileSystem(endpoint_override="minio:1", anonymous=True), "anonymous"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_refused_by_name(filesystem: Callable[[], Any], named: str) -> None:
+    with pytest.raises(StateError, match=rf"cannot take over {named} of Train's file system .*pass uri="):
+        store_in(filesystem(), "s3://runs/x/raystow")

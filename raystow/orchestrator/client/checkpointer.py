@@ -17,6 +17,7 @@ from ...storage.format import values
 from ...storage.log import about
 from ...storage.metrics import FAILED_SAVES, STAGED, STALL, record
 from ...storage.notebook import facts_table
+from ...storage.object_store import ObjectStore
 from ...storage.retention.policy import Policy
 from ...storage.stores import open_store
 from ...storage.stores.settings import place_of
@@ -117,7 +118,7 @@ class Checkpointer:
         callbacks: Sequence[VersionCallback] = (),
     ) -> None:
         address = argument_checks.address(uri)
-        self._store, self._retention = open_store(address), kept_by_a_run(retention, address)
+        self._store, self._retention = self._open(address), kept_by_a_run(retention, address)
         self.uri = self._store.uri
         self.rank, self.world_size = placement(rank, world_size)
         self._log = about(logger, repository=self.uri, rank=self.rank)
@@ -481,6 +482,9 @@ class Checkpointer:
     def _log_unsaved(self) -> None:
         if self.rank == 0:
             self._in_flight.log_unsaved()
+
+    def _open(self, address: str) -> ObjectStore:
+        return open_store(address)
 
     def _check_open(self) -> None:
         if self._closed:

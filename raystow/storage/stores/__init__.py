@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from ..addresses import VALID, local_path, parse
 from ..errors import StateError
 from ..object_store import ObjectStore
-from .settings import StoreSettings
+from .settings import S3Overrides, StoreSettings
 
 __all__ = ["open_store"]
 
@@ -21,12 +21,18 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONFIGURATION = {"s3": "AWS", "az": "Azure", "gs": "Google"}
 
 
-def open_store(uri: str, *, kept: bool = False, settings: Callable[[], StoreSettings] | None = None) -> ObjectStore:
+def open_store(
+    uri: str,
+    *,
+    kept: bool = False,
+    settings: Callable[[], StoreSettings] | None = None,
+    overrides: S3Overrides | None = None,
+) -> ObjectStore:
     """Open the store at ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///path``, a plain
     path, or ``memory://name`` (this process only).
 
     Nothing is contacted, created or checked yet. Raises ``StateError`` for an invalid address. ``kept``: see ``LocalStore``.
-    ``settings``: returns those of a bucket; None for those of this process's environment.
+    ``settings``: returns those of a bucket; None for those of this process's environment, with ``overrides`` for S3.
     """
     if not uri or any(ord(character) < 32 for character in uri):
         raise _bad("an address must not be empty or hold control characters", "the address")
@@ -35,7 +41,7 @@ def open_store(uri: str, *, kept: bool = False, settings: Callable[[], StoreSett
         return _local(str(local_path("uri", uri)), kept)
     if address.scheme == "file":
         return _local(_file_path(address.rest), kept)
-    return _memory(address.rest) if address.scheme == "memory" else _in_bucket(address.scheme, address.rest, settings)
+    return _memory(address.rest) if address.scheme == "memory" else _in_bucket(address.scheme, address.rest, settings, overrides)
 
 
 def _local(path: str, kept: bool) -> ObjectStore:
@@ -54,7 +60,7 @@ def _file_path(rest: str) -> str:
     return unquote(f"/{path}", errors="surrogateescape")  # as ``LocalStore.uri`` writes bytes that are not UTF-8
 
 
-def _in_bucket(kind: str, rest: str, settings: Callable[[], StoreSettings] | None) -> ObjectStore:
+def _in_bucket(kind: str, rest: str, settings: Callable[[], StoreSettings] | None, overrides: S3Overrides | None) -> ObjectStore:
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
     # A bucket part with an @ may be someone's keys: it is refused here and never repeated in a message.
@@ -75,7 +81,7 @@ def _in_bucket(kind: str, rest: str, settings: Callable[[], StoreSettings] | Non
         return GcsStore(bucket, prefix, given=settings)
     from .s3 import S3Store
 
-    return S3Store(bucket, prefix, given=settings)
+    return S3Store(bucket, prefix, given=settings, overrides=overrides or S3Overrides())
 
 
 def _memory(name: str) -> ObjectStore:

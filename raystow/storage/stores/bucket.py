@@ -209,9 +209,12 @@ class Bucket(ABC, Generic[_Clients]):
 
     def __reduce__(self) -> tuple[object, ...]:
         if self._given is not None:
-            what, remedy = "a store with given credentials is not sent to another process", "open the repository there"
-            raise StateError(what, subject=self.uri, remedy=remedy)
+            raise self._not_sent()
         return functools.partial(type(self), self._bucket, self._prefix, limits=self._limits), ()
+
+    def _not_sent(self) -> StateError:
+        what, remedy = "a store with given credentials is not sent to another process", "open the repository there"
+        return StateError(what, subject=self.uri, remedy=remedy)
 
     def _subject(self, key: str) -> str:
         return f"{self.uri}/{checks.checked_key(key)}"

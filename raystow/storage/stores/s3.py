@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -19,9 +19,10 @@ from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import bounded_http, checks, endless_answers
 from .bucket import Bucket
+from .request_limits import DEFAULT_LIMITS, RequestLimits
 from .s3_clients import S3Clients, S3Configuration, connect
 from .s3_errors import ANSWERS, boto_errors
-from .settings import StoreSettings
+from .settings import S3Overrides, StoreSettings
 from .store_answers import CONDITIONAL_PUT, GET_OF_RANGE
 
 _DELETE_BATCH = 1000
@@ -36,6 +37,18 @@ class S3Store(Bucket[S3Clients]):
     """
 
     scheme, answers = "s3", ANSWERS
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        limits: RequestLimits = DEFAULT_LIMITS,
+        given: Callable[[], StoreSettings] | None = None,
+        overrides: S3Overrides = S3Overrides(),  # noqa: B008 (frozen)
+    ) -> None:
+        super().__init__(bucket, prefix, limits=limits, given=given)
+        self._overrides = overrides
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         """As the protocol says; the tag is the ETag."""
@@ -120,9 +133,15 @@ class S3Store(Bucket[S3Clients]):
             with boto_errors("the end of a multipart upload", subject), contextlib.suppress(client.exceptions.NoSuchUpload):
                 client.abort_multipart_upload(Bucket=self._bucket, Key=self._below + write.key, UploadId=write.token)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        made, arguments = super().__reduce__()
+        if self._overrides.credentials:
+            raise self._not_sent()
+        return functools.partial(made, overrides=self._overrides), arguments  # type: ignore[arg-type]
+
     @functools.cached_property
     def _configuration(self) -> S3Configuration:
-        return S3Configuration(self._bucket)
+        return S3Configuration(self._bucket, overrides=self._overrides)
 
     def _configured(self) -> StoreSettings:
         if self._configuration.outdated():
@@ -132,7 +151,7 @@ class S3Store(Bucket[S3Clients]):
         return self._configuration.settings()
 
     def _connect(self, settings: StoreSettings | None) -> S3Clients:
-        configuration = self._configuration if settings is None else S3Configuration(self._bucket, settings)
+        configuration = self._configuration if settings is None else S3Configuration(self._bucket, settings=settings)
         clients = connect(configuration, self._limits)
         clients.decide.meta.events.register("request-created.s3", self._count_retry)
         return clients

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import gzip
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,13 +30,14 @@ from . import bounded_http
 from .bucket import BucketClients
 from .request_limits import RequestLimits
 from .s3_errors import boto_errors
-from .settings import StoreSettings, place_named
+from .settings import S3Overrides, StoreSettings, place_named
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
 # botocore renews credentials ten minutes before they end at the latest, so a copy of them is good for less than that.
 _CREDENTIALS_LIVE = timedelta(minutes=9)
+_AMAZON = ".amazonaws.com", ".amazonaws.com.cn"
 _FILES = "shared-credentials-file", "config-file"  # sources of keys, as botocore names them
 _NOTHING = (None, None, os.devnull, None)
 _UNSET = {"profile": (None, None, None, None), "config_file": _NOTHING, "credentials_file": _NOTHING}
@@ -63,6 +65,12 @@ class _Place:
     def plain(self) -> bool:
         return self.endpoint.startswith("http://")
 
+    @property
+    def namespace(self) -> str:
+        """What buckets have their names in: a server, or all regions of a partition of AWS."""
+        host = urlsplit(self.endpoint).hostname or ""
+        return next((of for of in _AMAZON if host.endswith(of)), self.endpoint.rstrip("/").lower())
+
 
 class S3Configuration:
     """How a bucket is reached: as the AWS configuration of this process says, or as a job's settings say. Nothing is sent yet,
@@ -71,22 +79,29 @@ class S3Configuration:
     Args:
         bucket: The bucket.
         settings: Those of a job; this process's variables, profiles and identity are then ignored.
+        overrides: What replaces this process's configuration.
     """
 
-    def __init__(self, bucket: str, settings: StoreSettings | None = None) -> None:
+    def __init__(
+        self,
+        bucket: str,
+        *,
+        settings: StoreSettings | None = None,
+        overrides: S3Overrides = S3Overrides(),  # noqa: B008
+    ) -> None:
         with boto_errors("the set-up of the S3 client", f"s3://{bucket}"):
-            self.session = session = _own_session() if settings is None else _session_of(settings)
+            self.session = session = _own_session(overrides) if settings is None else _session_of(settings)
             if (credentials := session.get_credentials()) is None:
                 remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
                 raise StoreError("there are no AWS credentials", subject=f"s3://{bucket}", remedy=remedy)
             self._credentials = credentials
-            self.place = _place(session, bucket) if settings is None else _given_place(settings)
+            self.place = _place(session, bucket, overrides) if settings is None else _given_place(settings)
 
     def outdated(self) -> bool:
         """Whether a file has other keys by now than when it was read."""
         if self._credentials.method not in _FILES:
             return False
-        now = _own_session().get_credentials()
+        now = _own_session(S3Overrides()).get_credentials()
         return now is not None and now.get_frozen_credentials() != self._credentials.get_frozen_credentials()
 
     def settings(self) -> StoreSettings:
@@ -97,7 +112,7 @@ class S3Configuration:
             expires = getattr(self._credentials, "_expiry_time", None)  # botocore shows it nowhere else
         named = {"access_key": keys.access_key, "secret_key": keys.secret_key, "token": keys.token}
         return StoreSettings(
-            place=place_named("s3", self.place.endpoint),
+            place=place_named("s3", self.place.namespace),
             client={key: value if isinstance(value, str) else str(int(value)) for key, value in client.items()},
             credentials={name: value for name, value in named.items() if value},
             expires=expires.timestamp() if expires is not None else 0.0,
@@ -116,24 +131,28 @@ def connect(configuration: S3Configuration, limits: RequestLimits) -> S3Clients:
         )
 
 
-def _own_session() -> Any:
+def _own_session(overrides: S3Overrides) -> Any:
     core = botocore.session.get_session()
     core.register_component("data_loader", _models(core.get_config_variable("data_path")))
     region = core.get_config_variable("region") or os.environ.get("AWS_REGION") or None
-    return boto3.Session(botocore_session=core, region_name=region)
+    return _with_keys(core, overrides.credentials, overrides.region or region)
 
 
 def _session_of(settings: StoreSettings) -> Any:
     """A session that reads neither the variables nor the files of this process, which may be those of another job."""
     core = botocore.session.Session(session_vars=_UNSET)
     core.register_component("data_loader", _models(None))
-    keys = settings.credentials
+    return _with_keys(core, settings.credentials, settings.client.get("region"))
+
+
+def _with_keys(core: Any, keys: Mapping[str, str], region: str | None) -> Any:
+    """A session with these keys, or with what the configuration names if there are none."""
     return boto3.Session(
         aws_access_key_id=keys.get("access_key"),
         aws_secret_access_key=keys.get("secret_key"),
         aws_session_token=keys.get("token"),
         botocore_session=core,
-        region_name=settings.client.get("region"),
+        region_name=region,
     )
 
 
@@ -176,20 +195,20 @@ def _models(folders: str | None) -> _Models:
     return _Models([os.path.expanduser(os.path.expandvars(folder)) for folder in given])
 
 
-def _place(session: Any, bucket: str) -> _Place:
+def _place(session: Any, bucket: str, overrides: S3Overrides) -> _Place:
     core = session._session
     # A client is the only public way to learn what all the variables and profile sections about endpoints come to.
-    endpoint = str(session.client("s3").meta.endpoint_url)
+    endpoint = str(session.client("s3", endpoint_url=overrides.endpoint or None).meta.endpoint_url)
     style = (core.get_scoped_config().get("s3") or {}).get("addressing_style", "auto")
     # A dot in a bucket's name does not fit the certificate of a virtual host.
-    amazon = (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn")) and "." not in bucket
+    amazon = (urlsplit(endpoint).hostname or "").endswith(_AMAZON) and "." not in bucket
     return _Place(
         bucket=bucket,
         region=session.region_name,
         endpoint=endpoint,
-        virtual=style == "virtual" or (style == "auto" and amazon),
+        virtual=overrides.virtual or style == "virtual" or (style == "auto" and amazon),
         checksums=core.get_config_variable("request_checksum_calculation") != "when_required",
-        certificates=core.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE"),
+        certificates=overrides.certificates or core.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE"),
     )
 
 

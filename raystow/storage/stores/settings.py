@@ -49,6 +49,25 @@ LOCAL = StoreSettings()
 """Those of a folder, which needs none."""
 
 
+@dataclass(frozen=True)
+class S3Overrides:
+    """What a caller says about an S3 server in place of the AWS configuration, which says what is empty here.
+
+    Attributes:
+        endpoint: The URL of the server.
+        region: The region of the bucket.
+        virtual: Whether the bucket is a part of the host name.
+        certificates: A file of certificates that the server's one is checked with.
+        credentials: As those of ``StoreSettings``.
+    """
+
+    endpoint: str = ""
+    region: str = ""
+    virtual: bool = False
+    certificates: str = ""
+    credentials: Settings = field(default_factory=dict, repr=False)
+
+
 class StoreAddress(NamedTuple):
     """Identifies a store among those of all jobs: its address, and the ``place`` of its settings."""
 

@@ -19,6 +19,7 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from ....storage.errors import ClusterError, OutcomeUnknown, SaveFailed, StateError, Unsupported
 from ....storage.format.root import Entry
+from ....storage.object_store import ObjectStore
 from ....storage.retention.policy import Policy
 from ....storage.version import Version
 from ....storage.version_selector import LATEST, VersionSelector
@@ -26,6 +27,7 @@ from ...client import checkpointer
 from ...client.pending import Pending
 from ...save.state_tree import State
 from .pointer import Identity, folder, identity, write
+from .storage import repository_in, store_in
 from .train_sync import TrainSync, VersionReport
 
 if TYPE_CHECKING:
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 _QUEUE = 2  # pending reports; Train processes one every other second
 _REPORT_TIMEOUT = 20.0  # seconds for Train to process the last reports
 
@@ -50,13 +51,14 @@ class Checkpointer(checkpointer.Checkpointer):
     a ``with`` block ends by an exception, ``close`` reports nothing, since other ranks may not call it.
 
     Args:
-        uri: The repository. None: the folder ``raystow`` in the run's ``RunConfig(storage_path=, name=)``.
+        uri: The repository. None: the folder ``raystow`` in the run's ``RunConfig(storage_path=, name=)``, reached with the
+            endpoint, region and credentials of Train's file system.
         validation: Passed to ``ray.train.report`` with each version.
         options: The other options of ``raystow.Checkpointer``.
 
     Raises:
         StateError: The process is not a Ray Train worker; or ``uri`` is None, and Train's storage is neither a folder, S3 nor
-            Google Cloud Storage.
+            Google Cloud Storage, or is reached in a way that cannot be taken over.
         Unsupported: Train runs in local mode, or its version is too old.
     """
 
@@ -68,8 +70,9 @@ class Checkpointer(checkpointer.Checkpointer):
         **options: Any,
     ) -> None:
         storage, run = _storage_and_run()
+        self._filesystem = storage.storage_filesystem if uri is None else None
         if uri is None:
-            uri = _repository_in(storage)
+            uri = repository_in(storage.storage_filesystem, storage.experiment_fs_path)
         # The coordinator deletes dropped versions after an hour, but only if there is a policy.
         super().__init__(uri, **{"retention": Policy(), **options})
         self._storage, self._validation = storage, validation
@@ -211,6 +214,9 @@ class Checkpointer(checkpointer.Checkpointer):
             validation=self._validation,
         )
 
+    def _open(self, address: str) -> ObjectStore:
+        return super()._open(address) if self._filesystem is None else store_in(self._filesystem, address)
+
     def _wake(self) -> None:
         if self._sync is not None:
             self._sync.wake()
@@ -233,14 +239,6 @@ def _need(name: str) -> None:
     if not hasattr(ray.train, name):
         what = f"Ray Train has no {name} in Ray {ray.__version__}, or with RAY_TRAIN_V2_ENABLED=0"
         raise Unsupported(what, remedy="upgrade Ray (2.60 is tested), or use raystow.Checkpointer")
-
-
-def _repository_in(storage: StorageContext) -> str:
-    kind = storage.storage_filesystem.type_name
-    if kind not in _SCHEMES:
-        what = f"its file system, of type {kind!r}, does not tell where a repository can be"
-        raise StateError(what, subject="RunConfig(storage_path=)", remedy="pass uri=; only pointers will be in Train's storage")
-    return f"{_SCHEMES[kind]}{storage.experiment_fs_path}/raystow"
 
 
 def _listed(timeout: float) -> set[Identity]:

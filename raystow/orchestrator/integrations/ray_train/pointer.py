@@ -18,6 +18,7 @@ from ....storage.format.root import Entry
 from ....storage.repository import Repository, open_repository
 from ....storage.version import Version
 from ...save.state_tree import State
+from .storage import repository_in, store_in
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -102,6 +103,15 @@ def read(checkpoint: Checkpoint) -> Pointer:
     return Pointer.load(data, path)
 
 
+def repository_of(checkpoint: Checkpoint, pointer: Pointer) -> Repository:
+    """Open the repository of a pointer: with the checkpoint's file system if both are in the same folder."""
+    try:
+        beside = repository_in(checkpoint.filesystem, checkpoint.path.rstrip("/").rpartition("/")[0])
+    except StateError:  # no repository can be in this file system
+        beside = ""
+    return open_repository(store_in(checkpoint.filesystem, pointer.uri) if pointer.uri == beside else pointer.uri)
+
+
 def version_of(checkpoint: Checkpoint, *, uri: str | os.PathLike[str] | None = None) -> Version:
     """Return the version that a ``ray.train.Checkpoint`` points to. Needs no cluster.
 
@@ -118,7 +128,7 @@ def version_of(checkpoint: Checkpoint, *, uri: str | os.PathLike[str] | None = N
         NotARepository: There is no repository at ``uri``.
     """
     pointer = read(checkpoint)
-    repository = open_repository(os.fspath(uri or pointer.uri))
+    repository = open_repository(os.fspath(uri)) if uri else repository_of(checkpoint, pointer)
     if repository.id != pointer.repository:
         what = f"the pointer is into repository {pointer.repository}, but this is {repository.id}"
         raise NotFound(what, subject=repository.uri, remedy="pass uri= if the repository was moved")

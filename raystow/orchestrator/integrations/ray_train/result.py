@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Protocol
 
-from ....storage.repository import open_repository
-from .pointer import Checkpoint, identity, read
+from .pointer import Checkpoint, identity, read, repository_of
 from .train_sync import drop_unlisted
 
 
@@ -35,4 +34,5 @@ def prune(result: Result) -> None:
     kept = [result.checkpoint, *(checkpoint for checkpoint, _ in result.best_checkpoints or ())]
     listed = {which: one for one in kept if one is not None and (which := identity(one.path)) is not None}
     if listed:
-        drop_unlisted(open_repository(read(listed[max(listed)]).uri), PurePosixPath(result.path).name, listed)
+        newest = listed[max(listed)]
+        drop_unlisted(repository_of(newest, read(newest)), PurePosixPath(result.path).name, listed)
