@@ -24,6 +24,7 @@ from raystow.storage.stores.azure import AzureStore
 from raystow.storage.stores.cloud import CloudStore
 from raystow.storage.stores.gcs import GcsStore
 from raystow.storage.stores.request_limits import RequestLimits
+from raystow.storage.stores.settings import JobSettings, StoreAddress, place_of, settings_of
 
 IMPATIENT = RequestLimits(connect_seconds=1, stall_seconds=0.7, request_seconds=1, retry_seconds=0.3)
 ACCOUNT_KEY = base64.b64encode(SECRET.encode()).decode()
@@ -244,3 +245,36 @@ def test_a_version_is_copied_through_every_kind_of_store(s3_uri: str, az_uri: st
     for before, after in pairwise(addresses):
         raystow.copy(before, after)
     assert raystow.open(addresses[-1]).latest().id == raystow.open(source.uri).latest().id
+
+
+@pytest.mark.parametrize(
+    ("uri", "variable", "mine"),
+    [
+        ("az://bucket/run", "AZURE_STORAGE_ACCOUNT_KEY", ACCOUNT_KEY),
+        ("gs://bucket/run", "GOOGLE_BEARER_TOKEN", TOKEN),
+    ],
+)
+@pytest.mark.parametrize("server", [[(404, "NoSuchKey")]], indirect=True)
+def test_a_job_uses_its_own_settings_or_none(
+    server: Scripted, clouds: pytest.MonkeyPatch, uri: str, variable: str, mine: str
+) -> None:
+    """An actor has the environment of the job that made it: that of another job is refused by name, and not used."""
+    settings = settings_of(open_store(uri))
+    assert mine not in repr(settings)
+    clouds.setenv(variable, base64.b64encode(b"other").decode())
+    other = JobSettings(StoreAddress(uri, settings.place))
+    other.use(settings)
+    with pytest.raises(StoreError, match=f"another .*{variable}") as refused:
+        open_store(uri, settings=other.given).get("root.json", max_bytes=10)
+    assert mine not in str(refused.value)
+    for name in (variable, "STORAGE_EMULATOR_HOST", "AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_ACCOUNT_NAME"):
+        clouds.delenv(name)
+    assert not server.requests
+    with pytest.raises(NotFound):
+        open_store(uri, settings=other.given).get("root.json", max_bytes=10)
+    assert server.requests
+    clouds.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    clouds.setenv("AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:1")
+    clouds.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    clouds.setenv(variable, mine)
+    assert place_of(open_store(uri)) != settings.place

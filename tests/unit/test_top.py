@@ -163,6 +163,10 @@ def test_a_run_is_found_or_must_be_selected() -> None:
     assert run_of(running, "") == "coordinator-2"  # the other job has ended
     with pytest.raises(ClusterError, match=r"no job saves to it .*s3://b/2"):
         run_of(two, "coordinator-3")
+    endpoints = {"coordinator-3-a": OVERVIEW, "coordinator-3-b": OVERVIEW}
+    assert run_of(ClusterStatus(1.0, {"coordinator-3-a": OVERVIEW}, {}), "coordinator-3") == "coordinator-3-a"
+    with pytest.raises(StateError, match="2 jobs save to this address in different stores"):
+        run_of(ClusterStatus(1.0, endpoints, {}), "coordinator-3")
     with pytest.raises(ClusterError, match="no job saves"):
         run_of(ClusterStatus(1.0, {}, {}), "")
     with pytest.raises(ClusterError, match="the head is away"):

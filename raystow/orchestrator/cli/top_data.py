@@ -108,7 +108,7 @@ def run_of(cluster: ClusterStatus, name: str) -> str:
     """
     if cluster.trouble:
         raise ClusterError(cluster.trouble)
-    if named := [known for known in cluster.coordinators if name and known.startswith(name)]:
+    if named := [known for known in cluster.coordinators if name and (known == name or known.startswith(f"{name}-"))]:
         if len(named) > 1:  # jobs with other endpoints
             what = f"{len(named)} jobs save to this address in different stores on this cluster"
             raise StateError(what, remedy="end the other one, or use another address for it")

@@ -208,9 +208,13 @@ class Bucket(ABC, Generic[_Clients]):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(type(self), self._bucket, self._prefix, **self._sent()), ()
+
+    def _sent(self) -> dict[str, Any]:
+        """The options that another process makes this store with. Raises ``StateError`` if there are credentials among them."""
         if self._given is not None:
             raise self._not_sent()
-        return functools.partial(type(self), self._bucket, self._prefix, limits=self._limits), ()
+        return {"limits": self._limits}
 
     def _not_sent(self) -> StateError:
         what, remedy = "a store with given credentials is not sent to another process", "open the repository there"

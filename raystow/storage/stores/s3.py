@@ -133,11 +133,10 @@ class S3Store(Bucket[S3Clients]):
             with boto_errors("the end of a multipart upload", subject), contextlib.suppress(client.exceptions.NoSuchUpload):
                 client.abort_multipart_upload(Bucket=self._bucket, Key=self._below + write.key, UploadId=write.token)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        made, arguments = super().__reduce__()
+    def _sent(self) -> dict[str, Any]:
         if self._overrides.credentials:
             raise self._not_sent()
-        return functools.partial(made, overrides=self._overrides), arguments  # type: ignore[arg-type]
+        return {**super()._sent(), "overrides": self._overrides}
 
     @functools.cached_property
     def _configuration(self) -> S3Configuration:

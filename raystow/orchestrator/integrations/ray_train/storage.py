@@ -50,7 +50,7 @@ def store_in(filesystem: FileSystem, address: str) -> ObjectStore:
 def _fields(filesystem: FileSystem) -> dict[str, Any]:
     """The arguments of the file system: pyarrow shows them to pickle alone."""
     try:
-        fields = filesystem.__reduce__()[1][0]  # type: ignore[index]
+        fields = filesystem.__reduce__()[1][0]
         fields["endpoint_override"]
     except (LookupError, TypeError) as error:
         what = f"this version of pyarrow does not tell how its {type(filesystem).__name__} reaches its server"
