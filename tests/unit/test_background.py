@@ -20,11 +20,13 @@ from builders import memory_repository
 from fake_clock import FakeClock
 from polling import wait_until
 
+from raystow.orchestrator.client import settings_renewal
 from raystow.orchestrator.integrations.ray_train.train_sync import TrainSync
 from raystow.storage import background, leases
 from raystow.storage.clock import SYSTEM
 from raystow.storage.metrics import THREAD_ERRORS, Metric, record_with
 from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.stores.settings import LOCAL
 from raystow.workers import thread_priority
 from raystow.workers.journal import entry_replicator
 from raystow.workers.journal.entry_store import EntryStore
@@ -43,7 +45,7 @@ PACKAGE = Path(background.__file__).parents[1]
 
 LOOPS = {
     *("raystow-accept", "raystow-copies", "raystow-entries", "raystow-measure", "raystow-peer_server"),
-    *("raystow-lease", "raystow-segments", "raystow-train", "raystow-unused"),
+    *("raystow-lease", "raystow-segments", "raystow-settings", "raystow-train", "raystow-unused"),
 }
 """Threads that repeat a step during the whole life of their process or object."""
 
@@ -215,6 +217,7 @@ def test_a_loop_survives_errors(
         "raystow-peer_server": (background, "start"),
         "raystow-lease": (leases.Lease, "_try_to_renew"),
         "raystow-segments": (SegmentWriter, "step"),
+        "raystow-settings": (settings_renewal.SettingsRenewal, "_renew"),
         "raystow-train": (TrainSync, "collect"),
         "raystow-unused": (Node, "end_if_unused"),
     }[thread]
@@ -225,6 +228,11 @@ def test_a_loop_survives_errors(
             lease = leases.Lease(MemoryStore("leased"), 1, "a" * 16, SYSTEM).__enter__()
             stop = lambda: lease.__exit__(None, None, None)  # noqa: E731
             monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+        elif thread == "raystow-settings":
+            monkeypatch.setattr(settings_renewal, "_LONGEST", 0.01)
+            monkeypatch.setattr(settings_renewal, "_SHORTEST", 0.01)
+            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+            stop = settings_renewal.SettingsRenewal(lambda: LOCAL, LOCAL, lambda settings: None).close
         elif thread == "raystow-train":
             monkeypatch.setattr(owner, name, lambda *args: failing(*args))
             sync = TrainSync(memory_repository(), "run", listed=lambda seconds: (), write_pointer=lambda entry: None)

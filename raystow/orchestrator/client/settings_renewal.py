@@ -37,10 +37,13 @@ class SettingsRenewal:
     def _look(self) -> bool:
         if self._closed.wait(self._pause()):
             return False
+        self._renew()
+        return True
+
+    def _renew(self) -> None:
         if (now := self._settings()) != self._sent:
             self._send(now)
             self._sent = now
-        return True
 
     def _pause(self) -> float:
         left = self._sent.expires - SYSTEM.now() if self._sent.expires else _LONGEST * _PART
