@@ -13,7 +13,6 @@ from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import ClusterError
 from raystow.workers.protocol import messages
-from raystow.workers.ray_connection import RayConnection
 
 _RESTARTS = 60.0  # seconds that a call waits for a restart of the coordinator, as calls to Ray's actors do
 _RETRY = 0.005
@@ -23,7 +22,8 @@ class CoordinatorPort(RayCoordinatorClient):
     """The client of a coordinator in another process; calls wait and are repeated while that restarts."""
 
     def __init__(self, address: Any, trip: Tripwire) -> None:
-        self._uri, self._ray, self._actor, self._trip = str(address), RayConnection.here(), RemotePort(address), trip
+        super().__init__(str(address))
+        self._actor, self._trip = RemotePort(address), trip
 
     def _call(self, method: str, request: messages.Message, timeout: float) -> Any:
         name, data = type(request).__name__, messages.encode(request)
