@@ -415,6 +415,6 @@ def test_the_store_is_reached_as_by_trains_filesystem(monkeypatch: pytest.Monkey
         (lambda: pyarrow.fs.GcsFileSystem(endpoint_override="minio:1", anonymous=True), "anonymous"),
     ],
 )
-def test_what_cannot_be_taken_over_is_refused_by_name(filesystem: Callable[[], Any], named: str) -> None:
+def test_ways_that_cannot_be_taken_over_are_refused_by_name(filesystem: Callable[[], Any], named: str) -> None:
     with pytest.raises(StateError, match=rf"cannot take over {named} of Train's file system .*pass uri="):
         store_in(filesystem(), "s3://runs/x/raystow")

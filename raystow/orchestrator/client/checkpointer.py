@@ -85,8 +85,7 @@ class Checkpointer:
 
     Attributes:
         uri: The address of the repository.
-        rank: The rank of this process.
-        world_size: The number of ranks.
+        rank, world_size: The rank of this process, and the number of ranks.
         failures: The failed saves of this rank: ``total``, and ``in_a_row`` since the last save that became durable.
 
     Raises:
@@ -136,20 +135,17 @@ class Checkpointer:
         told = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
-        self._saves, self._planner = itertools.count(1), Planner(self._lossy)
+        self._saves, self._planner, self._closed = itertools.count(1), Planner(self._lossy), False
         self._journal: Journal | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
-        self._closed = False
         reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
-        self._startup = Startup(
-            self._store, self.rank, self.world_size, on_fenced=self._on_fenced, keep=self._memory.cache_seconds
-        )
+        keep = self._memory.cache_seconds
+        self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=on_fenced, keep=keep)
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
         self._outcomes = SaveOutcomes(self._startup, self._store, self.failures, reports, told)
         self._in_flight = SavesInFlight(limit, self._timeout, self._outcomes.conclude, self._log)
-        groups = self._memory, self._compression, self._replication
-        self._node = NodeConnection(self._startup, groups, codec=self._codec)
+        self._node = NodeConnection(self._startup, (self._memory, self._compression, self._replication), codec=self._codec)
         exit_notice.watch(self._in_flight)
 
     def __repr__(self) -> str:

@@ -131,21 +131,21 @@ def connect(configuration: S3Configuration, limits: RequestLimits) -> S3Clients:
         )
 
 
-def _own_session(overrides: S3Overrides) -> Any:
+def _own_session(overrides: S3Overrides) -> boto3.Session:
     core = botocore.session.get_session()
     core.register_component("data_loader", _models(core.get_config_variable("data_path")))
     region = core.get_config_variable("region") or os.environ.get("AWS_REGION") or None
     return _with_keys(core, overrides.credentials, overrides.region or region)
 
 
-def _session_of(settings: StoreSettings) -> Any:
+def _session_of(settings: StoreSettings) -> boto3.Session:
     """A session that reads neither the variables nor the files of this process, which may be those of another job."""
     core = botocore.session.Session(session_vars=_UNSET)
     core.register_component("data_loader", _models(None))
     return _with_keys(core, settings.credentials, settings.client.get("region"))
 
 
-def _with_keys(core: Any, keys: Mapping[str, str], region: str | None) -> Any:
+def _with_keys(core: botocore.session.Session, keys: Mapping[str, str], region: str | None) -> boto3.Session:
     """A session with these keys, or with what the configuration names if there are none."""
     return boto3.Session(
         aws_access_key_id=keys.get("access_key"),
@@ -195,7 +195,7 @@ def _models(folders: str | None) -> _Models:
     return _Models([os.path.expanduser(os.path.expandvars(folder)) for folder in given])
 
 
-def _place(session: Any, bucket: str, overrides: S3Overrides) -> _Place:
+def _place(session: boto3.Session, bucket: str, overrides: S3Overrides) -> _Place:
     core = session._session
     # A client is the only public way to learn what all the variables and profile sections about endpoints come to.
     endpoint = str(session.client("s3", endpoint_url=overrides.endpoint or None).meta.endpoint_url)
@@ -212,7 +212,7 @@ def _place(session: Any, bucket: str, overrides: S3Overrides) -> _Place:
     )
 
 
-def _boto_client(session: Any, place: _Place, limits: RequestLimits, attempts: int) -> Any:
+def _boto_client(session: boto3.Session, place: _Place, limits: RequestLimits, attempts: int) -> Any:
     # Over plain http boto3 would hash each body for the signature; its CRC covers the body there, as it does over https.
     signing: dict[str, object] = {"payload_signing_enabled": False} if place.plain else {}
     config = Config(
@@ -229,7 +229,7 @@ def _boto_client(session: Any, place: _Place, limits: RequestLimits, attempts: i
     return client
 
 
-def _obstore_client(session: Any, place: _Place, limits: RequestLimits, timeouts: ClientConfig) -> ObstoreS3:
+def _obstore_client(session: boto3.Session, place: _Place, limits: RequestLimits, timeouts: ClientConfig) -> ObstoreS3:
     host = place.endpoint.replace("://", f"://{place.bucket}.", 1) if place.virtual else place.endpoint
     config: dict[str, object] = {
         # Under both names: obstore would prefer the second from the environment to the first from here.

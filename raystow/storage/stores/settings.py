@@ -30,7 +30,7 @@ Settings = Annotated[
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """What opens a store beside its address. Only ``place`` is ever shown.
+    """What opens a store, apart from its address. Only ``place`` is ever shown.
 
     Attributes:
         place: A digest of the endpoint or account: equal addresses with another one are other stores. Empty for a local folder.

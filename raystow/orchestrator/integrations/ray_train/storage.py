@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ....storage.errors import StateError
@@ -47,7 +48,7 @@ def store_in(filesystem: FileSystem, address: str) -> ObjectStore:
     return open_store(address, overrides=_overrides(fields)) if kind == "s3" else open_store(address)
 
 
-def _fields(filesystem: FileSystem) -> dict[str, Any]:
+def _fields(filesystem: FileSystem) -> Mapping[str, Any]:
     """The arguments of the file system: pyarrow shows them to pickle alone."""
     try:
         fields = filesystem.__reduce__()[1][0]
@@ -58,7 +59,7 @@ def _fields(filesystem: FileSystem) -> dict[str, Any]:
     return dict(fields)
 
 
-def _overrides(fields: dict[str, Any]) -> S3Overrides:
+def _overrides(fields: Mapping[str, str | None]) -> S3Overrides:
     endpoint = fields["endpoint_override"] or ""
     if endpoint and "://" not in endpoint:
         endpoint = f"{fields.get('scheme') or 'https'}://{endpoint}"
