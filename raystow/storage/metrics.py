@@ -107,12 +107,14 @@ METRICS = tuple(value for value in list(vars().values()) if isinstance(value, Me
 """All of them."""
 
 _recorder: Recorder | None = None
+_refused: set[str] = set()  # names of metrics with an error, which is logged once, not with each save
 
 
 def record_with(recorder: Recorder | None) -> None:
     """Send values of this process to ``recorder`` from now on; None drops them."""
     global _recorder
     _recorder = recorder
+    _refused.clear()
 
 
 def record(metric: Metric, value: float = 1.0, **tags: str) -> None:
@@ -123,5 +125,6 @@ def record(metric: Metric, value: float = 1.0, **tags: str) -> None:
     try:
         recorder.record(metric, value, tags)
     except Exception:
-        record_with(None)  # log it once, not with each save
-        logger.exception("metrics are not recorded any more: %s could not be", metric.name)
+        if metric.name not in _refused:
+            _refused.add(metric.name)
+            logger.exception("a value of the metric %s could not be recorded", metric.name)

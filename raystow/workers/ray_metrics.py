@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 from ray.util import metrics as ray_metrics
 
 from ..storage.metrics import Metric, MetricKind, record_with
+
+_ASCII = "".join(map(chr, range(128)))
 
 
 class RayRecorder:
@@ -16,18 +19,23 @@ class RayRecorder:
 
     def record(self, metric: Metric, value: float, tags: Mapping[str, str]) -> None:
         """See ``Recorder.record``."""
-        instrument = _instrument(metric)
+        instrument, escaped = _instrument(metric), {name: _escaped(tag) for name, tag in tags.items()}
         if metric.kind is MetricKind.GAUGE:
-            instrument.set(value, dict(tags))
+            instrument.set(value, escaped)
         elif metric.kind is MetricKind.HISTOGRAM:
-            instrument.observe(value, dict(tags))
+            instrument.observe(value, escaped)
         elif value > 0:  # Ray refuses to add nothing
-            instrument.inc(value, dict(tags))
+            instrument.inc(value, escaped)
 
 
 def export() -> None:
     """Let Ray export what this process records."""
     record_with(RayRecorder())
+
+
+def _escaped(tag: str) -> str:
+    """A tag in ASCII, as Ray requires: other characters are percent-encoded, as in URIs (RFC 3986)."""
+    return tag if tag.isascii() else quote(tag, _ASCII, errors="surrogatepass")
 
 
 @functools.cache

@@ -3,8 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import pytest
+from ray.util import metrics as ray_metrics
 
 from raystow.storage.metrics import DURABLE, METRICS, VERSIONS, Metric, MetricKind, record, record_with
+from raystow.workers.ray_metrics import RayRecorder
 
 UNITS = ("_seconds", "_bytes", "_ratio")
 COUNTED = (
@@ -51,13 +53,32 @@ def test_values_go_to_the_recorder() -> None:
     assert kept.values == [("raystow_versions", 1.0, tags), ("raystow_durable_seconds", 2.5, tags)]
 
 
-def test_a_failing_recorder_is_removed_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_metric_is_logged_once_and_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
     broken = Kept(fails=True)
     record_with(broken)
-    for _ in range(3):
-        record(VERSIONS, repository="s3://b/run")
-    assert len(broken.values) == 1
-    assert caplog.messages == ["metrics are not recorded any more: raystow_versions could not be"]
+    for metric in (VERSIONS, VERSIONS, DURABLE, VERSIONS):
+        record(metric, repository="s3://b/run")
+    assert len(broken.values) == 4
+    assert caplog.messages == [
+        "a value of the metric raystow_versions could not be recorded",
+        "a value of the metric raystow_durable_seconds could not be recorded",
+    ]
+
+
+@pytest.mark.parametrize("uri", ["s3://b/größe", "/data/実験", "/data/\udce9", "/a b%2F\n"])
+def test_ray_takes_tags_of_any_characters(uri: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It refuses tags that are not ASCII."""
+    record_with(RayRecorder())
+    for metric in METRICS:
+        record(metric, **dict.fromkeys(metric.tags, uri))
+    assert caplog.messages == []
+
+
+def test_tags_that_are_not_ascii_are_percent_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Mapping[str, str]] = []
+    monkeypatch.setattr(ray_metrics.Counter, "inc", lambda self, value, tags: seen.append(tags))
+    RayRecorder().record(VERSIONS, 1.0, {"repository": "s3://b/größe 1%"})
+    assert seen == [{"repository": "s3://b/gr%C3%B6%C3%9Fe 1%"}]
 
 
 def test_names_end_in_their_unit_and_tags_are_few() -> None:
