@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated
 
+from ...storage.errors import StoreError
+from ...storage.object_store import ObjectStore
 from ...storage.repository import open_repository
 from ...storage.retention.collect import CollectionPlan, Garbage
 from . import options
 from .options import DryRun, Json, Uri, Yes
 from .output import age, confirmed, count, emit, out, size, table
 from .progress import progress_bar
+from .versioned_bucket import NEEDS_A_RULE, keeps_deleted
 
 
 def gc(
@@ -41,6 +45,7 @@ def gc(
         deleted = {"attempts": done.attempts, "objects": done.objects, "bytes": done.nbytes, "scraps": done.scraps}
         if not json:
             out.print(f"deleted {_amount(done.objects, done.nbytes, done.scraps)}")
+            _print_versioning(repository.store)
     if json:
         emit({"uri": repository.uri, "dry_run": dry_run, "garbage": [_row(g) for g in plan.garbage], "deleted": deleted})
 
@@ -55,6 +60,12 @@ def _print_plan(uri: str, plan: CollectionPlan, scraps: int) -> None:
         out.print(f"nothing to collect in {uri}")
     elif not (plan.due or scraps):
         out.print("nothing to delete yet")
+
+
+def _print_versioning(store: ObjectStore) -> None:
+    with contextlib.suppress(StoreError):  # it may not be asked
+        if keeps_deleted(store):
+            out.print(f"the bucket is versioned, so this freed no space: {NEEDS_A_RULE}")
 
 
 def _amount(objects: int, nbytes: int, scraps: int) -> str:

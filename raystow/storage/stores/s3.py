@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import obstore
+from botocore.exceptions import ClientError
 
 from ..errors import StoreUnavailable
 from ..metrics import RETRIES, record
@@ -26,6 +27,7 @@ from .settings import S3Overrides, StoreSettings
 from .store_answers import CONDITIONAL_PUT, GET_OF_RANGE
 
 _DELETE_BATCH = 1000
+_NO_BATCHES = "NotImplemented", "MethodNotAllowed"  # error codes of servers without DeleteObjects
 
 
 class S3Store(Bucket[S3Clients]):
@@ -107,11 +109,30 @@ class S3Store(Bucket[S3Clients]):
         remaining = iter(keys)
         while batch := [{"Key": self._below + checks.checked_key(key)} for key in islice(remaining, _DELETE_BATCH)]:
             with boto_errors("DELETE", self.uri):
-                answer = self._clients.decide.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
+                answer = self._delete(batch)
             for failure in answer.get("Errors", ()):
                 code, subject = failure.get("Code", ""), f"s3://{self._bucket}/{failure.get('Key', '')}"
                 if code not in ("NoSuchKey", "NoSuchVersion"):
                     raise ANSWERS.error(0, code, operation="DELETE", subject=subject)
+
+    def _delete(self, batch: Sequence[dict[str, str]]) -> Mapping[str, Any]:
+        """Delete up to 1,000 objects at once, or one by one from a server that cannot do that."""
+        client = self._clients.decide
+        try:
+            answer: Mapping[str, Any] = client.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
+        except ClientError as error:
+            if error.response.get("Error", {}).get("Code") not in _NO_BATCHES:
+                raise
+            for names in batch:
+                client.delete_object(Bucket=self._bucket, **names)
+            return {}
+        return answer
+
+    def keeps_deleted(self) -> bool:
+        """Whether the bucket is versioned: then what is deleted still takes space. Raises ``StoreError`` if it is not known."""
+        with boto_errors("the question for versioning (s3:GetBucketVersioning)", self.uri):
+            answer = self._clients.decide.get_bucket_versioning(Bucket=self._bucket)
+            return bool(answer.get("Status") == "Enabled")
 
     def unfinished(self) -> Iterator[Unfinished]:
         """As the protocol says: multipart uploads, page by page; the token is the upload's id.

@@ -6,9 +6,11 @@ botocore and passed to obstore, so that both use the same endpoint.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import gzip
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -226,7 +228,14 @@ def _boto_client(session: boto3.Session, place: _Place, limits: RequestLimits, a
     )
     client = session.client("s3", config=config, endpoint_url=place.endpoint, verify=place.certificates)
     bounded_http.bound(client, limits.request_seconds)
+    client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
     return client
+
+
+def _add_md5(params: dict[str, Any], **_: object) -> None:
+    """Add the digest that some servers demand of this request alone, as AWS did; boto3 sends a CRC instead since 1.36."""
+    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
 def _obstore_client(session: boto3.Session, place: _Place, limits: RequestLimits, timeouts: ClientConfig) -> ObstoreS3:

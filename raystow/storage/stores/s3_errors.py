@@ -18,6 +18,7 @@ _RIGHTS = (
 )
 _KEYS = "check the AWS credentials: variables, profile or role"
 _CONFIGURATION = "check the AWS configuration: variables, ~/.aws/config, ~/.aws/credentials"
+_CHECKSUM = "if this server does not know CRC64NVME checksums, set AWS_REQUEST_CHECKSUM_CALCULATION=when_required"
 _REGION = "set AWS_DEFAULT_REGION to the bucket's region"
 _MISCONFIGURED = re.compile(
     r"(No|Partial|Unknown)Credential|Profile|Config|Token|SSO|Login|Refresh|ParamValidation|(No|Unknown|Invalid)(Region|Endpoint)"
@@ -41,10 +42,12 @@ ANSWERS = StoreAnswers(
         "IllegalLocationConstraintException": _REGION,
         "QuotaExceeded": "raise the bucket's quota, or remove old versions",
         "EntityTooLarge": "this store limits the size of objects: raise its limit",
-        "NotImplemented": ANOTHER,
+        "InvalidRequest": _CHECKSUM,
+        "InvalidArgument": _CHECKSUM,
+        "NotImplemented": f"{ANOTHER}; {_CHECKSUM}",
         "MethodNotAllowed": ANOTHER,
     },
-    refused_status={301: _REGION, 307: _REGION, 401: _KEYS, 403: _RIGHTS, 501: ANOTHER},
+    refused_status={301: _REGION, 307: _REGION, 401: _KEYS, 403: _RIGHTS, 501: f"{ANOTHER}; {_CHECKSUM}"},
     # The condition was false (412), or could not be judged while another writer was at work (409; AWS, then Ceph).
     lost_races=("PreconditionFailed", "ConditionalRequestConflict", "ConcurrentModification"),
     spoilt=(

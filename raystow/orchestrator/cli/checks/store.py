@@ -23,6 +23,7 @@ from ....storage.probe import probe_conditional_writes
 from ....storage.repository import open_repository
 from ....storage.stores import direct_io, open_store
 from ..output import count, size
+from ..versioned_bucket import NEEDS_A_RULE, keeps_deleted
 from .finding import Finding, examined, failed, failure, ok, warning
 
 _ROUNDS = 3
@@ -63,6 +64,7 @@ def _written(place: ObjectStore, folder: str, clock: Clock) -> Iterator[tuple[st
             "latency": lambda: _latency(place, f"{folder}small", clock),
             "clock": lambda: _skew(place, f"{folder}clock", clock),
             "throughput": lambda: _throughput(place, f"{folder}bulk", clock),
+            **({"deleted objects": lambda: _versioning(place)} if urlsplit(place.uri).scheme == "s3" else {}),
             **({"direct writes": lambda: _direct(place)} if urlsplit(place.uri).scheme == "file" else {}),
         }
     )
@@ -116,6 +118,12 @@ def _throughput(place: ObjectStore, key: str, clock: Clock) -> Finding:
         return failed("16 MiB were read back changed", "do not use this store or network")
     found = f"16 MiB: put at {size(put)}/s, get at {size(get)}/s (one object at a time; saves use several)"
     return warning(found, "saves and restores will be slow") if min(put, get) < _SLOW else ok(found)
+
+
+def _versioning(place: ObjectStore) -> Finding:
+    if keeps_deleted(place):
+        return warning("the bucket is versioned: what raystow deletes still takes space", NEEDS_A_RULE)
+    return ok("free their space")
 
 
 def _direct(place: ObjectStore) -> Finding:
