@@ -42,6 +42,7 @@ ANSWERS = StoreAnswers(
         "IllegalLocationConstraintException": _REGION,
         "QuotaExceeded": "raise the bucket's quota, or remove old versions",
         "EntityTooLarge": "this store limits the size of objects: raise its limit",
+        "ExcessHeaderValues": _CHECKSUM,
         "InvalidRequest": _CHECKSUM,
         "InvalidArgument": _CHECKSUM,
         "NotImplemented": f"{ANOTHER}; {_CHECKSUM}",
