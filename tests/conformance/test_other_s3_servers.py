@@ -43,9 +43,7 @@ def test_objects_are_deleted_from_other_servers(s3_endpoint: str, s3_uri: str, p
         assert [info.key for info in store.list("")] == ["versions/c"]
 
 
-def test_an_unknown_checksum_names_the_variable_that_turns_it_off(
-    s3_endpoint: str, s3_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_checksum_names_the_variable_for_it(s3_endpoint: str, s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with picky_s3(s3_endpoint, no_crc64) as server:
         with pytest.raises(StoreError, match="AWS_REQUEST_CHECKSUM_CALCULATION=when_required"):
             open_store(s3_uri).put("versions/a", [b"x"])
@@ -58,7 +56,7 @@ def test_an_unknown_checksum_names_the_variable_that_turns_it_off(
         assert all(finding.status is not Status.FAILED for _, finding in check_store(s3_uri))
 
 
-def test_a_versioned_bucket_is_named_where_deleting_frees_nothing(s3_endpoint: str) -> None:
+def test_a_versioned_bucket_is_named_by_doctor_and_gc(s3_endpoint: str) -> None:
     client, name = boto3.client("s3"), f"raystow-versioned-{SYSTEM.token()}"
     client.create_bucket(Bucket=name)
     uri = f"s3://{name}/run"

@@ -15,7 +15,7 @@ from memory_run import MemoryRun
 from torch import nn
 
 import raystow
-from raystow.orchestrator.integrations import training_state
+from raystow.orchestrator.integrations import save_requests, training_state
 from raystow.orchestrator.save import value_text
 from raystow.storage.errors import SaveFailed, StateError
 
@@ -69,6 +69,29 @@ class Net(nn.Module):
         return {"loss": self.net(x).square().mean()}
 
 
+class AsksAt(transformers.TrainerCallback):
+    """Asks for a save at a step."""
+
+    def __init__(self, callback: raystow.huggingface.Checkpointing, step: int) -> None:
+        self._callback, self._step = callback, step
+
+    def on_step_begin(self, args: Any, state: transformers.TrainerState, control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self._step:
+            self._callback.save_now()
+
+
+class PreemptedRun(MemoryRun):
+    """The look with this number tells that a node will be removed."""
+
+    def __init__(self, look: int) -> None:
+        super().__init__()
+        self._look, self._looks = look, 0
+
+    def preempted(self) -> bool:
+        self._looks += 1
+        return self._looks == self._look
+
+
 class RandomEvaluation(transformers.Trainer):
     """Its evaluations use random numbers, and each is worse than the one before."""
 
@@ -80,9 +103,11 @@ class RandomEvaluation(transformers.Trainer):
         return metrics
 
 
-def train(run: MemoryRun, steps: int, folder: Path, strategy: str) -> dict[str, torch.Tensor]:
+def train(
+    run: MemoryRun, steps: int, folder: Path, strategy: str, *, every: int = 2, asks_at: int = 0
+) -> dict[str, torch.Tensor]:
     transformers.set_seed(0)
-    callback = raystow.huggingface.Checkpointing(run, every_n_steps=2)
+    callback = raystow.huggingface.Checkpointing(run, every_n_steps=every)
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=steps, eval_strategy=strategy, eval_steps=2, logging_steps=2, save_strategy="no", report_to=[],
         use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2, metric_for_best_model="eval_loss",
@@ -90,7 +115,7 @@ def train(run: MemoryRun, steps: int, folder: Path, strategy: str) -> dict[str, 
     )  # fmt: skip
     data = [{"x": torch.full((4,), number / 8)} for number in range(8)]
     patience = transformers.EarlyStoppingCallback(early_stopping_patience=100)
-    callbacks = [callback, patience]
+    callbacks = [AsksAt(callback, asks_at), callback, patience]
     trainer = RandomEvaluation(Net(), arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
     return dict(trainer.model.state_dict())
@@ -110,6 +135,18 @@ def test_a_step_is_saved_after_its_evaluation(tmp_path: Path, strategy: str, eva
     assert counter == len(set(evaluated.values())) - 1
     halved.saved = {step: whole.saved[step] for step in (2, 4)}
     resumed = train(halved, 8, tmp_path, strategy)
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("run", [MemoryRun(), PreemptedRun(3)])
+def test_transformers_saves_at_once_when_asked(run: MemoryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resumed training ends in the same weights."""
+    monkeypatch.setattr(save_requests, "_INTERVAL", 0.0)
+    asks_at = 0 if isinstance(run, PreemptedRun) else 3
+    expected = train(run, 8, tmp_path, "steps", every=1000, asks_at=asks_at)
+    assert run.saved.keys() == {3}
+    resumed = train(run, 8, tmp_path, "steps", every=1000)
     assert all(torch.equal(resumed[name], value) for name, value in expected.items())
 
 
@@ -250,6 +287,27 @@ def test_lightning_restores_callbacks_and_hooks(tmp_path: Path, every: dict[str,
         assert trainer.checkpoint_callback is None, "it would be asked for its best version"
     assert adding.loaded == 4
     assert [metrics["loss"] for _, metrics in run.saved.values()] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+class Asking(pl.Callback):
+    """Asks for a save before a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step + 1 == self._step:
+            trainer.callbacks[0].save_now()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("step", [3, 4], ids=["within an epoch", "at its end"])
+@pytest.mark.parametrize("preempted", [False, True])
+def test_lightning_saves_at_once_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, preempted: bool) -> None:
+    monkeypatch.setattr(save_requests, "_INTERVAL", 0.0)
+    run = PreemptedRun(step) if preempted else MemoryRun()
+    fit(run, 4, tmp_path, Asking(-1 if preempted else step), every_n_epochs=1000)
+    assert run.saved.keys() == {step}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import gather
 from safetensors.torch import save_model
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -27,13 +28,14 @@ from ..client.checkpointer import Checkpointer
 from ..journal.journal import Journal
 from ..save.state_tree import State
 from . import training_state
+from .save_requests import SaveRequests
 
 if TYPE_CHECKING:
     from .deepspeed.trainer import TrainerEngine
 
 
 class Checkpointing(TrainerCallback):
-    """Save every so many optimizer steps, and resume from a version.
+    """Save every so many optimizer steps and when a node will be removed, and resume from a version.
 
     Saved are weights, optimizer, learning rate scheduler, the Trainer's state, and random generators. The numbers that
     the Trainer logged last become the version's metrics: a step is saved after its evaluation. Pass ``save_strategy="no"`` to the
@@ -63,7 +65,14 @@ class Checkpointing(TrainerCallback):
         self._folder: Path | None = None
         self._engine: TrainerEngine | None = None
         self._others: list[TrainerCallback] = []
-        self._due = False
+        self._due, self._requests = False, SaveRequests(getattr(checkpointer, "preempted", None))
+
+    def save_now(self) -> None:
+        """Ask for a save at one of the next optimizer steps, within about a second of them.
+
+        One rank is enough. It may be called from a signal handler or another thread.
+        """
+        self._requests.ask()
 
     def resume(self, trainer: Trainer, version: VersionSelector = LATEST) -> str | None:
         """Restore a version into the trainer's model and optimizer.
@@ -164,10 +173,14 @@ class Checkpointing(TrainerCallback):
         self._checkpointer.fence()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
-        """Record the step, and save at the interval of steps: as soon as the Trainer has logged and evaluated."""
+        """Record the step, and save at the interval of steps: as soon as the Trainer has logged and evaluated. What was asked for
+        is saved at once: an evaluation may take longer than a node has left."""
         if self._journal is not None:
             self._journal.record(state.global_step, values=self._progress(state, control, parts))
         self._due = state.global_step % self._steps == 0
+        if self._requests.due(state.global_step, lambda own: gather(own.to(args.device))):
+            self._due = True
+            self._save(args, state, control, parts)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Save the training's last step before the Trainer loads the best model."""

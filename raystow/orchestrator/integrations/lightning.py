@@ -26,10 +26,11 @@ from ..client.checkpointer import Checkpointer
 from ..journal.journal import Journal
 from ..save.state_tree import State
 from . import training_state
+from .save_requests import SaveRequests
 
 
 class Checkpointing(Callback):
-    """Restore a version when ``fit`` starts, and save regularly.
+    """Restore a version when ``fit`` starts, and save regularly and when a node will be removed.
 
     Saved are weights, optimizers, learning rate schedulers, the progress of the Trainer's loops, random generators, and the
     states of the datamodule, of the precision plugin (the loss scale) and of the other callbacks, with what they and the
@@ -74,9 +75,16 @@ class Checkpointing(Callback):
         self._epochs = None if every_n_epochs is None else integer("every_n_epochs", every_n_epochs, least=1, instead="None")
         self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
         self._journal: Journal | None = None
-        self._due = False
+        self._due, self._requests = False, SaveRequests(getattr(checkpointer, "preempted", None))
         self._generators: State | None = None
         self._at_epoch_end = _AtEpochEnd(self._save_after_epoch)
+
+    def save_now(self) -> None:
+        """Ask for a save at one of the next optimizer steps, within about a second of them.
+
+        One rank is enough. It may be called from a signal handler or another thread.
+        """
+        self._requests.ask()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the version, if there is one. Add a callback that saves at the ends of epochs."""
@@ -124,11 +132,14 @@ class Checkpointing(Callback):
         self._checkpointer.fence()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        """Record the step, and save at the interval of steps; the last step of an epoch is saved at the epoch's end."""
+        """Record the step, and save at the interval of steps and what was asked for; the last step of an epoch is saved at the
+        epoch's end."""
         if self._journal is not None and trainer.global_step > self._recorded:
             self._recorded = trainer.global_step
             self._journal.record(trainer.global_step, values=_progress(trainer, "step"))
-        self._due = self._steps is not None and trainer.global_step % self._steps == 0
+        strategy = trainer.strategy
+        asked = self._requests.due(trainer.global_step, lambda own: strategy.all_gather(own.to(strategy.root_device)))
+        self._due = asked or (self._steps is not None and trainer.global_step % self._steps == 0)
         if self._due and not trainer.is_last_batch:
             self._save(trainer, pl_module, "step")
 

@@ -115,18 +115,18 @@ class S3Store(Bucket[S3Clients]):
                 if code not in ("NoSuchKey", "NoSuchVersion"):
                     raise ANSWERS.error(0, code, operation="DELETE", subject=subject)
 
-    def _delete(self, batch: Sequence[dict[str, str]]) -> Mapping[str, Any]:
+    def _delete(self, batch: Sequence[Mapping[str, str]]) -> Mapping[str, Sequence[Mapping[str, str]]]:
         """Delete up to 1,000 objects at once, or one by one from a server that cannot do that."""
         client = self._clients.decide
         try:
-            answer: Mapping[str, Any] = client.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
+            answer = client.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
         except ClientError as error:
             if error.response.get("Error", {}).get("Code") not in _NO_BATCHES:
                 raise
             for names in batch:
                 client.delete_object(Bucket=self._bucket, **names)
             return {}
-        return answer
+        return {"Errors": answer.get("Errors", ())}
 
     def keeps_deleted(self) -> bool:
         """Whether the bucket is versioned: then what is deleted still takes space. Raises ``StoreError`` if it is not known."""

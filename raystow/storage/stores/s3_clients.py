@@ -232,7 +232,7 @@ def _boto_client(session: boto3.Session, place: _Place, limits: RequestLimits, a
     return client
 
 
-def _add_md5(params: dict[str, Any], **_: object) -> None:
+def _add_md5(params: Mapping[str, Any], **_: object) -> None:
     """Add the digest that some servers demand of this request alone, as AWS did; boto3 sends a CRC instead since 1.36."""
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
