@@ -107,6 +107,6 @@ class Register(Generic[T]):
                 # it and a retry at most one takes effect, and either is ours.
                 if self._clock.monotonic() + pause > give_up:
                     what = f"not swapped within {self._deadline:.0f} s: {error.what}"
-                    raise StoreUnavailable(what, subject=self._key) from error
+                    raise StoreUnavailable(what, subject=self._key, remedy=error.remedy) from error
                 self._clock.sleep(pause)
                 pause = min(2 * pause, 5.0)

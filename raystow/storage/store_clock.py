@@ -17,7 +17,7 @@ _TRIES = 5
 def now(store: ObjectStore, clock: Clock) -> float:
     """Seconds since 1970 by the store, from an object that is written for this, listed, and removed."""
     key = keys.trial(clock.token())
-    store.put(key, [b"what time is it?"])
+    store.put(key, [b""])  # needs no space on a full disk
     try:
         for _ in range(_TRIES):
             for info in store.list(key):

@@ -70,7 +70,7 @@ class Checkpointer:
             environment, which must not contradict each other; 0 if there is none of these.
         world_size: The number of ranks, with ``rank``. None: from the same sources; 1 if there is none.
         retention: The versions to keep. After each save the coordinator applies the policy, deletes versions that were dropped
-            more than an hour ago, and compacts deltas when that frees space. None: every version is kept.
+            more than an hour ago (a minute on a disk that is nearly full), and compacts deltas. None: every version is kept.
         timeout: Seconds after which a save that is not durable fails; also the longest time that ``fence`` waits.
         max_in_flight: Saves that may be in flight. A further ``save`` waits for the oldest one.
         on_failure: "raise": the next ``save`` or ``fence`` raises ``SaveFailed`` for the first failed save. "warn": failed saves

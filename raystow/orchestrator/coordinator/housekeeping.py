@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Collection
+from urllib.parse import unquote, urlsplit
 
+from ...storage.catalog import Catalog
 from ...storage.committer import Committer
 from ...storage.errors import Damaged, NotFound, RaystowError, StateError, Unsupported, Untrusted
 from ...storage.log import Log, about
@@ -19,6 +22,11 @@ logger = logging.getLogger(__name__)
 
 _MOVED = 4 << 30
 """The most bytes that compaction moves after one commit: it runs on the head node, in parallel to saves."""
+
+_SCARCE = 2
+"""Saves like the newest version for which the file system needs space; with less, dropped versions are deleted early."""
+_EARLY = 60.0
+"""Seconds for which they are kept then: long enough for a restore that has chosen one to take its lease."""
 
 _OF_ONE = (Damaged, NotFound, Unsupported, Untrusted)
 
@@ -44,7 +52,8 @@ class Housekeeping:
             for entry in dropped:
                 dropped_one = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
                 log.info("version %d, step %d, is dropped: %s", entry.id, entry.step, why[entry], extra=dropped_one)
-            done = collect.plan(catalog, grace=self._grace, dropped_only=True).execute()
+            grace = min(self._grace, _EARLY) if _is_scarce(catalog) else self._grace
+            done = collect.plan(catalog, grace=grace, dropped_only=True).execute()
             if done.objects:
                 log.info("%d objects of %d dropped versions are deleted: %d bytes", done.objects, done.attempts, done.nbytes)
             self._compact(plan, log)
@@ -68,6 +77,14 @@ class Housekeeping:
             except _OF_ONE as error:
                 self._left.add(entry.attempt)
                 log.warning("version %d stays a delta: %s", entry.id, error)
+
+
+def _is_scarce(catalog: Catalog) -> bool:
+    """Whether the file system of a local repository has too little space for the next saves."""
+    address, newest = urlsplit(catalog.uri), catalog.root().versions[-1:]
+    if address.scheme != "file" or not newest:
+        return False
+    return shutil.disk_usage(unquote(address.path)).free < _SCARCE * newest[0].stored
 
 
 def kept_by_a_run(policy: Policy | None, uri: str) -> Policy | None:

@@ -50,7 +50,7 @@ _KINDS = {
     stat.S_IFCHR: "device",
 }
 _LATER = {
-    errno.ENOSPC: "free space on this file system, then try again",
+    errno.ENOSPC: "free space on this file system, for example by `raystow prune` and `raystow gc --grace 0s`, then try again",
     errno.EDQUOT: "the quota is used up: raise it or free space",
     errno.EFBIG: "this process or file system limits the size of files (ulimit -f)",
 }

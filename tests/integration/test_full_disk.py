@@ -1,0 +1,97 @@
+"""A full disk: dropped versions are deleted early, ``raystow gc`` needs no space, and errors name what frees some."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import live_ids, orphans, whole, write
+from fake_clock import FakeClock
+from typer.testing import CliRunner
+
+from raystow.orchestrator.cli.app import build
+from raystow.orchestrator.coordinator import housekeeping
+from raystow.orchestrator.coordinator.housekeeping import Housekeeping
+from raystow.storage.committer import Committer
+from raystow.storage.errors import StoreUnavailable
+from raystow.storage.leases import Lease
+from raystow.storage.repository import create_repository
+from raystow.storage.retention.policy import Policy
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """Yield a folder on a file system of 6 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def save(committer: Committer, seed: int) -> None:
+    """Commit a version of 1 MiB."""
+    write(committer, {"w": whole(np.random.default_rng(seed).integers(0, 255, 1 << 20, np.uint8))})
+
+
+def fill(folder: Path) -> None:
+    """Leave no space."""
+    with open(folder / "fill", "wb", 0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+
+
+def test_dropped_versions_are_deleted_early_on_a_small_disk(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a restore reads stays."""
+    monkeypatch.setattr(housekeeping, "_EARLY", 0.0)
+    repository = create_repository(str(small / "run"))
+    committer = Committer(repository, "me")
+    save(committer, 0)
+    (first,) = repository.versions()
+    with Lease(repository.store, first.id, first.attempt, repository.clock):
+        for seed in range(1, 9):
+            save(committer, seed)
+            Housekeeping(committer).run(Policy(keep_last=1))
+        assert live_ids(repository) == [1, 9]
+        repository.verify(first)
+
+
+def test_dropped_versions_stay_while_there_is_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(housekeeping, "_EARLY", 0.0)
+    repository = create_repository(str(tmp_path / "run"))
+    committer = Committer(repository, "me")
+    for seed in range(3):
+        save(committer, seed)
+        Housekeeping(committer).run(Policy(keep_last=1))
+    assert live_ids(repository) == [3]
+    assert orphans(repository)
+
+
+def test_collecting_needs_no_space(small: Path) -> None:
+    repository = create_repository(str(small / "run"))
+    committer = Committer(repository, "me")
+    for seed in range(3):
+        save(committer, seed)
+    repository.plan_retention(Policy(keep_last=1)).execute()
+    fill(small)
+    assert "keep" in CliRunner().invoke(build(), ["gc", repository.uri, "--dry-run"]).output
+    ended = CliRunner().invoke(build(), ["gc", repository.uri, "--grace", "0s", "--yes"])
+    assert (ended.exit_code, orphans(repository)) == (0, [])
+
+
+def test_errors_of_a_full_disk_name_what_frees_space(small: Path) -> None:
+    repository = create_repository(str(small / "run"), clock=FakeClock())
+    save(Committer(repository, "me"), 0)
+    fill(small)
+    with pytest.raises(StoreUnavailable) as caught:
+        repository.store.put("versions/x", [bytes(1 << 20)])
+    assert "raystow gc --grace 0s" in caught.value.remedy
+    with pytest.raises(StoreUnavailable) as caught:
+        repository.pin(repository.version(1), "best")
+    assert "raystow gc --grace 0s" in caught.value.remedy
