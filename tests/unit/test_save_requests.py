@@ -8,6 +8,8 @@ from fake_clock import FakeClock
 
 from raystow.orchestrator.integrations.save_requests import SaveRequests
 
+CPU = torch.device("cpu")
+
 
 class Ranks:
     """Two ranks that take the same steps. ``looks``: at which they exchanged numbers."""
@@ -16,28 +18,30 @@ class Ranks:
         self.clocks = [FakeClock() for _ in seconds]
         self.step, self.looks = 0, list[int]()
         notice = (lambda: self.step == preempted) if preempted >= 0 else None
-        self.requests = [SaveRequests(notice, clock) for clock in self.clocks]
-        self._seconds = seconds
+        self.requests = [SaveRequests(notice, clock, gather=self._gather) for clock in self.clocks]
+        self._seconds, self._sent, self._complete = seconds, list[torch.Tensor](), False
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        if self._complete:
+            return torch.cat(self._sent)
+        self._sent.append(own)
+        return own
 
     def next(self) -> bool:
         """Take a step; return what all ranks decide."""
         self.step += 1
         for clock, seconds in zip(self.clocks, self._seconds, strict=True):
             clock.sleep(seconds)
-        sent = list[torch.Tensor]()
-
-        def first(own: torch.Tensor) -> torch.Tensor:
-            sent.append(own)
-            return own
-
-        for request in self.requests:  # what each would send, without a decision
+        self._sent, self._complete = [], False
+        for request in self.requests:  # what each sends, without a decision
             state = dict(vars(request))
-            request.due(self.step, first)
+            request.due(self.step, CPU)
             vars(request).update(state)
-        if sent:
-            assert len(sent) == len(self.requests), "all ranks look at the same step"
+        if self._sent:
+            assert len(self._sent) == len(self.requests), "all ranks look at the same step"
             self.looks.append(self.step)
-        decided = {request.due(self.step, lambda own: torch.cat(sent)) for request in self.requests}
+        self._complete = True
+        decided = {request.due(self.step, CPU) for request in self.requests}
         assert len(decided) == 1
         return decided.pop()
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import gather
 from safetensors.torch import save_model
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -178,7 +177,7 @@ class Checkpointing(TrainerCallback):
         if self._journal is not None:
             self._journal.record(state.global_step, values=self._progress(state, control, parts))
         self._due = state.global_step % self._steps == 0
-        if self._requests.due(state.global_step, lambda own: gather(own.to(args.device))):
+        if self._requests.due(state.global_step, args.device):
             self._due = True
             self._save(args, state, control, parts)
 

@@ -137,8 +137,7 @@ class Checkpointing(Callback):
         if self._journal is not None and trainer.global_step > self._recorded:
             self._recorded = trainer.global_step
             self._journal.record(trainer.global_step, values=_progress(trainer, "step"))
-        strategy = trainer.strategy
-        asked = self._requests.due(trainer.global_step, lambda own: strategy.all_gather(own.to(strategy.root_device)))
+        asked = self._requests.due(trainer.global_step, trainer.strategy.root_device)
         self._due = asked or (self._steps is not None and trainer.global_step % self._steps == 0)
         if self._due and not trainer.is_last_batch:
             self._save(trainer, pl_module, "step")
