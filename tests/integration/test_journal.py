@@ -169,6 +169,7 @@ def test_steps_after_a_version_are_replayed(tmp_path: Path) -> None:
     assert every(ranks, "do", bits) == [undisturbed(8)] * 2
 
 
+@pytest.mark.slow
 def test_a_replay_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
     """On one rank; the other one waits as long as it replays on."""
     ranks = start(str(tmp_path), 2)

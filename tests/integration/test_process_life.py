@@ -209,7 +209,7 @@ def test_random_numbers_stay_those_of_the_training(cluster: Cluster, tmp_path: P
     assert run(_RANDOM, cluster, tmp_path / "r")[0] == "same\n"
 
 
-@pytest.mark.parametrize("trials", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_checkpointer_after_another_saves(cluster: Cluster, tmp_path: Path, trials: int) -> None:
     printed, _ = run(_SUCCESSORS, cluster, tmp_path / "r", trials)  # with what Ray prints about killed actors
     assert str(trials) in printed.splitlines()
