@@ -125,12 +125,29 @@ def test_valid_addresses_are_taken(text: str, uri: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["s3:AKIA:hush@bucket/x", "https://u:hush@host/x", "https://b.s3.amazonaws.com/x?X-Amz-Signature=hush", "wasbs://c:hush@a/x"],
+    [
+        "s3:AKIA:hush@bucket/x",
+        "https://u:hush@host/x",
+        "https://b.s3.amazonaws.com/x?X-Amz-Signature=hush",
+        "wasbs://c:hush@a/x",
+        "s3://AKIA:hush",
+        "az://c?sig=hush/x",
+    ],
 )
 def test_no_message_repeats_credentials(text: str) -> None:
     with pytest.raises(StateError) as refused:
         open_store(text)
     assert "hush" not in str(refused.value)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+@pytest.mark.parametrize("bucket", ["", "b", "ab", "-bucket", "bucket-", "my bucket", "b" * 256, "bück"])
+def test_what_no_bucket_can_be_called_is_said_without_credentials(scheme: str, bucket: str) -> None:
+    with pytest.raises(StateError, match="is no bucket name: it has 3 to 255 letters") as refused:
+        open_store(f"{scheme}://{bucket}{'/x' if bucket else ''}")
+    assert repr(bucket) in refused.value.what
+    assert "credential" not in str(refused.value)
+    assert refused.value.remedy == "correct the address"
 
 
 ADDRESSES: list[Callable[[Any], object]] = [

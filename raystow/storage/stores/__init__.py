@@ -17,6 +17,7 @@ from .settings import S3Overrides, StoreSettings
 __all__ = ["open_store"]
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
+_KEYS = re.compile(r"[@:?#%=+]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONFIGURATION = {"s3": "AWS", "az": "Azure", "gs": "Google"}
 
@@ -63,10 +64,12 @@ def _file_path(rest: str) -> str:
 def _in_bucket(kind: str, rest: str, settings: Callable[[], StoreSettings] | None, overrides: S3Overrides | None) -> ObjectStore:
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
-    # A bucket part with an @ may be someone's keys: it is refused here and never repeated in a message.
     if not _BUCKET.fullmatch(bucket):
-        where = f"the {_CONFIGURATION[kind]} configuration, not into the address"
-        raise _bad(f"this is not a bucket name; credentials belong into {where}", f"{kind}://")
+        if _KEYS.search(bucket):  # these characters separate someone's keys from a bucket: no message repeats them
+            where = f"the {_CONFIGURATION[kind]} configuration, not into the address"
+            raise _bad(f"this is not a bucket name; credentials belong into {where}", f"{kind}://")
+        rule = "it has 3 to 255 letters, digits, dots, hyphens and underscores, and begins and ends with a letter or digit"
+        raise StateError(f"{bucket[:300]!r} is no bucket name: {rule}", subject=f"{kind}://", remedy="correct the address")
     if any("\ud800" <= character <= "\udfff" for character in prefix):
         raise _bad("a prefix must be valid UTF-8", f"{kind}://{bucket}")
     if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
