@@ -142,7 +142,7 @@ def test_no_message_repeats_credentials(text: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 @pytest.mark.parametrize("bucket", ["", "b", "ab", "-bucket", "bucket-", "my bucket", "b" * 256, "bück"])
-def test_what_no_bucket_can_be_called_is_said_without_credentials(scheme: str, bucket: str) -> None:
+def test_names_of_no_bucket_are_refused_without_credentials(scheme: str, bucket: str) -> None:
     with pytest.raises(StateError, match="is no bucket name: it has 3 to 255 letters") as refused:
         open_store(f"{scheme}://{bucket}{'/x' if bucket else ''}")
     assert repr(bucket) in refused.value.what
