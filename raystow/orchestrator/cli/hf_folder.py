@@ -16,7 +16,7 @@ from . import version_files
 from .output_dir import durable_file
 from .safetensors_file import SafetensorsFile, group_files
 from .tied_weights import tied_weights
-from .weight_prefix import weights_below
+from .weight_prefix import refuse_unloadable, weights_below
 
 _CONFIG = "config.json"
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "*.md", "LICENSE*")
@@ -74,9 +74,11 @@ def plan_folder(version: Version, *, prefix: str | None, dtype: str | None, sour
         limit: The bytes of a file; a larger tensor has a file of its own.
 
     Raises:
-        StateError: The weights are not found, have a dtype that safetensors lacks, or ``source`` is not a folder.
+        StateError: The weights are not found, have names that no model has or a dtype that safetensors lacks, or ``source`` is
+            not a folder.
     """
     prefix, weights = weights_below(version, prefix)
+    refuse_unloadable(weights, prefix)
     copied = _files_to_copy(source) if source is not None else []
     tied = tied_weights(source / _CONFIG, version, weights, prefix) if source is not None else {}
     weights = {name: info for name, info in weights.items() if name not in tied}

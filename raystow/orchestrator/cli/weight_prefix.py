@@ -16,6 +16,13 @@ from .output import size
 _WRAPPERS = re.compile(r"((module|_orig_mod)\.)*")
 """What DistributedDataParallel and torch.compile put before the names of a model's weights."""
 
+_ADAPTER = re.compile(
+    r"base_model\.model\.|(.*\.)?(base_layer|modules_to_save|(lora|ia3|hada|lokr|oft|boft|vera)_\w+|prompt_encoder\.default)\."
+)
+"""What PEFT adds to the names of a model."""
+_INNER = re.compile(r"(.*\.)?(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+"""What torch adds to the names of a wrapped part of a model."""
+
 _LISTED = 8  # candidates in an error
 
 
@@ -49,6 +56,18 @@ def weights_below(version: Version, prefix: str | None) -> tuple[str, dict[str, 
         what = f"no tensor has the prefix {prefix!r}; prefixes with weights{_candidates(version, weights) or ': none'}"
         raise StateError(what, subject=f"version {version.id} of {version.store.uri}", remedy="name another with --prefix")
     return prefix, {name.removeprefix(prefix): infos[name] for name in names}
+
+
+def refuse_unloadable(names: Iterable[str], prefix: str) -> None:
+    """Raise ``StateError`` for names that no model of Transformers has: it would leave out their weights with a warning only."""
+    for name in sorted(names):
+        if _ADAPTER.match(name):
+            remedy = "restore it into the PEFT model, and call its save_pretrained, or merge_and_unload and save the result"
+            raise StateError("is a name of PEFT, which from_pretrained does not load", subject=prefix + name, remedy=remedy)
+        if _INNER.match(name):
+            what = "is a name of a wrapped module, which from_pretrained does not load"
+            remedy = "restore it into the wrapped model, and save the model without wrappers"
+            raise StateError(what, subject=prefix + name, remedy=remedy)
 
 
 def _prefixes(version: Version, name: str) -> list[str]:
