@@ -14,7 +14,7 @@ import pytest
 from polling import wait_until
 
 _START_SECONDS = 60.0
-_MOTO = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+MOTO = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
 _UNWANTED = ("AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN", "AWS_REGION")
 
 
@@ -31,7 +31,7 @@ def s3_server() -> Iterator[str]:
             yield given
             return
         with moto() as endpoint:
-            for name, value in (_MOTO | {"AWS_ENDPOINT_URL": endpoint}).items():
+            for name, value in (MOTO | {"AWS_ENDPOINT_URL": endpoint}).items():
                 environment.setenv(name, value)
             yield endpoint
 

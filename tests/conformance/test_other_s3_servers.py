@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import boto3
 import pytest
 from picky_s3 import Policy, Refusal, picky_s3
+from s3_server import MOTO, make_bucket, moto
 from typer.testing import CliRunner
 
 from raystow.orchestrator.cli.app import build
@@ -17,7 +18,20 @@ from raystow.storage.errors import StoreError
 from raystow.storage.repository import create_repository
 from raystow.storage.stores import open_store
 
-pytestmark = pytest.mark.s3
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[str]:
+    """Yield the endpoint of a server with a bucket; this process's variables refer to it meanwhile."""
+    with moto() as endpoint, pytest.MonkeyPatch.context() as environment:
+        for name, value in {**MOTO, "AWS_ENDPOINT_URL": endpoint}.items():
+            environment.setenv(name, value)
+        make_bucket("picky")
+        yield endpoint
+
+
+@pytest.fixture
+def uri(backend: str) -> str:
+    return f"s3://picky/t-{SYSTEM.token()}/run"
 
 
 def no_crc64(method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
@@ -34,29 +48,29 @@ def no_batches(method: str, path: str, headers: Mapping[str, str]) -> Refusal | 
 
 
 @pytest.mark.parametrize("policy", [md5_required, no_batches])
-def test_objects_are_deleted_from_other_servers(s3_endpoint: str, s3_uri: str, policy: Policy) -> None:
-    with picky_s3(s3_endpoint, policy):
-        store = open_store(s3_uri)
+def test_objects_are_deleted_from_other_servers(backend: str, uri: str, policy: Policy) -> None:
+    with picky_s3(backend, policy):
+        store = open_store(uri)
         for name in "abc":
             store.put(f"versions/{name}", [b"x"])
         store.delete(["versions/a", "versions/missing", "versions/b"])
         assert [info.key for info in store.list("")] == ["versions/c"]
 
 
-def test_an_unknown_checksum_names_the_variable_for_it(s3_endpoint: str, s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with picky_s3(s3_endpoint, no_crc64) as server:
+def test_an_unknown_checksum_names_the_variable_for_it(backend: str, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with picky_s3(backend, no_crc64) as server:
         with pytest.raises(StoreError, match="AWS_REQUEST_CHECKSUM_CALCULATION=when_required"):
-            open_store(s3_uri).put("versions/a", [b"x"])
-        found = dict(check_store(s3_uri))
+            open_store(uri).put("versions/a", [b"x"])
+        found = dict(check_store(uri))
         assert found["writing"].status is Status.FAILED
         assert "AWS_REQUEST_CHECKSUM_CALCULATION=when_required" in found["writing"].follows
         assert server.refused
         monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
-        open_store(s3_uri).put("versions/a", [b"x"])
-        assert all(finding.status is not Status.FAILED for _, finding in check_store(s3_uri))
+        open_store(uri).put("versions/a", [b"x"])
+        assert all(finding.status is not Status.FAILED for _, finding in check_store(uri))
 
 
-def test_a_versioned_bucket_is_named_by_doctor_and_gc(s3_endpoint: str) -> None:
+def test_a_versioned_bucket_is_named_by_doctor_and_gc(backend: str) -> None:
     client, name = boto3.client("s3"), f"raystow-versioned-{SYSTEM.token()}"
     client.create_bucket(Bucket=name)
     uri = f"s3://{name}/run"
