@@ -7,6 +7,7 @@ import torch
 from fake_clock import FakeClock
 
 from raystow.orchestrator.integrations.save_requests import SaveRequests
+from raystow.storage.errors import Unsupported
 
 CPU = torch.device("cpu")
 
@@ -69,3 +70,23 @@ def test_short_steps_are_not_all_looked_at(seconds: float, most: int) -> None:
         ranks.next()
     gaps = [later - earlier for earlier, later in zip(ranks.looks[2:], ranks.looks[3:], strict=False)]
     assert set(gaps) <= {most, most - 1}
+
+
+def test_the_last_step_is_looked_at() -> None:
+    requests = SaveRequests(None, FakeClock())
+    assert not any(requests.due(step, CPU) for step in (1, 2))
+    requests.ask()
+    assert not requests.due(3, CPU)
+    assert requests.due(3, CPU, last=True)
+    assert not requests.due(3, CPU, last=True)
+
+
+def test_a_training_goes_on_if_notices_cannot_be_seen(caplog: pytest.LogCaptureFixture) -> None:
+    def preempted() -> bool:
+        raise Unsupported("Ray Train is too old", remedy="upgrade Ray")
+
+    requests = SaveRequests(preempted)
+    assert not any(requests.due(step, CPU, last=True) for step in range(1, 4))
+    requests.ask()
+    assert requests.due(4, CPU, last=True)
+    assert caplog.text.count("Ray Train is too old") == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -13,6 +13,7 @@ import torch
 import transformers
 from memory_run import MemoryRun
 from torch import nn
+from transformers.trainer_callback import ExportableState
 
 import raystow
 from raystow.orchestrator.integrations import save_requests, training_state
@@ -70,14 +71,30 @@ class Net(nn.Module):
 
 
 class AsksAt(transformers.TrainerCallback):
-    """Asks for a save at a step."""
+    """Asks for a save at a step, and may end the training with it."""
 
-    def __init__(self, callback: raystow.huggingface.Checkpointing, step: int) -> None:
-        self._callback, self._step = callback, step
+    def __init__(self, callback: raystow.huggingface.Checkpointing, step: int, *, stops: bool = False) -> None:
+        self._callback, self._step, self._stops = callback, step, stops
 
     def on_step_begin(self, args: Any, state: transformers.TrainerState, control: Any, **_: Any) -> None:
         if state.global_step + 1 == self._step:
             self._callback.save_now()
+
+    def on_step_end(self, args: Any, state: transformers.TrainerState, control: Any, **_: Any) -> None:
+        control.should_training_stop |= self._stops and state.global_step == self._step
+
+
+class CountsSteps(transformers.TrainerCallback, ExportableState):
+    """Counts steps, after the callback that saves."""
+
+    def __init__(self, steps: int = 0) -> None:
+        self.steps = steps
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"steps": self.steps}, "attributes": {}}
 
 
 class PreemptedRun(MemoryRun):
@@ -93,32 +110,51 @@ class PreemptedRun(MemoryRun):
 
 
 class RandomEvaluation(transformers.Trainer):
-    """Its evaluations use random numbers, and each is worse than the one before."""
+    """Its evaluations use random numbers, and each is worse than the one before. ``seen``: the versions at each of them."""
+
+    def __init__(self, *arguments: Any, run: MemoryRun, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._run, self.seen = run, dict[int, list[int]]()
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         metrics = {"eval_loss": float(self.state.global_step)}
+        self.seen[self.state.global_step] = [*self._run.saved]
         torch.rand(1)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
 
+class Trained(NamedTuple):
+    """``worse``: how often early stopping has seen no progress. ``seen``: see ``RandomEvaluation``."""
+
+    weights: dict[str, torch.Tensor]
+    steps: int
+    worse: int
+    seen: dict[int, list[int]]
+
+
 def train(
-    run: MemoryRun, steps: int, folder: Path, strategy: str, *, every: int = 2, asks_at: int = 0
-) -> dict[str, torch.Tensor]:
+    run: MemoryRun, steps: int, folder: Path, strategy: str, *, every: int = 2, asks_at: int = 0, stops: bool = False
+) -> Trained:
     transformers.set_seed(0)
     callback = raystow.huggingface.Checkpointing(run, every_n_steps=every)
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=steps, eval_strategy=strategy, eval_steps=2, logging_steps=2, save_strategy="no", report_to=[],
         use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2, metric_for_best_model="eval_loss",
-        greater_is_better=False, lr_scheduler_type="constant",
+        greater_is_better=False, lr_scheduler_type="constant", restore_callback_states_from_checkpoint=True,
     )  # fmt: skip
     data = [{"x": torch.full((4,), number / 8)} for number in range(8)]
-    patience = transformers.EarlyStoppingCallback(early_stopping_patience=100)
-    callbacks = [AsksAt(callback, asks_at), callback, patience]
-    trainer = RandomEvaluation(Net(), arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    patience, counts = transformers.EarlyStoppingCallback(early_stopping_patience=100), CountsSteps()
+    callbacks = [AsksAt(callback, asks_at, stops=stops), callback, patience, counts]
+    trainer = RandomEvaluation(Net(), arguments, run=run, train_dataset=data, eval_dataset=data, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
-    return dict(trainer.model.state_dict())
+    return Trained(dict(trainer.model.state_dict()), counts.steps, patience.early_stopping_patience_counter, trainer.seen)
+
+
+def same(one: Trained, other: Trained) -> bool:
+    weights = all(torch.equal(other.weights[name], value) for name, value in one.weights.items())
+    return weights and (one.steps, one.worse) == (other.steps, other.worse)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -134,20 +170,33 @@ def test_a_step_is_saved_after_its_evaluation(tmp_path: Path, strategy: str, eva
     counter = state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]["early_stopping_patience_counter"]
     assert counter == len(set(evaluated.values())) - 1
     halved.saved = {step: whole.saved[step] for step in (2, 4)}
-    resumed = train(halved, 8, tmp_path, strategy)
-    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+    assert same(expected, train(halved, 8, tmp_path, strategy))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("run", [MemoryRun(), PreemptedRun(3)])
-def test_transformers_saves_at_once_when_asked(run: MemoryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The resumed training ends in the same weights."""
+@pytest.mark.parametrize("preempted", [False, True])
+@pytest.mark.parametrize(("strategy", "step"), [("steps", 3), ("steps", 6), ("steps", 4), ("epoch", 4)])
+def test_transformers_saves_at_once_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preempted: bool, strategy: str, step: int
+) -> None:
+    """Before an evaluation, and again after it; a resumed training ends as this one. Step 4 ends an epoch."""
     monkeypatch.setattr(save_requests, "_INTERVAL", 0.0)
-    asks_at = 0 if isinstance(run, PreemptedRun) else 3
-    expected = train(run, 8, tmp_path, "steps", every=1000, asks_at=asks_at)
-    assert run.saved.keys() == {3}
-    resumed = train(run, 8, tmp_path, "steps", every=1000)
-    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+    run = PreemptedRun(step) if preempted else MemoryRun()
+    expected = train(run, 8, tmp_path, strategy, every=1000, asks_at=0 if preempted else step)
+    assert run.saved.keys() == {step}
+    if step in expected.seen:
+        assert expected.seen[step] == [step]
+    assert same(expected, train(run, 8, tmp_path, strategy, every=1000))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("strategy", "step"), [("steps", 3), ("steps", 4), ("epoch", 4)])
+def test_transformers_saves_the_last_step_if_asked(tmp_path: Path, strategy: str, step: int) -> None:
+    """Although it is not yet time to look for requests again."""
+    run = MemoryRun()
+    train(run, 8, tmp_path, strategy, every=1000, asks_at=step, stops=True)
+    assert run.saved.keys() == {step}
+    assert same(train(MemoryRun(), 8, tmp_path, strategy), train(run, 8, tmp_path, strategy, every=1000))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -308,6 +357,38 @@ def test_lightning_saves_at_once_when_asked(tmp_path: Path, monkeypatch: pytest.
     run = PreemptedRun(step) if preempted else MemoryRun()
     fit(run, 4, tmp_path, Asking(-1 if preempted else step), every_n_epochs=1000)
     assert run.saved.keys() == {step}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("batches", [3, 5])
+def test_lightning_saves_when_asked_before_the_first_step(tmp_path: Path, batches: int) -> None:
+    """Also if gradients are accumulated then; and at the end, although it is not yet time to look for requests again."""
+    run = MemoryRun()
+    callback = raystow.lightning.Checkpointing(run, every_n_epochs=1000)
+    callback.save_now()
+    data = torch.utils.data.DataLoader(torch.ones(batches, 4))
+    quiet_trainer(tmp_path, 1, callback, accumulate_grad_batches=3).fit(Module(), data)
+    assert run.saved.keys() == {1}
+
+
+class Stopping(pl.Callback):
+    """Asks for a save and ends the training in a step, as a handler of a signal does."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.callbacks[0].save_now()
+            trainer.should_stop = True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("batches", [3, 9])
+def test_lightning_saves_the_last_step_if_asked(tmp_path: Path, batches: int) -> None:
+    """Although it is not yet time to look for requests again."""
+    run = MemoryRun()
+    callback = raystow.lightning.Checkpointing(run, every_n_epochs=1000)
+    data = torch.utils.data.DataLoader(torch.ones(batches, 4))
+    quiet_trainer(tmp_path, 4, callback, Stopping()).fit(Module(), data)
+    assert run.saved.keys() == {3}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -64,7 +64,8 @@ class Checkpointing(TrainerCallback):
         self._folder: Path | None = None
         self._engine: TrainerEngine | None = None
         self._others: list[TrainerCallback] = []
-        self._due, self._requests = False, SaveRequests(getattr(checkpointer, "preempted", None))
+        self._due = self._asked = False
+        self._requests = SaveRequests(getattr(checkpointer, "preempted", None))
 
     def save_now(self) -> None:
         """Ask for a save at one of the next optimizer steps, within about a second of them.
@@ -126,6 +127,7 @@ class Checkpointing(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Load the restored state: not earlier, since the Trainer makes and starts a new learning rate schedule before this."""
+        self._due = self._asked = False
         if self._engine is not None:
             self._engine.begun()
         if self._state is not None:
@@ -172,19 +174,30 @@ class Checkpointing(TrainerCallback):
         self._checkpointer.fence()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
-        """Record the step, and save at the interval of steps: as soon as the Trainer has logged and evaluated. What was asked for
-        is saved at once: an evaluation may take longer than a node has left."""
+        """Record the step, and save at the interval of steps and what was asked for: as soon as the Trainer has logged and
+        evaluated."""
         if self._journal is not None:
             self._journal.record(state.global_step, values=self._progress(state, control, parts))
-        self._due = state.global_step % self._steps == 0
-        if self._requests.due(state.global_step, args.device):
-            self._due = True
-            self._save(args, state, control, parts)
+        self._asked = self._requests.due(state.global_step, args.device)
+        self._due = self._asked or state.global_step % self._steps == 0
+        self._save_before_evaluation(args, state, control, parts)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Save the training's last step before the Trainer loads the best model."""
+        if control.should_training_stop and self._requests.due(state.global_step, args.device, last=True):
+            self._due = self._asked = True
         if control.should_training_stop and (args.load_best_model_at_end or not control.should_evaluate):
             self._save(args, state, control, parts)
+        self._save_before_evaluation(args, state, control, parts)
+
+    def _save_before_evaluation(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]
+    ) -> None:
+        """Save what was asked for if an evaluation follows, which may take longer than a node has left. The step stays due: what
+        the evaluation changes, such as schedules and early stopping, is saved after it."""
+        if self._due and self._asked and control.should_evaluate:
+            self._save(args, state, control, parts)
+            self._due = True
 
     def _save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> None:
         if not self._due:

@@ -137,14 +137,21 @@ class Checkpointing(Callback):
         if self._journal is not None and trainer.global_step > self._recorded:
             self._recorded = trainer.global_step
             self._journal.record(trainer.global_step, values=_progress(trainer, "step"))
-        asked = self._requests.due(trainer.global_step, trainer.strategy.root_device)
-        self._due = asked or (self._steps is not None and trainer.global_step % self._steps == 0)
+        self._due = self._asked(trainer) or (self._steps is not None and trainer.global_step % self._steps == 0)
         if self._due and not trainer.is_last_batch:
             self._save(trainer, pl_module, "step")
 
     def _save_after_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._due or (self._epochs is not None and (trainer.current_epoch + 1) % self._epochs == 0):
+        ended = trainer.current_epoch + 1
+        last = trainer.should_stop or trainer.global_step == trainer.max_steps or ended == trainer.max_epochs
+        regular = self._epochs is not None and ended % self._epochs == 0
+        if self._due or regular or (last and self._asked(trainer, last=True)):
             self._save(trainer, pl_module, "epoch")
+
+    def _asked(self, trainer: Trainer, *, last: bool = False) -> bool:
+        """Whether to save at once. Without a step to save, as while the first gradients are accumulated, a request remains."""
+        step = trainer.global_step
+        return step > self._saved and self._requests.due(step, trainer.strategy.root_device, last=last)
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, ended: str) -> None:
         if trainer.global_step == self._saved:  # gradients are accumulated, or the batch was the epoch's last
