@@ -236,6 +236,30 @@ def test_lightning_resumes_loaders_after_an_epoch(tmp_path: Path, loader: str) -
     check_lightning(tmp_path, scheduled, LOADERS[loader], "epochs", (1, 4))
 
 
+class CountedBatches(pl.Callback):
+    """Counts the batches of each epoch, after the callback that saves."""
+
+    def __init__(self) -> None:
+        self.batches = Counter[int]()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.batches[trainer.current_epoch] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+
+@pytest.mark.parametrize("stop", [3, 4, 6, 8])
+def test_lightning_resumes_callbacks_that_count_batches(tmp_path: Path, stop: int) -> None:
+    run = MemoryRun()
+    for end in (stop, 11):
+        by_lightning(run, tmp_path, scheduled, StatefulLoader, counted := CountedBatches(), max_steps=end)
+    assert counted.batches == Counter({0: 4, 1: 4, 2: 3})
+
+
 def test_lightning_resumes_early_stopping(tmp_path: Path) -> None:
     """It stops after as many epochs as in an undisturbed training."""
 

@@ -28,6 +28,8 @@ from ..save.state_tree import State
 from . import training_state
 from .save_requests import SaveRequests
 
+_Hook = Callable[[Trainer, LightningModule], None]
+
 
 class Checkpointing(Callback):
     """Restore a version when ``fit`` starts, and save regularly and when a node will be removed.
@@ -77,7 +79,7 @@ class Checkpointing(Callback):
         self._journal: Journal | None = None
         self._due, self._requests = False, SaveRequests(getattr(checkpointer, "preempted", None))
         self._generators: State | None = None
-        self._at_epoch_end = _AtEpochEnd(self._save_after_epoch)
+        self._last = _LastCallback(self._after_step, self._after_epoch)
 
     def save_now(self) -> None:
         """Ask for a save at one of the next optimizer steps, within about a second of them.
@@ -87,7 +89,7 @@ class Checkpointing(Callback):
         self._requests.ask()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the version, if there is one. Add a callback that saves at the ends of epochs."""
+        """Restore the version, if there is one. Add a callback that saves."""
         restored = training_state.restored(self._checkpointer, self._version, pl_module, trainer.optimizers)
         self._generators = None
         if restored is not None:
@@ -99,8 +101,8 @@ class Checkpointing(Callback):
                 self._generators = _load_progress(trainer, values)
         _check(trainer)
         self._saved = self._recorded = trainer.global_step
-        if self._at_epoch_end not in trainer.callbacks:
-            trainer.callbacks.append(self._at_epoch_end)
+        if self._last not in trainer.callbacks:
+            trainer.callbacks.append(self._last)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore what Lightning's preparation of the data has used or left out: within an epoch it has drawn random numbers; at
@@ -124,14 +126,14 @@ class Checkpointing(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the callback that ``on_fit_start`` has added."""
-        if self._at_epoch_end in trainer.callbacks:
-            trainer.callbacks.remove(self._at_epoch_end)
+        if self._last in trainer.callbacks:
+            trainer.callbacks.remove(self._last)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         """Wait until the tensors of the saves in flight have been read."""
         self._checkpointer.fence()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+    def _after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the step, and save at the interval of steps and what was asked for; the last step of an epoch is saved at the
         epoch's end."""
         if self._journal is not None and trainer.global_step > self._recorded:
@@ -141,7 +143,7 @@ class Checkpointing(Callback):
         if self._due and not trainer.is_last_batch:
             self._save(trainer, pl_module, "step")
 
-    def _save_after_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _after_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         ended = trainer.current_epoch + 1
         last = trainer.should_stop or trainer.global_step == trainer.max_steps or ended == trainer.max_epochs
         regular = self._epochs is not None and ended % self._epochs == 0
@@ -162,15 +164,18 @@ class Checkpointing(Callback):
         self._checkpointer.save(state, step=trainer.global_step, metrics=metrics)
 
 
-class _AtEpochEnd(Checkpoint):
-    """Saves at the end of each epoch. Lightning calls a ``Checkpoint`` after the other callbacks, such as ``EarlyStopping``, and
-    after the module."""
+class _LastCallback(Checkpoint):
+    """Saves when the states of the other callbacks are those after a step or an epoch. Lightning calls a ``Checkpoint`` after
+    them, at the end of an epoch also after the module and callbacks such as ``EarlyStopping``."""
 
-    def __init__(self, save: Callable[[Trainer, LightningModule], None]) -> None:
-        self._save = save
+    def __init__(self, after_step: _Hook, after_epoch: _Hook) -> None:
+        self._after_step, self._after_epoch = after_step, after_epoch
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        self._after_step(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save(trainer, pl_module)
+        self._after_epoch(trainer, pl_module)
 
 
 def _progress(trainer: Trainer, ended: str) -> State:
@@ -238,9 +243,10 @@ def _load_progress(trainer: Trainer, progress: State) -> State:
 def _begin_next_epoch(loop: _FitLoop) -> None:
     """Let the training begin an epoch if the save was made at the end of one. With ``max_steps``, Lightning would go on with that
     one for a batch, and step schedulers too early."""
-    epochs = loop.epoch_progress.current
-    if epochs.ready == epochs.processed and loop.epoch_loop.batch_progress.is_last_batch:
-        epochs.completed = epochs.processed
+    epochs = loop.epoch_progress
+    if epochs.current.ready == epochs.current.processed and loop.epoch_loop.batch_progress.is_last_batch:
+        for counted in epochs.current, epochs.total:  # else Lightning completes the epoch once more
+            counted.completed = counted.processed
         _Loop.restarting.fset(loop, False)  # the setter of the subclass does not let it be so
 
 
