@@ -42,6 +42,18 @@ class MemoryRun:
         return SimpleNamespace(attempt="first")
 
 
+class PreemptedRun(MemoryRun):
+    """The look with this number tells that a node will be removed."""
+
+    def __init__(self, look: int) -> None:
+        super().__init__()
+        self._look, self._looks = look, 0
+
+    def preempted(self) -> bool:
+        self._looks += 1
+        return self._looks == self._look
+
+
 def _tensors(state: dict[str, Any]) -> set[str]:
     return {leaf.name for leaf in flatten(state) if leaf.is_tensor}
 
