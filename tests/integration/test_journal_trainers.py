@@ -36,6 +36,9 @@ class NoVersions:
     def fence(self) -> None:
         pass
 
+    def wait(self) -> None:
+        pass
+
     def journal(self, model: nn.Module, *optimizers: torch.optim.Optimizer, durable_every: int = 0) -> Journal:
         self.journals.append(self._box.journal(model, *optimizers, **({"every": durable_every} if durable_every else {})))
         return self.journals[-1]
@@ -74,16 +77,32 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def fit(box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int = 0) -> dict[str, torch.Tensor]:
+class Measured(Module):
+    """Each validation draws random numbers, and halves the learning rate."""
+
+    def validation_step(self, batch: list[torch.Tensor], number: int) -> None:
+        self.log("figure", float(self.current_epoch) + 0.1 * torch.rand(()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "monitor": "figure"}}
+
+
+def fit(
+    box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int = 0, kind: type[Module] = Module
+) -> dict[str, torch.Tensor]:
     """Train epochs of one batch, so that the data loader needs no state; return the weights."""
     torch.manual_seed(0)
-    module, run = Module(), NoVersions(box)
+    module, run = kind(), NoVersions(box)
     callback = raystow.lightning.Checkpointing(run, every_n_steps=100, journal=True, durable_every=durable_every)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
     trainer = pl.Trainer(
-        max_steps=steps, accelerator="cpu", callbacks=[callback], gradient_clip_val=0.1, default_root_dir=folder, **quiet
-    )
-    trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=16, shuffle=False))
+        max_steps=steps, accelerator="cpu", callbacks=[callback], gradient_clip_val=0.1, default_root_dir=folder,
+        num_sanity_val_steps=0, **quiet,
+    )  # fmt: skip
+    data = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=16, shuffle=False)
+    trainer.fit(module, data, data if kind is Measured else None)
     for journal in run.journals:
         journal.close()
     assert trainer.global_step == steps
@@ -91,19 +110,19 @@ def fit(box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int =
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_continues_at_the_last_step(tmp_path: Path) -> None:
-    undisturbed = fit(EntryBox(), STEPS, tmp_path)
+@pytest.mark.parametrize("kind", [Module, Measured])
+def test_lightning_continues_at_the_last_step(tmp_path: Path, kind: type[Module]) -> None:
+    """Also if its validation changes the learning rate."""
+    undisturbed = fit(EntryBox(), STEPS, tmp_path, kind=kind)
     box = EntryBox()
-    fit(box, 4, tmp_path)
+    fit(box, 4, tmp_path, kind=kind)
     assert box.steps() == [1, 2, 3, 4]
-    resumed = fit(box, STEPS, tmp_path)
+    resumed = fit(box, STEPS, tmp_path, kind=kind)
     assert box.steps() == [1, 2, 3, 4, 5, 6]
     assert all(torch.equal(resumed[name], value) for name, value in undisturbed.items())
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("trainer", ["lightning", "huggingface"])
 def test_training_continues_at_a_durable_step_after_memory_loss(trainer: str, tmp_path: Path) -> None:
@@ -142,15 +161,26 @@ class Loss(nn.Module):
         return {"loss": self.net(x).square().mean()}
 
 
-def train(box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int = 0) -> dict[str, torch.Tensor]:
+class RandomEvaluation(transformers.Trainer):
+    """Each evaluation draws random numbers."""
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        torch.rand(1)
+        return super().evaluate(*arguments, **options)
+
+
+def train(
+    box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int = 0, **evaluation: Any
+) -> dict[str, torch.Tensor]:
     transformers.set_seed(0)
     run = NoVersions(box)
     callback = raystow.huggingface.Checkpointing(run, every_n_steps=100, journal=True, durable_every=durable_every)
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=8, save_strategy="no", report_to=[], use_cpu=True,
-        logging_strategy="no", disable_tqdm=True,
+        logging_strategy="no", disable_tqdm=True, **evaluation,
     )  # fmt: skip
-    trainer = transformers.Trainer(Loss(), arguments, train_dataset=Rows(), callbacks=[callback, End(steps)])
+    callbacks = [callback, End(steps)]
+    trainer = RandomEvaluation(Loss(), arguments, train_dataset=Rows(), eval_dataset=Rows(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
     for journal in run.journals:
         journal.close()
@@ -168,13 +198,14 @@ class End(transformers.TrainerCallback):
         control.should_training_stop = state.global_step >= self._steps
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_hugging_face_continues_at_the_last_step(tmp_path: Path) -> None:
-    undisturbed = train(EntryBox(), STEPS, tmp_path)
+@pytest.mark.parametrize("evaluation", [{}, {"eval_strategy": "steps", "eval_steps": 2}])
+def test_hugging_face_continues_at_the_last_step(tmp_path: Path, evaluation: dict[str, Any]) -> None:
+    """Also after an evaluation."""
+    undisturbed = train(EntryBox(), STEPS, tmp_path, **evaluation)
     box = EntryBox()
-    train(box, 4, tmp_path)
+    train(box, 4, tmp_path, **evaluation)
     assert box.steps() == [1, 2, 3, 4]
-    resumed = train(box, STEPS, tmp_path)
+    resumed = train(box, STEPS, tmp_path, **evaluation)
     assert box.steps() == [1, 2, 3, 4, 5, 6]
     assert all(torch.equal(resumed[name], value) for name, value in undisturbed.items())

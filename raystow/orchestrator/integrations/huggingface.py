@@ -64,7 +64,7 @@ class Checkpointing(TrainerCallback):
         self._folder: Path | None = None
         self._engine: TrainerEngine | None = None
         self._others: list[TrainerCallback] = []
-        self._due = self._asked = False
+        self._ended = self._due = self._asked = False
         self._requests = SaveRequests(getattr(checkpointer, "preempted", None))
 
     def save_now(self) -> None:
@@ -127,7 +127,7 @@ class Checkpointing(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Load the restored state: not earlier, since the Trainer makes and starts a new learning rate schedule before this."""
-        self._due = self._asked = False
+        self._ended = self._due = self._asked = False
         if self._engine is not None:
             self._engine.begun()
         if self._state is not None:
@@ -140,14 +140,14 @@ class Checkpointing(TrainerCallback):
         training_state.progress_text(self._progress(state, control, parts))  # so that a save of it cannot fail later
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
-        """Save the last step of the epoch before, if it is due. Set the random generators if the save was made between epochs."""
-        self._save(args, state, control, parts)
+        """Record and save the last step of the epoch before. Set the random generators if the save was made between epochs."""
+        self._end_step(args, state, control, parts)
         if self._restored is not None and self._restored["state"]["epoch"] % 1 == 0:
             self._load_generators()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
-        """Save the step before, if it is due. Set the random generators, once and only now: skipping data uses them."""
-        self._save(args, state, control, parts)
+        """Record and save the step before. Set the random generators, once and only now: skipping data uses them."""
+        self._end_step(args, state, control, parts)
         if self._restored is not None:
             self._load_generators()
 
@@ -174,12 +174,10 @@ class Checkpointing(TrainerCallback):
         self._checkpointer.fence()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
-        """Record the step, and save at the interval of steps and what was asked for: as soon as the Trainer has logged and
-        evaluated."""
-        if self._journal is not None:
-            self._journal.record(state.global_step, values=self._progress(state, control, parts))
+        """Decide whether to save the step. It is recorded and saved as soon as the Trainer has logged and evaluated, and all
+        callbacks have counted it."""
         self._asked = self._requests.due(state.global_step, args.device)
-        self._due = self._asked or state.global_step % self._steps == 0
+        self._ended, self._due = True, self._asked or state.global_step % self._steps == 0
         self._save_before_evaluation(args, state, control, parts)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
@@ -187,7 +185,7 @@ class Checkpointing(TrainerCallback):
         if control.should_training_stop and self._requests.due(state.global_step, args.device, last=True):
             self._due = self._asked = True
         if control.should_training_stop and (args.load_best_model_at_end or not control.should_evaluate):
-            self._save(args, state, control, parts)
+            self._end_step(args, state, control, parts)
         self._save_before_evaluation(args, state, control, parts)
 
     def _save_before_evaluation(
@@ -197,12 +195,16 @@ class Checkpointing(TrainerCallback):
         the evaluation changes, such as schedules and early stopping, is saved after it."""
         if self._due and self._asked and control.should_evaluate:
             self._save(args, state, control, parts)
-            self._due = True
+
+    def _end_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> None:
+        """Record the step before, and save it if it is due."""
+        if self._ended and self._journal is not None:
+            self._journal.record(state.global_step, values=self._progress(state, control, parts))
+        due, self._due, self._ended = self._due, False, False
+        if due:
+            self._save(args, state, control, parts)
 
     def _save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> None:
-        if not self._due:
-            return
-        self._due = False
         logged = {name: value for logs in state.log_history for name, value in logs.items()}
         metrics, progress = training_state.metrics_of(logged), self._progress(state, control, parts)
         if self._engine is not None and self._engine.attached is not None:
@@ -233,9 +235,9 @@ class Checkpointing(TrainerCallback):
         return None if values is None else (training_state.state_of(model, [optimizer]), values)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
-        """Save the last step, if it is due, and wait for it as ``Checkpointer.wait``. Remove the folder of ``resume``."""
+        """Record and save the last step, and wait for it as ``Checkpointer.wait``. Remove the folder of ``resume``."""
         try:
-            self._save(args, state, control, parts)
+            self._end_step(args, state, control, parts)
             self._checkpointer.wait()
         finally:
             if self._folder is not None:

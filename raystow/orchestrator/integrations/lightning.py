@@ -134,21 +134,26 @@ class Checkpointing(Callback):
         self._checkpointer.fence()
 
     def _after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the step, and save at the interval of steps and what was asked for; the last step of an epoch is saved at the
-        epoch's end."""
-        if self._journal is not None and trainer.global_step > self._recorded:
-            self._recorded = trainer.global_step
-            self._journal.record(trainer.global_step, values=_progress(trainer, "step"))
+        """Record the step, and save at the interval of steps and what was asked for; the last step of an epoch at its end."""
         self._due = self._asked(trainer) or (self._steps is not None and trainer.global_step % self._steps == 0)
-        if self._due and not trainer.is_last_batch:
+        if trainer.is_last_batch:
+            return
+        self._record(trainer, "step")
+        if self._due:
             self._save(trainer, pl_module, "step")
 
     def _after_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._record(trainer, "epoch")
         ended = trainer.current_epoch + 1
         last = trainer.should_stop or trainer.global_step == trainer.max_steps or ended == trainer.max_epochs
         regular = self._epochs is not None and ended % self._epochs == 0
         if self._due or regular or (last and self._asked(trainer, last=True)):
             self._save(trainer, pl_module, "epoch")
+
+    def _record(self, trainer: Trainer, ended: str) -> None:
+        if self._journal is not None and trainer.global_step > self._recorded:
+            self._recorded = trainer.global_step
+            self._journal.record(trainer.global_step, values=_progress(trainer, ended))
 
     def _asked(self, trainer: Trainer, *, last: bool = False) -> bool:
         """Whether to save at once. Without a step to save, as while the first gradients are accumulated, a request remains."""
