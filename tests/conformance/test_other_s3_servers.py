@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping
 
 import boto3
@@ -17,6 +18,8 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import StoreError
 from raystow.storage.repository import create_repository
 from raystow.storage.stores import open_store
+from raystow.storage.stores.request_limits import RequestLimits
+from raystow.storage.stores.s3 import S3Store
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,90 @@ def md5_required(method: str, path: str, headers: Mapping[str, str]) -> Refusal 
 
 def no_batches(method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
     return (501, "NotImplemented") if method == "POST" and "?delete" in path else None
+
+
+def demands(method: str, path: str, headers: Mapping[str, str], **needed: str) -> bool:
+    return all(headers.get(f"x-amz-{name.replace('_', '-')}") == value for name, value in needed.items())
+
+
+def kms_required(method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+    writes = (method == "PUT" and "partNumber" not in path) or (method == "POST" and "?uploads" in path)
+    given = demands(method, path, headers, server_side_encryption="aws:kms", server_side_encryption_aws_kms_key_id="key-1")
+    return (403, "AccessDenied") if writes and not given else None
+
+
+def own_key_required(method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+    of_object = (method in ("PUT", "GET") and "list-type" not in path) or (method == "POST" and "?uploads" in path)
+    given = demands(method, path, headers, server_side_encryption_customer_algorithm="AES256")
+    return (403, "AccessDenied") if of_object and not given else None
+
+
+def payer_required(method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+    return None if demands(method, path, headers, request_payer="requester") else (403, "AccessDenied")
+
+
+PARTS = RequestLimits(single_put_bytes=1 << 20, part_bytes=5 << 20)
+OPTIONS: list[tuple[Policy, dict[str, str]]] = [
+    (kms_required, {"AWS_SERVER_SIDE_ENCRYPTION": "aws:kms", "AWS_SSE_KMS_KEY_ID": "key-1"}),
+    (
+        own_key_required,
+        {"AWS_SERVER_SIDE_ENCRYPTION": "sse-c", "AWS_SSE_CUSTOMER_KEY_BASE64": base64.b64encode(b"k" * 32).decode()},
+    ),
+    (payer_required, {"AWS_REQUEST_PAYER": "requester"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "variables"), OPTIONS)
+def test_every_request_carries_the_demands_of_a_policy(
+    backend: str, uri: str, monkeypatch: pytest.MonkeyPatch, policy: Policy, variables: dict[str, str]
+) -> None:
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    with picky_s3(backend, policy) as server:
+        with pytest.raises(StoreError, match="AWS_SERVER_SIDE_ENCRYPTION or AWS_REQUEST_PAYER=requester"):
+            open_store(uri).put("versions/a", [b"x"])
+        with monkeypatch.context() as environment:
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            own = S3Store(bucket, prefix, limits=PARTS)
+            settings = own.settings()
+            assert variables.get("AWS_SSE_CUSTOMER_KEY_BASE64", "none") not in repr(settings)
+            use(own)
+        server.refused.clear()
+        use(S3Store(bucket, prefix, limits=PARTS, given=lambda: settings))  # in an actor of another job
+        assert not server.refused
+        monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms:dsse")
+        with pytest.raises(StoreError, match="made by a job with another AWS_SERVER_SIDE_ENCRYPTION"):
+            S3Store(bucket, prefix, given=lambda: settings).put("versions/a", [b"x"])
+
+
+def use(store: S3Store) -> None:
+    """Send each kind of request."""
+    large = b"x" * (6 << 20)
+    store.put("versions/small", [b"abc"])
+    store.put("versions/large", [large])
+    tag = store.put_if("root.json", b"1", None)
+    store.put_if("root.json", b"2", tag)
+    assert store.get("root.json", max_bytes=9) == b"2"
+    assert store.get_range("versions/large", 0, len(large)) == large
+    assert [info.key for info in store.list("")] == ["root.json", "versions/large", "versions/small"]
+    assert list(store.unfinished()) == []
+    store.delete([info.key for info in store.list("")])
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"AWS_SERVER_SIDE_ENCRYPTION": "des"},
+        {"AWS_SERVER_SIDE_ENCRYPTION": "sse-c"},
+        {"AWS_SERVER_SIDE_ENCRYPTION": "sse-c", "AWS_SSE_CUSTOMER_KEY_BASE64": "c2hvcnQ="},
+    ],
+)
+def test_invalid_options_are_refused(uri: str, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StoreError, match="AWS_SERVER_SIDE_ENCRYPTION: .*set ") as refused:
+        open_store(uri).put("versions/a", [b"x"])
+    assert "c2hvcnQ" not in str(refused.value)
 
 
 @pytest.mark.parametrize("policy", [md5_required, no_batches])

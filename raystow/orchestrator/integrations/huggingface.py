@@ -196,7 +196,9 @@ class Checkpointing(TrainerCallback):
         if self._due and self._asked and control.should_evaluate:
             self._save(args, state, control, parts)
 
-    def _end_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> None:
+    def _end_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]
+    ) -> None:
         """Record the step before, and save it if it is due."""
         if self._ended and self._journal is not None:
             self._journal.record(state.global_step, values=self._progress(state, control, parts))

@@ -32,6 +32,7 @@ from . import bounded_http
 from .bucket import BucketClients
 from .request_limits import RequestLimits
 from .s3_errors import boto_errors
+from .s3_options import S3Options
 from .settings import S3Overrides, StoreSettings, place_named
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class S3Configuration:
                 remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
                 raise StoreError("there are no AWS credentials", subject=f"s3://{bucket}", remedy=remedy)
             self._credentials = credentials
+            self.options = S3Options.of_environment() if settings is None else S3Options.of_settings(settings)
             self.place = _place(session, bucket, overrides) if settings is None else _given_place(settings)
 
     def outdated(self) -> bool:
@@ -113,9 +115,11 @@ class S3Configuration:
             keys = self._credentials.get_frozen_credentials()
             expires = getattr(self._credentials, "_expiry_time", None)  # botocore shows it nowhere else
         named = {"access_key": keys.access_key, "secret_key": keys.secret_key, "token": keys.token}
+        named["customer_key"] = self.options.customer_key
         return StoreSettings(
             place=place_named("s3", self.place.namespace),
-            client={key: value if isinstance(value, str) else str(int(value)) for key, value in client.items()},
+            client={key: value if isinstance(value, str) else str(int(value)) for key, value in client.items()}
+            | self.options.client(),
             credentials={name: value for name, value in named.items() if value},
             expires=expires.timestamp() if expires is not None else 0.0,
         )
@@ -123,13 +127,12 @@ class S3Configuration:
 
 def connect(configuration: S3Configuration, limits: RequestLimits) -> S3Clients:
     """Make the clients. Nothing is sent yet."""
-    session, place = configuration.session, configuration.place
-    with boto_errors("the set-up of the S3 client", f"s3://{place.bucket}"):
+    with boto_errors("the set-up of the S3 client", f"s3://{configuration.place.bucket}"):
         return S3Clients(
-            decide=_boto_client(session, place, limits, limits.attempts),
-            swap=_boto_client(session, place, limits, 1),
-            send=_obstore_client(session, place, limits, limits.upload_timeouts),
-            fetch=_obstore_client(session, place, limits, limits.read_timeouts),
+            decide=_boto_client(configuration, limits, limits.attempts),
+            swap=_boto_client(configuration, limits, 1),
+            send=_obstore_client(configuration, limits, limits.upload_timeouts),
+            fetch=_obstore_client(configuration, limits, limits.read_timeouts),
         )
 
 
@@ -214,7 +217,12 @@ def _place(session: boto3.Session, bucket: str, overrides: S3Overrides) -> _Plac
     )
 
 
-def _boto_client(session: boto3.Session, place: _Place, limits: RequestLimits, attempts: int) -> Any:
+def _boto_client(configuration: S3Configuration, limits: RequestLimits, attempts: int) -> Any:
+    session, place, more = configuration.session, configuration.place, configuration.options.boto_parameters()
+
+    def add(params: Mapping[str, Any], model: Any, **_: object) -> dict[str, Any]:
+        return {**params, **{name: value for name, value in more.items() if name in model.input_shape.members}}
+
     # Over plain http boto3 would hash each body for the signature; its CRC covers the body there, as it does over https.
     signing: dict[str, object] = {"payload_signing_enabled": False} if place.plain else {}
     config = Config(
@@ -229,6 +237,8 @@ def _boto_client(session: boto3.Session, place: _Place, limits: RequestLimits, a
     client = session.client("s3", config=config, endpoint_url=place.endpoint, verify=place.certificates)
     bounded_http.bound(client, limits.request_seconds)
     client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
+    if more:
+        client.meta.events.register("provide-client-params.s3", add)
     return client
 
 
@@ -238,7 +248,8 @@ def _add_md5(params: Mapping[str, Any], **_: object) -> None:
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
-def _obstore_client(session: boto3.Session, place: _Place, limits: RequestLimits, timeouts: ClientConfig) -> ObstoreS3:
+def _obstore_client(configuration: S3Configuration, limits: RequestLimits, timeouts: ClientConfig) -> ObstoreS3:
+    session, place = configuration.session, configuration.place
     host = place.endpoint.replace("://", f"://{place.bucket}.", 1) if place.virtual else place.endpoint
     config: dict[str, object] = {
         # Under both names: obstore would prefer the second from the environment to the first from here.
@@ -249,6 +260,7 @@ def _obstore_client(session: boto3.Session, place: _Place, limits: RequestLimits
         # checks; of a checksum header alone Ceph 20 takes no notice (it wants one more header, which obstore cannot sign).
         "unsigned_payload": not (place.plain and place.checksums),
         "region": place.region or "us-east-1",
+        **configuration.options.obstore_config(),
     }
     if place.checksums:
         config["checksum_algorithm"] = "CRC64NVME"
