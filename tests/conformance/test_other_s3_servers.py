@@ -61,7 +61,8 @@ def kms_required(method: str, path: str, headers: Mapping[str, str]) -> Refusal 
 
 
 def own_key_required(method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
-    of_object = (method in ("PUT", "GET") and "list-type" not in path) or (method == "POST" and "?uploads" in path)
+    listing = method == "GET" and ("list-type" in path or "uploads" in path)
+    of_object = (method in ("PUT", "GET") and not listing) or (method == "POST" and "?uploads" in path)
     given = demands(method, path, headers, server_side_encryption_customer_algorithm="AES256")
     return (403, "AccessDenied") if of_object and not given else None
 
@@ -129,7 +130,7 @@ def use(store: S3Store) -> None:
 def test_invalid_options_are_refused(uri: str, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(StoreError, match="AWS_SERVER_SIDE_ENCRYPTION: .*set ") as refused:
+    with pytest.raises(StoreError, match=r"AWS_SERVER_SIDE_ENCRYPTION: .*set ") as refused:
         open_store(uri).put("versions/a", [b"x"])
     assert "c2hvcnQ" not in str(refused.value)
 

@@ -43,6 +43,8 @@ class Control:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._addresses: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._asking = threading.Lock()
         self._go = threading.Event()
         threading.Thread(target=self._hear, daemon=True).start()
 
@@ -53,8 +55,10 @@ class Control:
         return self._inbox.get()
 
     def ask(self, **question: Any) -> Message:
-        self.send(**question)
-        return self.receive()
+        """Ask for an address. Any thread may: an answer is never taken for an order."""
+        with self._asking:
+            self.send(**question)
+            return self._addresses.get()
 
     def halt(self, **message: Any) -> None:
         """Send a message, and stop until the harness sends "go"."""
@@ -68,7 +72,7 @@ class Control:
             if "go" in message:
                 self._go.set()
             else:
-                self._inbox.put(message)
+                (self._addresses if "address" in message else self._inbox).put(message)
         os._exit(1)
 
 

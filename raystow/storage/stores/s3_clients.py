@@ -24,6 +24,7 @@ import botocore.session
 import msgspec
 from botocore.config import Config
 from botocore.loaders import JSONFileLoader, Loader
+from botocore.model import OperationModel
 from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.store import S3Store as ObstoreS3
 
@@ -220,7 +221,7 @@ def _place(session: boto3.Session, bucket: str, overrides: S3Overrides) -> _Plac
 def _boto_client(configuration: S3Configuration, limits: RequestLimits, attempts: int) -> Any:
     session, place, more = configuration.session, configuration.place, configuration.options.boto_parameters()
 
-    def add(params: Mapping[str, Any], model: Any, **_: object) -> dict[str, Any]:
+    def add(params: Mapping[str, object], model: OperationModel, **_: object) -> dict[str, object]:
         return {**params, **{name: value for name, value in more.items() if name in model.input_shape.members}}
 
     # Over plain http boto3 would hash each body for the signature; its CRC covers the body there, as it does over https.

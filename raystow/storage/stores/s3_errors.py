@@ -14,8 +14,8 @@ from .store_answers import ANOTHER, StoreAnswers, silent_endpoint
 
 _RIGHTS = (
     "this needs s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload, ListBucket and, to collect, "
-    "ListBucketMultipartUploads on the bucket; set AWS_SERVER_SIDE_ENCRYPTION or AWS_REQUEST_PAYER=requester if its policy demands "
-    "encryption or a payer"
+    "ListBucketMultipartUploads on the bucket; set AWS_SERVER_SIDE_ENCRYPTION or AWS_REQUEST_PAYER=requester if its policy "
+    "demands encryption or a payer"
 )
 _KEYS = "check the AWS credentials: variables, profile or role"
 _CONFIGURATION = "check the AWS configuration: variables, ~/.aws/config, ~/.aws/credentials"
