@@ -114,15 +114,16 @@ def score(step: int) -> float:
 
 def trainer(folder: Path, config: dict[str, Any], *, workers: int | tuple[int, int] = 2, on: str = "", **checkpoints: Any) -> Any:
     """Return a trainer of the run "run" in ``folder``. ``on``: a resource of its nodes. ``checkpoints``:
-    ``CheckpointConfig``'s."""
+    ``CheckpointConfig``'s, and ``function``, which trains instead of ``train``."""
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     folder.mkdir(exist_ok=True)
+    function = checkpoints.pop("function", train)
     validation, failures = checkpoints.pop("validation", None), checkpoints.pop("max_failures", 3)
     resources = {"CPU": 1.0, **({on: 1.0} if on else {})}
     return TorchTrainer(
-        train,
+        function,
         train_loop_config={"folder": str(folder), **config},
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker=resources, elastic_resize_monitor_interval_s=2.0),

@@ -14,6 +14,7 @@ from polling import wait_until
 from ray.cluster_utils import Cluster
 from ray.train import TrainingFailedError
 from ray_train_runs import DEADLINE, Run, check, drain, expected, kill, score, trainer
+from ray_trainer_runs import TRAINERS
 
 import raystow
 from raystow import ray_train
@@ -128,6 +129,26 @@ def test_ranks_save_on_a_preemption_notice(spares: Spares, tmp_path: Path) -> No
     assert version.step > 1
     assert [step for step, _, _ in run.starts()] == [0, version.step]
     assert agree(result, home(tmp_path)) == [1, version.step, 120]
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_callbacks_of_trainers_save_on_a_preemption_notice(spares: Spares, tmp_path: Path, name: str) -> None:
+    """The only save before the last step is that of the notice; the training goes on from it without the node."""
+    run, steps = Run(tmp_path), 150
+    with ThreadPoolExecutor(1) as pool:
+        fit = pool.submit(trainer(tmp_path, {"steps": steps, "pace": 0.2}, on=SPARE, function=TRAINERS[name]).fit)
+        wait_until(lambda: bool(run.starts()) and run.reached() > 2, "the training runs")
+        doomed = spares.of(run.starts()[-1][2])
+        drain(spares.cluster, doomed, 60.0)
+        wait_until(lambda: raystow.latest(home(tmp_path)) is not None, "a save on notice")
+        version = raystow.latest(home(tmp_path))
+        assert version is not None
+        spares.add()
+        kill(spares.cluster, doomed)
+        fit.result(2 * DEADLINE)
+    assert 2 < version.step < steps
+    assert [step for step, _, _ in run.starts()] == [0, version.step]
+    assert [one.step for one in raystow.open(home(tmp_path)).versions()] == [version.step, steps]
 
 
 def test_a_failing_store_does_not_stop_training(cluster: Cluster, tmp_path: Path) -> None:
