@@ -171,3 +171,11 @@ def test_a_versioned_bucket_is_named_by_doctor_and_gc(backend: str) -> None:
     ended = CliRunner().invoke(build(), ["gc", uri, "--grace", "0s", "--yes"])
     assert ended.exit_code == 0
     assert "NoncurrentVersionExpiration" in " ".join(ended.output.split())
+
+
+@pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (507, "XMinioStorageFull"), (507, "")])
+def test_doctor_repeats_no_final_answer(backend: str, uri: str, refusal: Refusal) -> None:
+    with picky_s3(backend, lambda method, path, headers: refusal if method == "PUT" else None) as server:
+        found = dict(check_store(uri))
+        assert found["writing"].status is Status.FAILED
+        assert len(server.refused) == 1
