@@ -229,110 +229,6 @@ def cpu() -> str:
     return _with_files(("", "measured"), rows)
 
 
-def study() -> str:
-    """Render the sizes of versions and the losses of resumed trainings in ``training_study.py``."""
-    models = tuple((model, file, at_step) for model, (file, at_step) in _STUDIES.items())
-    header = ("stored / raw", *(f"{model} ([file](../benchmarks/results/{file}.json))" for model, file, _ in models))
-    return table(
-        header,
-        ((label, *(_size(model, file, at_step, way) for model, file, at_step in models)) for label, way in _WAYS),
-    )
-
-
-def resumed() -> str:
-    """Render the difference in loss between resumed and uninterrupted runs of ``training_study.py``."""
-    models = tuple((model, file) for model, (file, _) in _STUDIES.items())
-    ways = ("without loss", "resume-bounded", "archive", "weights alone", "weights alone, 4 bits")
-    rows = [(way, *(_off(model, file, "resumed", way, "end") for model, file in models)) for way in ways]
-    rows.append(("another order of the text", *(_spread(model, file) for model, file in models)))
-    return table(("resumed from", *(model for model, _ in models)), rows)
-
-
-def history() -> str:
-    """Render the size of a hundred versions in ``history.py``."""
-    runs = {
-        "3e-4 to 3e-5, last fifth of the run": "history-2026-11-23-falling-late",
-        "3e-4 to 3e-5": "history-2026-11-23-falling",
-    }
-    runs |= {"6e-4 to 6e-5": "history-2026-11-23-falling-6e-4", "3e-4, constant": "history-2026-11-23"}
-    resumable = ("weights alone, the last 2 resumable", "differences, the last resumable")
-    ways = ("in full", *resumable, "4 bits of mantissa, differences, the last resumable")
-    header = ("learning rate", "every bit", "`--resumable 2`", "`--resumable 1 --delta 6`", "... `--mantissa-bits 4`")
-    return table(
-        header,
-        (
-            (
-                f"[{label}](../benchmarks/results/{file}.json)",
-                *(share(at(file, "ways", way, "stored") / at(file, "raw")) for way in ways),
-            )
-            for label, file in runs.items()
-        ),
-    )
-
-
-def thinned_reads() -> str:
-    """Render the time to restore thinned versions in ``chain_restore.py``."""
-    file = "chain_restore-2026-11-23"
-    labels = {
-        "all of a whole version": "whole version",
-        "all of a difference to one": "version stored as a delta to a whole one",
-        "weights of a whole version": "weights of a whole version",
-        "weights of a whole one, thinned": "weights of a thinned version, whole",
-        "weights at the end of 6 differences": "weights at the end of six deltas",
-    }
-    rows = (
-        (label, f"{at(file, 'restores', key, 'read') / 1e6:.0f} MB", f"{at(file, 'restores', key, 'seconds'):.2f} s")
-        for key, label in labels.items()
-    )
-    return table(("restored", "read", "time"), rows)
-
-
-_STUDIES = {
-    "GPT": ("training_study-2026-11-23-bits", "1500"),
-    "experts": ("training_study-2026-11-23-experts", "750"),
-    "adapters": ("training_study-2026-11-23", "750"),
-}
-_WAYS = (
-    ("every tensor stored", "in full"),
-    ("derived tensors left out (default)", "derived"),
-    ("delta to 10 steps before", "difference, 10 steps"),
-    ("delta to 100 steps before", "difference, 100 steps"),
-    ('`lossy="resume-bounded"`', "resume-bounded"),
-    ("... as a delta to 10 steps before", "resume-bounded, difference, 10 steps"),
-    ('`lossy="archive"`', "archive"),
-    ("... as a delta to 10 steps before", "archive, difference, 10 steps"),
-    ("weights alone (thinned)", "weights alone"),
-    ("... as a delta to 10 steps before", "weights alone, difference, 10 steps"),
-    ("weights alone with 4 mantissa bits", "weights alone, 4 bits"),
-    ("... as a delta to 10 steps before", "weights alone, 4 bits, difference, 10 steps"),
-)
-
-
-def _size(model: str, file: str, at_step: str, way: str) -> str:
-    sizes = ("models", model, "sizes", at_step)
-    return share(at(file, *sizes, way) / at(file, *sizes, "raw")) if _has(file, *sizes, way) else "not measured"
-
-
-def _off(model: str, file: str, *path: str) -> str:
-    if not _has(file, "models", model, *path):
-        return "not measured"
-    off = at(file, "models", model, *path) - at(file, "models", model, "end")
-    return f"{off:+.4f}".replace("-0.0000", "0.0000") if off else "0, the same bits"
-
-
-def _spread(model: str, file: str) -> str:
-    ends = [at(file, "models", model, "other orders", run) - at(file, "models", model, "end") for run in range(3)]
-    return f"{min(ends):+.4f} to {max(ends):+.4f}"
-
-
-def _has(file: str, *path: str) -> bool:
-    try:
-        at(file, *path)
-    except KeyError:
-        return False
-    return True
-
-
 def _with_files(header: Row, rows: Iterable[Row]) -> str:
     """Render rows that end with a result file: its machine and a link to it."""
     return table(
@@ -386,10 +282,6 @@ TABLES = {
     "overview": overview,
     "gpu": gpu,
     "cpu": cpu,
-    "study": study,
-    "resumed": resumed,
-    "history": history,
-    "thinned-reads": thinned_reads,
     "faults": faults,
 }
 
