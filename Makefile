@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv azurite demo test lint test-frameworks test-s3 s3-suite byte-loops test-streams test-trackers test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training kernels package picture docs cli-docs chromium clean
+.PHONY: help venv azurite demo test lint test-frameworks test-s3 s3-suite byte-loops test-streams test-trackers test-gpu soak drills fuzz bench-control bench-restore bench-gpu kernels package picture docs cli-docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -93,7 +93,7 @@ test-frameworks: $(FRAMEWORKS)/ready $(VERL)/ready  ## tests with training frame
 $(FRAMEWORKS)/ready: $(FRAMEWORKS)/below
 	$(@D)/bin/python -m pip install --quiet setuptools wheel
 	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt "deepspeed<0.20"
-	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e ".[deepspeed,torchft,torchtitan,streams]"
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e ".[deepspeed,torchtitan,streams]" "torchft>=0.2,<0.3"
 	$(@D)/bin/python -m pip install --quiet --no-deps torchao
 	touch $@
 
@@ -126,9 +126,6 @@ fuzz: $(READY)  ## fuzz each parser of stored bytes for FUZZ_SECONDS (60)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[fuzz]"
 	for target in $(FUZZ_TARGETS); do $(BIN)/python tests/fuzz/campaign.py $$target $(FUZZ_SECONDS) || exit; done
 
-bench: $(READY)  ## codec speed of this machine
-	$(BIN)/python benchmarks/cpu_codec.py
-
 bench-control: $(READY)  ## commits, a coordinator of 2,048 nodes, opening 10,000 versions (some minutes)
 	$(BIN)/python benchmarks/control_plane.py
 
@@ -143,10 +140,6 @@ bench-gpu: $(READY)  ## cost of saves for training on a GPU, and restore speed
 	$(BIN)/python benchmarks/gpu_recovery.py
 	$(BIN)/python benchmarks/gpu_pair.py
 	$(BIN)/python benchmarks/gpu_ranks.py
-
-bench-training: $(READY)  ## bytes saved by each compression option, and its effect on resumed training (needs a GPU)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
-	$(BIN)/python benchmarks/training_study.py run
 
 package:  ## build sdist and wheel, check them, and read with the wheel in fresh environments of PYTHONS="python3.12 ..."
 	tools/check_package.sh

@@ -119,7 +119,7 @@ _MODULES = {
     "sensitivity": "orchestrator.sensitivity",
 }
 
-_SUBMODULES = ("dcp", "deepspeed", "huggingface", "lightning", "ray_train", "torchft", "torchtitan", "trackers", "verl")
+_SUBMODULES = ("dcp", "deepspeed", "huggingface", "lightning", "ray_train", "torchtitan", "trackers", "verl")
 """Integrations: each needs the library that it integrates with."""
 
 

@@ -59,7 +59,6 @@ OF_ONE = {
     "raystow-alarm": "reports one attempt that is too late; the coordinator has a deadline, too",
     "raystow-stall": "sends one warning; the rank is told by the coordinator, too",
     "raystow-late": "learns the outcome of one save that has not ended by its deadline; result() asks again",
-    "raystow-states": "listens for one sender of a state, or ends a wait for one",
     "raystow-ray": "asks the head node once; an error is raised where the answer is awaited",
     "raystow-callbacks": "calls the callbacks of one rank; the error of each is logged",
     "raystow-report": "reports one failed save",
@@ -78,7 +77,7 @@ OF_ONE = {
 }
 """Threads that end with the object that they serve."""
 
-TIMERS = {"raystow-alarm", "raystow-late", "raystow-stall", "raystow-states"}
+TIMERS = {"raystow-alarm", "raystow-late", "raystow-stall"}
 """Threads of ``OF_ONE`` that start after a delay."""
 
 IN_POOLS = {"raystow-code", "raystow-seal", "raystow-encode"}
@@ -87,7 +86,6 @@ IN_POOLS = {"raystow-code", "raystow-seal", "raystow-encode"}
 AWAITED = {
     "orchestrator/cli/run_history.py": 1,
     "orchestrator/coordinator/save_costs.py": 1,
-    "orchestrator/integrations/torchft/transport.py": 1,
     "orchestrator/journal/replay.py": 1,
     "orchestrator/journal/step_reader.py": 1,
     "orchestrator/restore/version_cache.py": 1,

@@ -67,11 +67,10 @@ SIGNATURES = (
     'pip install "raystow[signatures]"',
 )
 LIGHTNING = "lightning", ["import raystow.lightning"], 'pip install "raystow[lightning]"'
-TORCHFT = "torchft", ["import raystow.torchft", "import raystow; raystow.torchft"], 'pip install "raystow[torchft]"'
 TRANSFORMERS = "transformers", ["import raystow.huggingface"], 'pip install "raystow[huggingface]"'
 
 
-@pytest.mark.parametrize("together", [[TORCH, SIGNATURES], [RAY], [LIGHTNING, TORCHFT, TRANSFORMERS]])
+@pytest.mark.parametrize("together", [[TORCH, SIGNATURES], [RAY], [LIGHTNING, TRANSFORMERS]])
 def test_python_names_the_extra(together: list[tuple[str, list[str | list[str]], str]]) -> None:
     texts = told([missing for missing, _, _ in together], [case for _, cases, _ in together for case in cases])
     assert texts == [

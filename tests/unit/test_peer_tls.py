@@ -28,7 +28,6 @@ from raystow.workers.replication import peer_server
 from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.peers import Peers
 from raystow.workers.replication.replica_store import ReplicaStore
-from raystow.workers.states.staged_states import StagedStates
 from raystow.workers.usage import Usage
 
 TEXT = b"what nobody else may read. " * 20_000
@@ -81,7 +80,7 @@ def served(*, tls: bool = True) -> Iterator[PeerServer]:
     peers = Peers(lambda node: server.contact, clock)
     fetcher = Fetcher(tier, peers, budget=1 << 20, node="server")
     journal = NodeJournal("server", 1 << 20, NoPeers(), clock)
-    server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, StagedStates(1 << 20), usage=Usage(clock), tls=tls)
+    server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, usage=Usage(clock), tls=tls)
     try:
         with fetcher.visit():
             yield server

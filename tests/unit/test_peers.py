@@ -39,7 +39,6 @@ from raystow.workers.replication import peer_server, peers
 from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.peers import Peers
 from raystow.workers.replication.replica_store import ReplicaStore
-from raystow.workers.states.staged_states import StagedStates
 from raystow.workers.usage import Usage
 
 DATA = os.urandom(3_000_000)
@@ -65,7 +64,6 @@ class Worker:
             self.fetcher,
             ReplicaStore(self.tier),
             self.journal,
-            StagedStates(1 << 20),
             usage=Usage(clock),
             tls=tls,
         )

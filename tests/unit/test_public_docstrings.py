@@ -18,7 +18,7 @@ import yaml
 import raystow
 
 MODULES = ("raystow", "raystow.dcp", "raystow.huggingface", "raystow.lightning", "raystow.ray_train", "raystow.trackers")
-FRAMEWORKS = "raystow.deepspeed", "raystow.torchft", "raystow.torchtitan", "raystow.verl"
+FRAMEWORKS = "raystow.deepspeed", "raystow.torchtitan", "raystow.verl"
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "api").glob("*.md"))
 
 

@@ -71,22 +71,33 @@ def test_an_invalid_environment_is_refused(rank: str, world_size: str, monkeypat
 
 
 GROUP = """
+import sys
 import torch.distributed as dist
 from raystow.orchestrator.client.rank_discovery import placement
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-print(*placement())
+print(*placement(*map(int, sys.argv[1:])))
 """
 
 
-@pytest.mark.parametrize(("rank", "code"), [("0", 0), ("1", 1)])
-def test_a_process_group_must_agree_with_the_environment(rank: str, code: int) -> None:
-    told = subprocess.run(
-        [sys.executable, "-c", GROUP],
+def in_a_group(rank: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", GROUP, *arguments],
         env=os.environ | {"RANK": rank, "WORLD_SIZE": str(1 + int(rank))},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+@pytest.mark.parametrize(("rank", "code"), [("0", 0), ("1", 1)])
+def test_a_process_group_must_agree_with_the_environment(rank: str, code: int) -> None:
+    told = in_a_group(rank)
     assert told.returncode == code
     assert told.stdout == ("0 1\n" if code == 0 else "")
     assert ("contradictory ranks" in told.stderr) == bool(code)
+
+
+def test_arguments_of_the_process_group_are_used() -> None:
+    """A replica group of torchft under Ray Train, which sets RANK and WORLD_SIZE to those of all groups."""
+    assert in_a_group("1", "0", "1").stdout == "0 1\n"
+    assert "contradictory ranks" in in_a_group("1", "1", "3").stderr

@@ -21,12 +21,13 @@ def placement(rank: int | None = None, world_size: int | None = None) -> Placeme
     """Return the rank and world size of this process; 0 and 1 if nothing tells them.
 
     Raises ``StateError`` if only one of the two is given, or if any two of the sources contradict each other: ranks that are
-    wrong make ranks overwrite each other's shards.
+    wrong make ranks overwrite each other's shards. Arguments that are those of torch.distributed are right, whatever the others
+    tell: a replica group of torchft is a world of its own, and Ray Train counts the ranks of all groups.
     """
     if (rank is None) != (world_size is None):
         given, missing = ("world_size", "rank") if rank is None else ("rank", "world_size")
         raise StateError(f"{given}= is given without {missing}=", remedy="pass both, or neither")
-    found = {"Ray Train": _train(), "torch.distributed": _distributed(), "RANK and WORLD_SIZE": _environment()}
+    found = {"Ray Train": _train(), "torch.distributed": process_group(), "RANK and WORLD_SIZE": _environment()}
     if rank is not None and world_size is not None:
         given_here = Placement(integer("rank", rank, least=0), integer("world_size", world_size, least=1))
         found = {"the arguments": given_here, **found}
@@ -34,11 +35,21 @@ def placement(rank: int | None = None, world_size: int | None = None) -> Placeme
     for source, (rank, world_size) in known.items():
         if not 0 <= rank < world_size:
             raise StateError(f"{source}: rank {rank} in a world of {world_size}", remedy="ranks count from 0")
+    if (passed := known.get("the arguments")) is not None and passed == known.get("torch.distributed"):
+        return passed
     if len(set(known.values())) > 1:
         told = "; ".join(f"{source}: {_text(place)}" for source, place in found.items())
         remedy = "pass the rank and world size that Ray Train or torch.distributed has, or unset RANK and WORLD_SIZE"
         raise StateError(f"contradictory ranks ({told})", remedy=remedy)
     return next(iter(known.values()), Placement(0, 1))
+
+
+def process_group() -> Placement | None:
+    """Return what torch.distributed has, if it is initialized."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return Placement(int(distributed.get_rank()), int(distributed.get_world_size()))
 
 
 def _text(place: Placement | None) -> str:
@@ -54,13 +65,6 @@ def _train() -> Placement | None:
         return Placement(int(context.get_world_rank()), int(context.get_world_size()))
     except (RuntimeError, AttributeError):
         return None  # not in a Ray Train worker
-
-
-def _distributed() -> Placement | None:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return Placement(int(distributed.get_rank()), int(distributed.get_world_size()))
 
 
 def _environment() -> Placement | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -136,18 +135,6 @@ def is_tensor(node: object) -> bool:
     """Whether a node is a torch tensor, boxes of one, a numpy array or a numpy scalar."""
     torch = sys.modules.get("torch")
     return (torch is not None and isinstance(node, torch.Tensor)) or isinstance(node, np.ndarray | np.generic | Box | Boxes)
-
-
-def check_values(leaves: Sequence[Leaf], what: str = "state") -> None:
-    """``StateError`` unless a state can be built from its leaves alone: from parts of tensors it cannot."""
-    for leaf in leaves:
-        if isinstance(leaf.value, WrapperText):
-            described = f"a tensor of class {json.loads(leaf.value)['class']} cannot be sent or stored as a value"
-            raise StateError(described, subject=show(leaf.path[:-1], what), remedy="pass its inner tensors")
-        if isinstance(leaf.value, Box | Boxes):
-            raise StateError(
-                "a raystow.Box cannot be sent or stored as a value", subject=show(leaf.path, what), remedy="pass a tensor"
-            )
 
 
 def boxes(leaf: Leaf, what: str = "state") -> list[Leaf]:

@@ -9,7 +9,7 @@ from ...storage.format import key_files
 from ...storage.repository import Repository
 from ...storage.version import Version
 from ...storage.version_selector import LATEST, VersionSelector
-from ..client.rank_discovery import placement
+from ..client.rank_discovery import placement, process_group
 from ..restore.agreed import restore_agreed
 from ..restore.agreement import LocalAgreement
 from ..restore.name_patterns import NameRules
@@ -31,7 +31,7 @@ def restore(
 ) -> Version | None:
     """See ``raystow.restore``."""
     names = NameRules.of(strict, allow_missing, allow_unused)
-    rank, world_size = placement()
+    rank, world_size = process_group() or placement()  # a replica group of torchft is a world of its own: see placement
     agreement = LocalAgreement(repository, version, fall_back=world_size == 1)
     return restore_agreed(repository, into, agreement, RestoreOptions(rank, world_size, names, cast), progress=progress)
 

@@ -199,11 +199,6 @@ def node_actor(connect: Callable[[str, JobSettings], CoordinatorClient]) -> Acto
     )
 
 
-def contact_of(node: str, timeout: float) -> Contact:
-    """Return where a node's worker listens. ``ClusterError`` if there is none, or it does not answer in time."""
-    return _ask(node, NodeActor.contact, timeout)
-
-
 def saves_on(node: str) -> dict[str, Saves] | None:
     """See ``Node.saves``; None where there is no node worker. ``ClusterError`` if it does not answer."""
     if RayConnection.here().ask(lambda: _worker(node), _ANSWER) is None:

@@ -47,7 +47,6 @@ from ..protocol.messages import (
     NodeStatus,
     OpenJournal,
     OpenSession,
-    OpenStates,
     OpenStore,
     PutEntry,
     ReadCached,
@@ -62,7 +61,6 @@ from ..replication.peer_server import PeerServer
 from ..replication.replica_store import ReplicaStore
 from ..replication.replicator import ReplicationPeers, Replicator
 from ..shm.slots import Slots, SlotUse
-from ..states.staged_states import StagedStates
 from ..thread_priority import give_way
 from ..usage import Usage
 from .gauges import measure
@@ -136,7 +134,7 @@ class Node:
 
     Memory: for each training process the ring and the coded bytes that it asks for; about 9 MiB for each coding thread, and 1 MiB
     for each thread that writes to a local disk; for the newest version a quarter of the machine's memory (see ``limit_cache``),
-    and a quarter of that for bytes that restoring processes read from elsewhere; for states that other replicas read, a quarter.
+    and a quarter of that for bytes that restoring processes read from elsewhere.
 
     Args:
         node: The name of this node.
@@ -167,10 +165,7 @@ class Node:
         self.replicas = ReplicaStore(self._tier)
         self.replicator = Replicator(node, self._tier, peers, SYSTEM, stores=self.replicas.stores)
         self.journal = NodeJournal(node, memory_limit() // 8, peers, SYSTEM, open_repository=self._repository)
-        self._states = StagedStates(memory_limit() // 4)
-        self._peer_server = PeerServer(
-            host, self._fetcher, self.replicas, self.journal, self._states, usage=self._usage, tls=peer_tls.wanted()
-        )
+        self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal, usage=self._usage, tls=peer_tls.wanted())
         self._executors = Executors(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
             sealers=ThreadPoolExecutor(_SEALERS, "raystow-seal", initializer=give_way),
@@ -214,7 +209,6 @@ class Node:
         self._peer_server.close()
         self.replicator.close()
         self.journal.close()
-        self._states.close()
         self._executors.coders.shutdown(wait=False)
         self._executors.sealers.shutdown(wait=False)
         self._executors.uploads.shutdown(wait=False)
@@ -234,7 +228,7 @@ class Node:
         with self._usage.visit(), contextlib.closing(connection):
             try:
                 connection.handshake("a process of this node")
-                received = connection.receive(OpenStore, OpenSession, ReadCached, OpenJournal, OpenStates, KeepNode)
+                received = connection.receive(OpenStore, OpenSession, ReadCached, OpenJournal, KeepNode)
                 match received and received[0]:
                     case OpenStore(uri, settings):
                         self._settings_of(StoreAddress(uri, settings.place)).use(settings)
@@ -248,8 +242,6 @@ class Node:
                         self.journal.serve(connection, journal)
                     case KeepNode() as keep:
                         self._serve_stay(connection, keep)
-                    case OpenStates() as states:
-                        self._states.serve(connection, states)
                     case ReadCached() as first:
                         with self._fetcher.visit():
                             serve_reads(connection, first, self._fetcher, lambda store: self._repository(store).store)
@@ -286,7 +278,7 @@ class Node:
         """Whether there is something in progress, or in memory, that the store does not have."""
         with self._lock:
             attempts = list(self._attempts.values())
-        if any(not attempt.over for attempt in attempts) or self._states.used:
+        if any(not attempt.over for attempt in attempts):
             return True
         for repository in self._tier.repositories() | self.journal.store.repositories():
             held = [held.attempt.id for held in self._tier.holdings(repository) if held.whole and not held.committed]

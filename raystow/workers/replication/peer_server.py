@@ -15,7 +15,6 @@ from ...storage.errors import ClusterError, DeadlineExceeded, ProtocolError
 from ..cache.fetcher import Fetcher
 from ..protocol.messages import (
     JOURNAL,
-    STAGED,
     ClaimSpan,
     Contact,
     EntryKept,
@@ -27,7 +26,6 @@ from ..protocol.messages import (
 )
 from ..protocol.peer_tls import server_context
 from ..protocol.tcp_channel import TcpChannel
-from ..states.staged_states import StagedStates
 from ..usage import Usage
 from .replica_store import ReplicaStore
 
@@ -61,12 +59,11 @@ class PeerServer:
         fetcher: Fetcher,
         replicas: ReplicaStore,
         journal: EntryHost,
-        states: StagedStates,
         *,
         usage: Usage,
         tls: bool = True,
     ) -> None:
-        self._fetcher, self._replicas, self._journal, self._states = fetcher, replicas, journal, states
+        self._fetcher, self._replicas, self._journal = fetcher, replicas, journal
         self._usage = usage
         self._closed = False
         self._channels = set[TcpChannel]()
@@ -168,9 +165,6 @@ class PeerServer:
             if request.key.startswith(JOURNAL):
                 content = self._journal.named(request.repository, request.key)
                 self._send_content(channel, None if content is None else content[start : start + length], length)
-                return
-            if request.key.startswith(STAGED):
-                self._send_content(channel, self._states.read(request.key, (start, start + length), _WAIT), length)
                 return
             lent = self._fetcher.lend(request.repository, request.key, (start, start + length), _WAIT)
         except DeadlineExceeded:
