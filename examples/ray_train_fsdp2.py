@@ -14,6 +14,7 @@ import ray
 import ray.train
 import torch
 from ray.train.torch import TorchConfig, TorchTrainer
+from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,7 +51,9 @@ def train(config: dict[str, int]) -> None:
             optimizer.step()
             if step % EVERY == 0 or step == config["steps"]:  # the same steps on every rank
                 weights, moments = get_state_dict(model, optimizer)
-                checkpointer.save({"model": weights, "optim": moments, "step": step}, step=step, metrics={"loss": loss.item()})
+                state = {"model": weights, "optim": moments, "step": step}
+                distributed.all_reduce(loss.detach())  # in place: the sum over all ranks
+                checkpointer.save(state, step=step, metrics={"loss": loss.item() / world})
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import ray
 import ray.train
 import torch
 from ray.train.torch import TorchConfig, TorchTrainer
+from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -58,7 +59,8 @@ def train(config: dict[str, Any]) -> None:
             if step % EVERY == 0 or step == config["steps"] or notice != leaving:  # the same steps on every rank
                 weights, moments = get_state_dict(model, optimizer)
                 state = {"model": weights, "optim": moments, "step": step}
-                checkpointer.save(state, step=step, metrics={"loss": loss.item()})
+                distributed.all_reduce(loss.detach())  # in place: the sum over all ranks
+                checkpointer.save(state, step=step, metrics={"loss": loss.item() / world})
             leaving = notice
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from builders import memory_repository
 from fake_clock import FakeClock
+from msgspec.structs import replace
 
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
@@ -35,10 +37,11 @@ class CoordinatedRun:
         save: int = 1,
         replicated: int = 7,
         delta: int = 0,
+        metrics: Mapping[str, str] | None = None,
     ) -> Ticket:
         expected = replicated if rank == 0 else 0
         begin = Begin(rank, world, f"{process}{rank}", save, f"node-{rank % 2}", step, 60.0, replicated, expected, delta=delta)
-        return self.core.begin(begin)
+        return self.core.begin(replace(begin, metrics=metrics or {}))
 
     def phase(self, ticket: Ticket) -> Phase:
         return self.core.attempt(ticket).phase

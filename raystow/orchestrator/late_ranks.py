@@ -12,7 +12,7 @@ _LISTED = 8  # ranks, or spans of ranks, that a text lists
 
 
 @dataclass(frozen=True)
-class LateWarning:
+class NumberedWarning:
     """The ``number``-th warning of a save or restore. ``to``: who logs it for all that wait: a node's number, or a rank."""
 
     number: int

@@ -14,7 +14,7 @@ from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.repository import create_repository
 from raystow.storage.retention.policy import Policy
-from raystow.workers.protocol.messages import Begin, RanksLate, Ticket
+from raystow.workers.protocol.messages import Begin, RanksWarning, Ticket
 
 from .invariants import Role
 from .journal import Violation
@@ -59,17 +59,17 @@ class Host:
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         self._apply(lambda core: core.finished(ticket, rank, covered))
 
-    def wait_complete(self, ticket: Ticket, told: int) -> RanksLate | None:
+    def wait_complete(self, ticket: Ticket, told: int) -> RanksWarning | None:
         found = self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, told)
-        return found if isinstance(found, RanksLate) else None
+        return found if isinstance(found, RanksWarning) else None
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         self._apply(lambda core: core.staged(ticket, info, packs))
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], told: int) -> Entry | RanksLate | None:
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], told: int) -> Entry | RanksWarning | None:
         self._apply(lambda core: core.fragment(ticket, info, packs))
         found = self._until(ticket, lambda attempt: attempt.phase.over, told)
-        return found if isinstance(found, RanksLate) else found.entry
+        return found if isinstance(found, RanksWarning) else found.entry
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._apply(lambda core: core.failed(ticket, reason))
@@ -141,7 +141,7 @@ class Host:
             self._notified_changes = self._core.changes
             self.process.tell()
 
-    def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], told: int) -> Attempt | RanksLate:
+    def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], told: int) -> Attempt | RanksWarning:
         attempt: Attempt = self._apply(lambda core: core.attempt(ticket))
         core = self._core
         assert core is not None

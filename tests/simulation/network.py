@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from raystow.storage.errors import ClusterError, RaystowError
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
-from raystow.workers.protocol.messages import Begin, RanksLate, Ticket
+from raystow.workers.protocol.messages import Begin, RanksWarning, Ticket
 
 from .scheduler import Process
 
@@ -59,7 +59,7 @@ class SimPort:
     def _wait(self, method: str, timeout: float, warn: Callable[[str], None], *args: object) -> Any:
         """Call until the answer is no warning; a warning may come late or twice."""
         answer, told = self._call(method, timeout, *args, 0), 0
-        while isinstance(answer, RanksLate):
+        while isinstance(answer, RanksWarning):
             told = max(told, answer.number)
             warn(answer.text)
             answer = self._call(method, timeout, *args, told)

@@ -1,4 +1,4 @@
-"""A coordinator names the ranks and nodes that keep a save waiting, long before its deadline."""
+"""A coordinator names the ranks and nodes that keep a save waiting, long before its deadline, and ranks with other metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from coordinated_run import CoordinatedRun, coordinated_run, part
 
 from raystow.orchestrator.late_ranks import ranks_text
 from raystow.workers.protocol.messages import Ticket
+
+METRICS = {"epoch": "1", "loss": "0.5"}, {"epoch": "1", "loss": "0.25", "top": "3"}
 
 
 @pytest.fixture
@@ -70,3 +72,19 @@ def test_late_ranks_are_listed_in_spans() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text([7, 0, 1, 2, 4, 5, 6]) == "ranks 0-2, 4-7"
     assert ranks_text(range(0, 40, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
+
+
+def test_metrics_of_other_ranks_are_named_once(run: CoordinatedRun) -> None:
+    """A version has the metrics of rank 0, whichever rank comes first."""
+    for step in (1, 2):
+        tickets = [run.begin(rank, step, save=step, metrics=METRICS[rank]) for rank in (1, 0)][::-1]
+        run.seal(tickets)
+        text = warned(run, tickets[0])
+        what = "ranks have other metrics than rank 0, whose metrics the version has: "
+        differing = "loss (rank 0: 0.5; rank 1: 0.25), top (rank 0: none; rank 1: 3)"
+        assert text == (what + differing if step == 1 else "")
+        assert warned(run, tickets[1]) == ""
+        run.commit()
+        newest = run.committer.catalog.latest()
+        assert newest is not None
+        assert newest.metrics == {"epoch": 1, "loss": 0.5}

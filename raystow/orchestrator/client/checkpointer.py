@@ -197,7 +197,7 @@ class Checkpointer:
             state: A dict with string or integer keys of tensors, numpy arrays, numbers, strings, bytes, None, and dicts, lists
                 and tuples of these.
             step: The training step, from 0 to 2**63 - 1.
-            metrics: Plain values by name. The metrics of all ranks are merged into those of the version.
+            metrics: Plain values by name. The version has those of rank 0; a warning names what other ranks pass otherwise.
 
         Returns:
             The save in flight. Its ``result()`` waits for the version.

@@ -35,8 +35,8 @@ from ...workers.protocol.messages import (
     JournalVote,
     NoVersion,
     RankReading,
-    RanksLate,
     RanksReading,
+    RanksWarning,
     RestoreChoice,
     RestoreVote,
     StartRun,
@@ -173,13 +173,13 @@ class CoordinatorActor:
 
     async def fragment(
         self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], told: int | None = None
-    ) -> Entry | RanksLate:
+    ) -> Entry | RanksWarning:
         """Take a node's fragment, and return when the attempt is a version, or with the warning after the ``told``-th."""
         if (await self._started()).core.find(ticket.attempt) is None:  # an earlier coordinator may have committed it
             return await self.outcome(ticket.id, ticket.attempt)
         await self._apply(lambda core: core.fragment(ticket, info, packs))
         found = await self._until(ticket, lambda attempt: attempt.phase.over, told)
-        return found if isinstance(found, RanksLate) else found.result()
+        return found if isinstance(found, RanksWarning) else found.result()
 
     async def outcome(self, id: int, name: str) -> Entry:
         """Return the entry of the version that an attempt has become, once it is over. Raises what ``outcome_in`` raises."""
@@ -229,14 +229,14 @@ class CoordinatorActor:
                 return await self.begin(request)
             case messages.PartStored(ticket, info, packs, told):
                 stored = await self.fragment(ticket, info, packs, told)
-                return stored if isinstance(stored, RanksLate) else messages.Committed(stored)
+                return stored if isinstance(stored, RanksWarning) else messages.Committed(stored)
             case messages.JoinRun(rank, incarnation, world_size):
                 await self.join(rank, incarnation, world_size)
             case messages.RankFinished(ticket, rank, covered):
                 await self._apply(lambda core: core.finished(ticket, rank, covered))
             case messages.AwaitRanks(ticket, told):
                 found = await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, told)
-                if isinstance(found, RanksLate):
+                if isinstance(found, RanksWarning):
                     return found
             case messages.PartStaged(ticket, info, packs):
                 await self._apply(lambda core: core.staged(ticket, info, packs))
@@ -393,11 +393,11 @@ class CoordinatorActor:
         except asyncio.TimeoutError:
             return False
 
-    async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], told: int | None = None) -> Attempt | RanksLate:
+    async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], told: int | None = None) -> Attempt | RanksWarning:
         core = (await self._started()).core
         attempt = core.attempt(ticket)
 
-        def late() -> RanksLate | None:
+        def late() -> RanksWarning | None:
             return None if told is None else core.late(ticket, told)
 
         async with self._changed:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from ...storage.committer import Committer
 from ...storage.errors import RaystowError, SaveFailed
+from ...storage.format import values
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
-from ..late_ranks import LATE, LateWarning, late_text
+from ..late_ranks import LATE, NumberedWarning, late_text
 
 
 class Phase(enum.Enum):
@@ -31,6 +32,8 @@ class Phase(enum.Enum):
 ANOTHER_RUN = 'if another run writes here, stop it or give it a URI of its own; on_fenced="takeover" takes the repository over'
 """The remedy for two runs with one repository."""
 
+_LISTED = 3  # metrics that a warning names
+
 NodeResult = tuple[FragmentInfo, tuple[PackInfo, ...]]
 """What one node has stored: its manifest fragment and its packs."""
 
@@ -39,14 +42,14 @@ NodeResult = tuple[FragmentInfo, tuple[PackInfo, ...]]
 class Attempt:
     """One attempt to make a version.
 
-    ``ranks``: rank -> its node. ``saves``: rank -> the number of its save. ``delivered``: rank -> its process, which has ended
-    after its node worker had all of the save. ``owned_dtensors``: DTensor -> the first rank of its
-    mesh. ``nodes``: node -> its number in the attempt. ``staged`` and ``stored``: results by node number, complete in memory and
-    durable. ``failure``: why it was aborted. ``created``: when all was staged. ``promised``: the record that it will have.
-    ``restores``: restores that its record reports. ``base``: the version that it is compared with; ``deltas``: whether changed
-    chunks may be deltas to that. ``takes_over``: whether a rank asks to take the repository over from another run. ``opened``,
-    ``deadline``, ``ended``: monotonic seconds. ``progress``: when one reported last; ``warn_at``: when to look for ranks that
-    are late; ``warning``: the newest about them.
+    ``metrics``: rank -> its metrics as JSON. ``ranks``: rank -> its node. ``saves``: rank -> the number of its save.
+    ``delivered``: rank -> its process, which has ended after its node worker had all of the save. ``owned_dtensors``: DTensor
+    -> the first rank of its mesh. ``nodes``: node -> its number in the attempt. ``staged`` and ``stored``: results by node
+    number, complete in memory and durable. ``failure``: why it was aborted. ``created``: when all was staged. ``promised``: the
+    record that it will have. ``restores``: restores that its record reports. ``base``: the version that it is compared with;
+    ``deltas``: whether changed chunks may be deltas to that. ``takes_over``: whether a rank asks to take the repository over
+    from another run. ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one reported last; ``warn_at``:
+    when to look for ranks that are late; ``warning``: the newest about them.
     """
 
     id: int
@@ -57,7 +60,7 @@ class Attempt:
     deadline: float = 0.0
     phase: Phase = Phase.GATHERING
     failure: RaystowError | None = None
-    metrics: dict[str, object] = field(default_factory=dict)
+    metrics: dict[int, Mapping[str, str]] = field(default_factory=dict)
     coding: dict[str, str] = field(default_factory=dict)
     lossy: dict[str, str] = field(default_factory=dict)
     retention: Policy | None = None
@@ -83,7 +86,7 @@ class Attempt:
     takes_over: bool = False
     progress: float = 0.0
     warn_at: float = 0.0
-    warning: LateWarning | None = None
+    warning: NumberedWarning | None = None
 
     @property
     def subject(self) -> str:
@@ -107,8 +110,8 @@ class Attempt:
         """Whether it cannot become a version without more work of a node, by number."""
         return self.phase in (Phase.GATHERING, Phase.SEALING) and node not in self.stored
 
-    def late(self, process_of: Callable[[int], str], now: float) -> LateWarning | None:
-        """The next warning of the ranks that others wait for; None if there are none, or not for long enough. The node of the
+    def late(self, process_of: Callable[[int], str], now: float) -> NumberedWarning | None:
+        """Warn of the ranks that others wait for; None if there are none, or not for long enough. The node of the
         first rank that waits logs it."""
         every, quiet = set(range(self.world_size)), now - self.progress
         unstored = {rank for rank, node in self.ranks.items() if self.nodes[node] not in self.stored}
@@ -121,13 +124,31 @@ class Attempt:
             late, waiting, what = unstored, every - unstored, f"stored nothing more for {quiet:.0f} s: a store may hang"
         if not late or not waiting or (quiet < LATE and not absent):
             return None
+        return self._warn(late_text(late, waiting, what, process_of), min(waiting))
+
+    def warn_of_metrics(self) -> bool:
+        """Warn of metrics of other ranks that are not those of rank 0, which the version has. Returns whether there are any."""
+        of_rank_0, told = self.metrics[0], dict[str, str]()
+        for rank, metrics in sorted(self.metrics.items()):
+            for name in sorted({*metrics, *of_rank_0} - told.keys()):
+                if metrics.get(name) != of_rank_0.get(name):
+                    texts = (f"rank {one}: {those.get(name, 'none')}" for one, those in ((0, of_rank_0), (rank, metrics)))
+                    told[name] = f"{name} ({'; '.join(texts)})"
+        if told:
+            more = f" and {len(told) - _LISTED} more" if len(told) > _LISTED else ""
+            what = f"{', '.join([*told.values()][:_LISTED])}{more}"
+            self._warn(f"ranks have other metrics than rank 0, whose metrics the version has: {what}", 0)
+        return bool(told)
+
+    def _warn(self, text: str, rank: int) -> NumberedWarning:
         number = 1 if self.warning is None else self.warning.number + 1
-        return LateWarning(number, late_text(late, waiting, what, process_of), self.nodes[self.ranks[min(waiting)]])
+        self.warning = NumberedWarning(number, text, self.nodes[self.ranks[rank]])
+        return self.warning
 
     def forget_parts(self) -> None:
         """Drop the data of ranks and nodes: 100 MB for thousands of nodes, and the newest attempts are kept."""
         self.ranks, self.saves, self.delivered, self.replicated, self.owned_dtensors, self.nodes = {}, {}, {}, {}, {}, {}
-        self.covered, self.staged, self.stored, self.promised = {}, {}, {}, None
+        self.covered, self.staged, self.stored, self.promised, self.metrics = {}, {}, {}, None, {}
 
 
 def version_record(
@@ -143,7 +164,7 @@ def version_record(
         step=attempt.step,
         created=created,
         world_size=attempt.world_size,
-        metrics=attempt.metrics,
+        metrics={name: values.loads(text) for name, text in attempt.metrics.get(0, {}).items()},
         coding=attempt.coding,
         lossy=attempt.lossy,
         writer=dict(writer),

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from ...storage.clock import Clock
 from ...storage.committer import Committer
 from ...storage.errors import Damaged, Fenced, NotARepository, OutcomeUnknown, RaystowError, SaveFailed
-from ...storage.format import values
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord, check_part, check_restore
 from ...storage.log import Log, about
 from ...storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...storage.root_register import BEGIN_ANEW
 from ...workers.protocol.coordinator_client import differing, total
-from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksLate, RestoreVote, Ticket, UnusedNames
+from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksWarning, RestoreVote, Ticket, UnusedNames
 from ..late_ranks import LATE, next_warning, process_name
 from .attempt import ANOTHER_RUN, Attempt, Phase, first_differences, version_record
 from .delta_schedule import DeltaGroup, after
@@ -48,6 +47,7 @@ class Coordinator:
         self._attempts: dict[str, Attempt] = {}
         self._restores: tuple[RestoreInfo, ...] = ()  # not reported by a version yet
         self._group: DeltaGroup | None = None  # of the newest whole version
+        self._metrics_differ = False  # a warning has said it
         self._lost: VersionRecord | None = None  # of the newest attempt that was aborted after all was staged
         self._schedule, self.costs = SaveSchedule(clock), SaveCosts(clock.now())
         self.changes = 0
@@ -143,7 +143,7 @@ class Coordinator:
         attempt = self._joinable(begin) or self._new(begin)
         if begin.rank not in attempt.ranks:
             attempt.progress = self._clock.monotonic()
-            attempt.metrics.update({name: values.loads(text) for name, text in begin.metrics.items()})
+            attempt.metrics[begin.rank] = begin.metrics
             attempt.ranks[begin.rank], attempt.saves[begin.rank] = begin.node, begin.save
             attempt.replicated[begin.rank] = begin.replicated
             attempt.coding.update(begin.coding)
@@ -177,6 +177,7 @@ class Coordinator:
             why = "there is a gap or an overlap, or the ranks disagree on its placement"
             self._abort(attempt, f"the shards of all ranks do not {whole}: {why}")
             return
+        self._metrics_differ = self._metrics_differ or attempt.warn_of_metrics()  # said once: they may differ in each save
         self._enter(attempt, Phase.SEALING)
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
@@ -282,13 +283,13 @@ class Coordinator:
                 late = sorted(node for node, number in attempt.nodes.items() if number not in attempt.stored)
                 self._abort(attempt, f"nodes {late} had not stored their shards after {seconds:.0f} s")
 
-    def late(self, ticket: Ticket, told: int) -> RanksLate | None:
+    def late(self, ticket: Ticket, told: int) -> RanksWarning | None:
         """The warning of late ranks that a node has to log, after the ``told``-th."""
         attempt = self._attempts.get(ticket.attempt)
         warning = None if attempt is None else attempt.warning
         if warning is None or warning.number <= told or warning.to != ticket.node:
             return None
-        return RanksLate(warning.number, warning.text)
+        return RanksWarning(warning.number, warning.text)
 
     def member(self, rank: int) -> str:
         """The incarnation of the process that has a rank; "" if none has joined."""
@@ -300,7 +301,7 @@ class Coordinator:
         if (warning := attempt.late(lambda rank: process_name(self.member(rank)), now)) is None:
             attempt.warn_at = max(attempt.progress, now - LATE + 1) + LATE
             return
-        attempt.warning, attempt.warn_at = warning, next_warning(now, attempt.opened)
+        attempt.warn_at = next_warning(now, attempt.opened)
         self.changes += 1
         self._log(attempt).warning("save of step %d: %s", attempt.step, warning.text)
 

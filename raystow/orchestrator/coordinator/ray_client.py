@@ -170,10 +170,10 @@ class RayCoordinatorClient:
         """Ask until there is an answer and not a warning. ``ask``: makes the question from the number of warnings so far."""
         told = 0
         while True:
-            answer = messages.decode(self._call("handle", ask(told), timeout), expected, messages.RanksLate)
+            answer = messages.decode(self._call("handle", ask(told), timeout), expected, messages.RanksWarning)
             if isinstance(answer, expected):
                 return answer
-            assert isinstance(answer, messages.RanksLate)
+            assert isinstance(answer, messages.RanksWarning)
             told = answer.number
             warn(answer.text)
 

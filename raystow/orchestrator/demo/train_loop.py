@@ -70,9 +70,10 @@ def train(config: dict[str, Any]) -> None:
             journal.flush()
             torch.distributed.barrier()  # else a failure during the save might lose this step, on another rank
             weights, moments = get_state_dict(model, optimizer)
+            torch.distributed.all_reduce(loss.detach())  # in place: the sum over all ranks
             doomed = this_node() if first_try and step == strike and rank == world - 1 else []
             pending = checkpointer.save(
-                {"model": weights, "optim": moments, "step": step}, step=step, metrics={"loss": loss.item()}
+                {"model": weights, "optim": moments, "step": step}, step=step, metrics={"loss": loss.item() / world}
             )
             under_way.append(pending)
             if doomed:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ...storage.errors import NotFound, RaystowError
 from ...storage.format.root import Entry
 from ...workers.protocol.messages import NO_GROUP, RanksReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
-from ..late_ranks import LATE, LateWarning
+from ..late_ranks import LATE, NumberedWarning
 
 
 @dataclass
@@ -55,7 +55,7 @@ class RestoreRound:
     warn_at: float = 0.0
     warnings: int = 0
     patience: float = 0.0
-    warning: LateWarning | None = None
+    warning: NumberedWarning | None = None
 
     def warns(self, rank: RestoreVote | UnusedNames) -> bool:
         """Whether a rank that waits has to log the newest warning."""

@@ -30,7 +30,7 @@ from ...storage.log import about
 from ...storage.repository import Repository
 from ...storage.version_selector import LATEST, select
 from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
-from ..late_ranks import LATE, LateWarning, late_text, next_warning, process_name, ranks_text, with_processes
+from ..late_ranks import LATE, NumberedWarning, late_text, next_warning, process_name, ranks_text, with_processes
 from .round import RestoreRound
 from .version_cache import VersionCache
 
@@ -244,7 +244,7 @@ class RestoreRounds:
 
     def _warn(self, round: RestoreRound, text: str, to: int) -> None:
         round.warnings += 1
-        round.warning = LateWarning(round.warnings, text, to)
+        round.warning = NumberedWarning(round.warnings, text, to)
         self.changes += 1
         about(logger, repository=self._repository.uri).warning("restore: %s", text)
 

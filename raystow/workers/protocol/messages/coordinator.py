@@ -102,15 +102,15 @@ class RankFinished(Message, frozen=True):
 
 
 class AwaitRanks(Message, frozen=True):
-    """Asks for an answer when every rank of the attempt has finished; before that it may be ``RanksLate``. ``told``: the number
-    of the last warning."""
+    """Asks for an answer when every rank of the attempt has finished; before that it may be ``RanksWarning``. ``told``: the
+    number of the last warning."""
 
     ticket: Ticket
     told: int = 0
 
 
-class RanksLate(Message, frozen=True):
-    """The ``number``-th warning of an attempt: some ranks wait for others. Ask again."""
+class RanksWarning(Message, frozen=True):
+    """The ``number``-th warning of an attempt: some ranks wait for others, or have other metrics. Ask again."""
 
     number: int
     text: Text
@@ -126,7 +126,7 @@ class PartStaged(Message, frozen=True):
 
 class PartStored(Message, frozen=True):
     """A node's packs and fragment are durable. The answer, when the attempt is a version, is ``Committed``; before that it may be
-    ``RanksLate``: see ``AwaitRanks``."""
+    ``RanksWarning``: see ``AwaitRanks``."""
 
     ticket: Ticket
     fragment: FragmentInfo
