@@ -381,7 +381,7 @@ def idle(training: Training, root: Path, memory: int | None) -> Iterator[tuple[s
         yield f"plain copy, {title}", plain_copy(state)
         for codec in CODECS:
             folder = root / f"idle-{codec}-{title.replace(' ', '-')}"
-            saver = Raystow(folder, codec, memory, delta=None)  # the same state is saved repeatedly
+            saver = Raystow(folder, codec, memory, delta=0)  # the same state is saved repeatedly
             try:
                 yield f"{ours(codec)}, {title}", idle_rate(saver, state)
             finally:

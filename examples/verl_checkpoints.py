@@ -10,6 +10,6 @@ import raystow.verl
 
 raystow.verl.configure(
     retention=raystow.Policy(keep_last=2, keep_every=1000),
-    compression=raystow.Compression(delta=None),
+    compression=raystow.Compression(delta=0),
     on_failure="warn",  # the training continues if a save fails
 )

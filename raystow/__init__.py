@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from .orchestrator.client.checkpointer import Checkpointer
+    from .orchestrator.client.failures import Failures
     from .orchestrator.client.options import Compression, Interval, Memory, Replication
     from .orchestrator.client.pending import Pending
     from .orchestrator.journal.journal import Journal
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from .orchestrator.restore.as_saved import AsSaved
     from .orchestrator.save.box import Box, Boxes
     from .orchestrator.save.state_tree import State
-    from .orchestrator.sensitivity import sensitivity
+    from .orchestrator.sensitivity import Proposal, Sensitivity, Trial, sensitivity
     from .storage.errors import (
         ClusterError,
         Damaged,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     )
     from .storage.repository import Repository
     from .storage.retention.collect import CollectionPlan
-    from .storage.retention.plan import RetentionPlan
+    from .storage.retention.plan import CompactionPlan, RetentionPlan
     from .storage.retention.policy import Policy
     from .storage.version import TensorInfo, Version
     from .storage.version_selector import VersionSelector
@@ -59,9 +60,11 @@ __all__ = [
     "Checkpointer",
     "ClusterError",
     "CollectionPlan",
+    "CompactionPlan",
     "Compression",
     "Damaged",
     "DeadlineExceeded",
+    "Failures",
     "Fenced",
     "Interval",
     "Journal",
@@ -74,16 +77,19 @@ __all__ = [
     "Pending",
     "Policy",
     "PreconditionFailed",
+    "Proposal",
     "RaystowError",
     "Replication",
     "Repository",
     "RetentionPlan",
     "SaveFailed",
+    "Sensitivity",
     "Sqnr",
     "StateError",
     "StoreError",
     "StoreUnavailable",
     "TensorInfo",
+    "Trial",
     "UnsafeStore",
     "Unsupported",
     "Untrusted",
@@ -103,18 +109,23 @@ _MODULES = {
     "Boxes": "orchestrator.save.box",
     "Checkpointer": "orchestrator.client.checkpointer",
     "CollectionPlan": "storage.retention.collect",
+    "CompactionPlan": "storage.retention.plan",
     "Compression": "orchestrator.client.options",
+    "Failures": "orchestrator.client.failures",
     "Journal": "orchestrator.journal.journal",
     "MantissaBits": "orchestrator.lossy.rules",
     "Interval": "orchestrator.client.options",
     "Memory": "orchestrator.client.options",
     "Pending": "orchestrator.client.pending",
     "Policy": "storage.retention.policy",
+    "Proposal": "orchestrator.sensitivity",
     "Replication": "orchestrator.client.options",
     "Repository": "storage.repository",
     "RetentionPlan": "storage.retention.plan",
+    "Sensitivity": "orchestrator.sensitivity",
     "Sqnr": "orchestrator.lossy.sqnr",
     "TensorInfo": "storage.version",
+    "Trial": "orchestrator.sensitivity",
     "Version": "storage.version",
     "sensitivity": "orchestrator.sensitivity",
 }
@@ -184,7 +195,7 @@ def latest(uri: str | os.PathLike[str], *, trusted_keys: str | os.PathLike[str] 
 def copy(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    versions: Iterable[VersionSelector] = (),
+    versions: Iterable[VersionSelector] | None = None,
     *,
     sign: bool = False,
     memory: int = 256 << 20,
@@ -198,7 +209,7 @@ def copy(
     Args:
         source: The repository to copy from; see ``open``.
         destination: The replica. It is created if nothing is there.
-        versions: The versions to copy, with their bases; see ``restore``. By default all that are newer than the replica's.
+        versions: The versions to copy, with their bases; see ``restore``. None: all that are newer than the replica's.
         sign: Whether to sign the copies with the key that ``RAYSTOW_SIGNING_KEY`` names; else signatures are kept.
         memory: Bytes of packs in memory at a time. A larger pack is copied alone; packs have 64 MiB.
         progress: Called with the bytes of each pack that is at the destination, from several threads.

@@ -126,7 +126,7 @@ class Committer:
             root = self.catalog.register.update(add, Claims(fence, rollbacks=self.rollbacks_at(entry.id)))
         except InvariantError as error:
             raise SaveFailed(error.what, subject=error.subject) from error
-        except (Damaged, StoreError) as error:  # a repair may make it a version: all of it is stored
+        except (Damaged, NotFound, StoreError) as error:  # a repair may make it a version: all of it is stored
             what = f"the store did not confirm the commit: {error}"
             raise OutcomeUnknown(what, subject=f"version {entry.id}", remedy=UNKNOWN) from error
         self.notice(root)

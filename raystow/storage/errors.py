@@ -55,10 +55,6 @@ class StoreError(RaystowError):
     """The object store refused or failed an operation."""
 
 
-class NotFound(StoreError):
-    """The object does not exist."""
-
-
 class PreconditionFailed(StoreError):
     """A conditional write found another content than the caller expected."""
 
@@ -69,6 +65,10 @@ class StoreUnavailable(StoreError):
 
 class UnsafeStore(StoreError):
     """The store does not give what an atomic commit needs."""
+
+
+class NotFound(RaystowError):
+    """A version, a tensor or an object does not exist."""
 
 
 class NotARepository(RaystowError):

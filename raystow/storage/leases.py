@@ -15,7 +15,7 @@ from types import TracebackType
 
 from . import background
 from .clock import Clock
-from .errors import StoreError
+from .errors import NotFound, StoreError
 from .format import keys
 from .object_store import ObjectStore
 
@@ -42,7 +42,7 @@ class Lease:
         """End it. A lease that cannot be removed ends by itself."""
         try:
             self._store.delete([self._key])
-        except StoreError as error:
+        except (NotFound, StoreError) as error:
             logger.info("a lease could not be removed, and ends by itself: %s", error)
 
     def __enter__(self) -> Lease:
@@ -65,7 +65,7 @@ class Lease:
     def _try_to_renew(self) -> None:
         try:
             self.renew()
-        except StoreError as error:  # a reader may have no right to write
+        except (NotFound, StoreError) as error:  # a reader may have no right to write
             logger.warning("reading without a lease: a collection may delete the version meanwhile: %s", error)
 
 

@@ -86,7 +86,7 @@ class RootRegister:
                 raise  # of the change
         try:
             seen.note(root)
-        except (StateError, StoreError) as error:  # the swap was made all the same
+        except (NotFound, StateError, StoreError) as error:  # the swap was made all the same
             logger.warning("this machine cannot remember the root that it has written: %s", error)
         return root
 

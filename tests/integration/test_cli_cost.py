@@ -154,7 +154,7 @@ def test_the_savings_of_each_technique_are_reported(tmp_path: Path) -> None:
 def test_deltas_that_save_too_little_are_discouraged() -> None:
     entries = [Entry(1, "", "", 0, 0, 0.0, 200, 100), Entry(2, "", "", 0, 0, 0.0, 200, 97, (1,))]
     (saving,) = savings(entries, 0)
-    assert saving.told.endswith("they do not pay here, use `delta=None`")
+    assert saving.told.endswith("they do not pay here, use `delta=0`")
 
 
 def test_an_empty_repository_has_no_size(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_save_returns_before_encoding_and_the_guard_fences(tmp_path: Path) -> No
         assert torch.equal(raystow.open(self.checkpointer.uri).latest().read("w"), before)
         assert 0 < version.record.stall <= pending.stall  # recorded when staging ended, shortly before the step continued
         assert not torch.equal(weight, before)
+        assert [found.id for found in self.checkpointer.repository.versions()] == [version.id]
         return unstaged
 
     assert ray.get(rank.do.remote(run), timeout=120)
@@ -153,7 +154,7 @@ def test_small_changes_are_deltas_unless_disabled(tmp_path: Path) -> None:
         return [entry.bases for entry in raystow.open(folder).root().versions]
 
     assert row(str(tmp_path / "as it comes")) == [(), (1,), (1,)]
-    assert row(str(tmp_path / "whole"), compression=raystow.Compression(delta=None)) == [(), (), ()]
+    assert row(str(tmp_path / "whole"), compression=raystow.Compression(delta=0)) == [(), (), ()]
 
 
 def test_refused_states_name_the_path_and_write_nothing(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         ("max_in_flight", ["2", None, 1.5, True, 0]),
         ("on_failure", ["ignore", "10", None, 1.5, True, 0]),
         ("retention", [{"keep_last": 1}, 3]),
-        ("compression", ["zstd", None, {"codec": "auto"}]),
-        ("replication", [1, None]),
-        ("interval", ["auto", 100, None]),
+        ("compression", ["gzip", None, {"codec": "auto"}]),
+        ("replication", [-1, None, "1"]),
+        ("interval", ["auto", 0, None]),
         ("callbacks", [[None], ["wandb"]]),
     ],
 )
@@ -64,7 +64,7 @@ def test_an_invalid_argument_is_named_with_its_value(name: str, values: list[obj
         (raystow.Compression, "codec", ["gzip", None, ["auto"]]),
         (raystow.Compression, "process", ["gpu", None]),
         (raystow.Compression, "lossy", [0.5, ["weights"], "resume"]),
-        (raystow.Compression, "delta", ["all", 1.5, True, 0, 1 << 63]),
+        (raystow.Compression, "delta", ["auto", 1.5, True, -1, 1 << 63]),
         (raystow.Replication, "replicas", ["1", None, 1.5, True, -1]),
         (raystow.Interval, "steps", ["1", 1.5, True, 0]),
         (raystow.Interval, "seconds", ["1", True, 0, -1.0, float("nan"), 1e10]),
@@ -94,7 +94,15 @@ def test_a_group_refuses_an_invalid_value(group: Callable[..., object], name: st
             "on_failure": "raise",
             "interval": raystow.Interval(mtbf=3600, budget=0.005),
         },
-        {"memory": memory_limit(), "timeout": 0.5, "retention": raystow.Policy(), "on_failure": 1},
+        {
+            "memory": memory_limit(),
+            "compression": "zstd",
+            "replication": 0,
+            "interval": 100,
+            "timeout": 0.5,
+            "retention": raystow.Policy(),
+            "on_failure": 1,
+        },
     ],
 )
 def test_valid_arguments_are_accepted(options: Mapping[str, Any]) -> None:

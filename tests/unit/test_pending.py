@@ -6,6 +6,7 @@ import logging
 import threading
 
 import pytest
+import torch
 
 from raystow.orchestrator.client import saves_in_flight
 from raystow.orchestrator.client.pending import Pending
@@ -59,6 +60,16 @@ def test_a_fence_gives_up_reading_after_the_timeout() -> None:
 
 def saves(timeout: float) -> SavesInFlight:
     return SavesInFlight(2, timeout, lambda pending, error: None, logging.getLogger("raystow"))
+
+
+def test_a_closed_rank_fences_no_optimizer() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer, steps, in_flight = torch.optim.SGD([weight]), list[int](), saves(0.01)
+    in_flight.guard(optimizer, lambda: steps.append(1))
+    optimizer.step()
+    in_flight.close(log=True)
+    optimizer.step()
+    assert steps == [1]
 
 
 def test_a_save_without_an_answer_ends_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def cp(
         raise typer.BadParameter("--watch copies all versions and prints text: omit --json and --versions")
 
     def plan() -> CopyPlan:
-        return plan_copy(source, destination, versions or (), sign=sign, memory=memory)
+        return plan_copy(source, destination, versions or None, sign=sign, memory=memory)
 
     if watch:
         with contextlib.suppress(KeyboardInterrupt):

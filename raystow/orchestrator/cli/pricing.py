@@ -111,8 +111,8 @@ def _deltas(entries: Sequence[Entry]) -> list[Saving]:
     reads = sum(estimate(chain[0], one) for chain in chains for one in chain) / max(1, instead)  # of each only what it needs
     what = f"{count(len(chains), 'delta')} between versions: {billed(stored)} instead of about {billed(instead)}"
     if stored > PAYS * instead:
-        return [Saving("delta", stored, instead, f"{what}; they do not pay here, use `delta=None`")]
-    cost = f"restoring one reads {reads:.2f} times as much as a whole version; if that is too slow, use `delta=None`"
+        return [Saving("delta", stored, instead, f"{what}; they do not pay here, use `delta=0`")]
+    cost = f"restoring one reads {reads:.2f} times as much as a whole version; if that is too slow, use `delta=0`"
     return [Saving("delta", stored, instead, f"{what}; {cost}")]
 
 

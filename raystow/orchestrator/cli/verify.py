@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ...storage.delta_chain import dependents
-from ...storage.errors import Damaged, RaystowError, StoreError, Unsupported, Untrusted
+from ...storage.errors import Damaged, NotFound, RaystowError, StoreError, Unsupported, Untrusted
 from ...storage.format.root import Segment
 from ...storage.repository import Repository
 from ...storage.segments import read_record, verify_segment
@@ -179,7 +179,7 @@ def _segment_outcome(repository: Repository, segment: Segment, *, deep: bool) ->
     try:
         record = read_record(repository.store, repository.id, segment, repository.trust)
         verify_segment(repository.store, record, deep=deep)
-    except (Damaged, Untrusted, StoreError, Unsupported) as error:
+    except (Damaged, NotFound, Untrusted, StoreError, Unsupported) as error:
         if segment not in repository.root().segments:
             return REMOVED, None
         kinds = {Damaged: DAMAGED, Untrusted: UNTRUSTED}
@@ -256,7 +256,7 @@ def _verdict(
                 return Verdict(version, deep, REMOVED, seconds())
             outcome, lost = DAMAGED if isinstance(error, Damaged) else UNTRUSTED, dependents(entries, version.id)
             return Verdict(version, deep, outcome, seconds(), error=error, dependents=tuple(lost))
-    except (StoreError, Unsupported) as error:
+    except (NotFound, StoreError, Unsupported) as error:
         return Verdict(version, deep, UNCHECKED, seconds(), error=error)
 
 

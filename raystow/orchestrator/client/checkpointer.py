@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
@@ -18,6 +18,7 @@ from ...storage.log import about
 from ...storage.metrics import FAILED_SAVES, STAGED, STALL, record
 from ...storage.notebook import facts_table
 from ...storage.object_store import ObjectStore
+from ...storage.repository import Repository
 from ...storage.retention.policy import Policy
 from ...storage.stores import open_store
 from ...storage.stores.settings import place_of
@@ -28,7 +29,7 @@ from ...workers.protocol.messages import START, Begin, OpenJournal
 from ...workers.staging.plan import SaveOrder
 from .. import argument_checks
 from ..argument_checks import LONGEST, one_of, positive
-from ..coordinator.delta_schedule import Delta
+from ..coordinator.delta_schedule import AUTO, Delta
 from ..coordinator.housekeeping import kept_by_a_run
 from ..lossy.profiles import Lossy
 from ..restore.name_patterns import NameRules
@@ -40,7 +41,7 @@ from .due_steps import DueSteps
 from .failure_reports import FailureReports
 from .failures import Failures
 from .node_connection import NodeConnection
-from .options import Compression, Interval, Memory, Replication, memory_option, option_group, usable_codec
+from .options import Compression, Interval, Memory, Replication, option, usable_codec
 from .pending import Pending
 from .rank_discovery import placement
 from .restores import Restores
@@ -78,10 +79,11 @@ class Checkpointer:
         on_fenced: When another run has taken over the repository or a rank. "raise": the next ``save`` or ``fence`` raises
             ``Fenced``, which names the other run. "takeover": the next save takes the repository over from it.
         memory: Host memory for saves and for cached versions. An integer is ``Memory(staging=...)``, in bytes.
-        compression: How tensors are encoded.
-        replication: How many other nodes hold a copy of the newest version in memory.
+        compression: How tensors are encoded. A string is ``Compression(codec=...)``.
+        replication: How many other nodes hold a copy of the newest version in memory. An integer is their number.
         callbacks: Rank 0 tells each of them of every durable version, in the background; see ``raystow.trackers``.
-        interval: When ``due`` tells to save. By default at the interval that loses the least time.
+        interval: When ``due`` tells to save. An integer is ``Interval(steps=...)``. By default the interval that loses the least
+            time.
 
     Attributes:
         uri: The address of the repository.
@@ -111,9 +113,9 @@ class Checkpointer:
         on_failure: str | int = 10,
         on_fenced: messages.OnFenced = "raise",
         memory: int | Memory = Memory(),  # noqa: B008 (frozen)
-        compression: Compression = Compression(),  # noqa: B008
-        replication: Replication = Replication(),  # noqa: B008
-        interval: Interval = Interval(),  # noqa: B008
+        compression: str | Compression = Compression(),  # noqa: B008
+        replication: int | Replication = Replication(),  # noqa: B008
+        interval: int | Interval = Interval(),  # noqa: B008
         callbacks: Sequence[VersionCallback] = (),
     ) -> None:
         address = argument_checks.address(uri)
@@ -122,31 +124,36 @@ class Checkpointer:
         self.rank, self.world_size = placement(rank, world_size)
         self._log = about(logger, repository=self.uri, rank=self.rank)
         self.failures = Failures(on_failure, count=lambda: record(FAILED_SAVES, repository=self.uri))
-        one_of("on_fenced", on_fenced, ("raise", "takeover"))
-        self._on_fenced = on_fenced
+        self._on_fenced = cast(messages.OnFenced, one_of("on_fenced", on_fenced, ("raise", "takeover")))
         self._timeout = positive("timeout", timeout, most=LONGEST)
         limit = integer("max_in_flight", max_in_flight, least=1)
-        self._memory = memory_option(memory)
-        self._compression = option_group("compression", compression, Compression)
-        self._replication = option_group("replication", replication, Replication)
-        self._interval = option_group("interval", interval, Interval)
-        self._delta: Delta = compression.delta or 0
-        self._lossy, self._codec = Lossy.of(compression.lossy), usable_codec(compression.codec)
+        self._memory = option("memory", memory, Memory, int)
+        self._compression = option("compression", compression, Compression, str)
+        self._replication = option("replication", replication, Replication, int)
+        self._interval = option("interval", interval, Interval, int)
+        self._delta: Delta = AUTO if self._compression.delta is None else self._compression.delta
+        self._lossy, self._codec = Lossy.of(self._compression.lossy), usable_codec(self._compression.codec)
         told = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
         self._saves, self._planner, self._closed = itertools.count(1), Planner(self._lossy), False
         self._journal: Journal | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
-        reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
         keep = self._memory.cache_seconds
-        self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=on_fenced, keep=keep)
+        self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=self._on_fenced, keep=keep)
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
+        reports = FailureReports(self._startup.report_failure, self._log)
         self._outcomes = SaveOutcomes(self._startup, self._store, self.failures, reports, told)
         self._in_flight = SavesInFlight(limit, self._timeout, self._outcomes.conclude, self._log)
         self._node = NodeConnection(self._startup, (self._memory, self._compression, self._replication), codec=self._codec)
         exit_notice.watch(self._in_flight)
+
+    @property
+    def repository(self) -> Repository:
+        """The repository, whose versions can be listed and read. Waits, and raises, as the first ``save``."""
+        self._check_open()
+        return self._startup.repository()
 
     def __repr__(self) -> str:
         return f"Checkpointer({self.uri!r}, {', '.join(f'{name} {value}' for name, value in self._facts().items())})"
@@ -274,12 +281,12 @@ class Checkpointer:
         self.failures.check()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call ``fence`` before every step of an optimizer.
+        """Call ``fence`` before every step of an optimizer, until ``close``.
 
         Args:
             optimizer: A ``torch.optim.Optimizer``.
         """
-        optimizer.register_step_pre_hook(lambda *_: self.fence())
+        self._in_flight.guard(optimizer, self.fence)
 
     def journal(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer, durable_every: int = 0) -> Journal:
         """Record every optimizer step from now on, so that a failure loses one step at most. See ``docs/journal.md``.
@@ -431,8 +438,7 @@ class Checkpointer:
             Fenced: Another run has taken over the repository.
         """
         self._startup.check_process()
-        self._in_flight.wait_for_all()
-        self._log_unsaved()
+        self._in_flight.wait_for_all(log=self.rank == 0)
         self.failures.check_last()
 
     def close(self) -> None:
@@ -465,19 +471,16 @@ class Checkpointer:
     def _release(self, *, failed: bool = False) -> bool:
         """Wait for the saves in flight, and disconnect. Raises nothing because of failed saves. Returns whether it was open."""
         end = functools.partial(self._startup.close, failed=failed)
+        end_saves = functools.partial(self._in_flight.close, log=self.rank == 0)
         open, self._closed = not self._closed, True
         if not open or self._startup.forked:
             return False  # in a child, saves, connections and threads are those of the parent
         with contextlib.ExitStack() as releases:  # called in the opposite order, each also if another one raises
-            for release in self._outcomes.close, end, self._node.close, self._log_unsaved, self._in_flight.close:
+            for release in self._outcomes.close, end, self._node.close, end_saves:
                 releases.callback(release)
             if self._journal is not None:
                 releases.callback(self._journal.close)
         return True
-
-    def _log_unsaved(self) -> None:
-        if self.rank == 0:
-            self._in_flight.log_unsaved()
 
     def _open(self, address: str) -> ObjectStore:
         return open_store(address)
@@ -495,6 +498,3 @@ class Checkpointer:
     def _next_save(self, first: int) -> messages.NextSave:
         who, asked = (self.rank, self._startup.member.incarnation, self.world_size), self._interval
         return self._port.next_save(messages.AskNextSave(*who, first, asked.seconds, asked.mtbf, asked.budget, self._on_fenced))
-
-    def _report_failure(self, number: int, step: int, what: str) -> bool:
-        return self._port.save_failed(self.rank, self._startup.member.incarnation, number, step, f"rank {self.rank}: {what}")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from ...storage.arguments import integer, refused
 from ...storage.errors import StateError
 from ...workers.staging.plan import CODECS, PROCESSES
 from ...workers.usage import AFTERWARDS
 from ..argument_checks import LONGEST, memory_of_a_rank, one_of, positive
-from ..coordinator.delta_schedule import AUTO, Delta
 from ..lossy.profiles import Lossy
 from ..lossy.rules import RuleSelector
 
@@ -71,7 +71,7 @@ class Compression:
         lossy: Tensors that are stored with fewer bits: the profile "resume-bounded" or "archive", or rules by group such as
             ``{"exp_avg": MantissaBits(5)}``. None: every bit is stored. See ``docs/compression.md``.
         delta: The number of versions in a row that may be stored as deltas to one whole version, for tensors that the CPU
-            encodes. "auto": as many as reduce the total size, at most 16. None: every version is whole. See ``docs/tuning.md``.
+            encodes. 0: every version is whole. None: as many as reduce the total size, at most 16. See ``docs/tuning.md``.
 
     Raises:
         StateError: A value is not one of those listed.
@@ -80,14 +80,14 @@ class Compression:
     codec: str = "auto"
     process: str = "training"
     lossy: Mapping[str, RuleSelector] | str | None = None
-    delta: Delta | None = AUTO
+    delta: int | None = None
 
     def __post_init__(self) -> None:
         one_of("Compression.codec", self.codec, CODECS)
         one_of("Compression.process", self.process, PROCESSES)
         Lossy.of(self.lossy)
-        if self.delta is not None and not (isinstance(self.delta, str) and self.delta == AUTO):
-            integer("Compression.delta", self.delta, least=1, instead='"auto" or None')
+        if self.delta is not None:
+            integer("Compression.delta", self.delta, least=0, instead="None")
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,6 @@ class Interval:
             raise StateError(f"Interval has {' and '.join(given)}", remedy="give steps, or seconds, or mtbf and budget")
 
 
-def memory_option(memory: int | Memory) -> Memory:
-    """The memory option as a ``Memory``: an integer is its ``staging``."""
-    if isinstance(memory, Memory):
-        return memory
-    if type(memory) is not int:
-        raise refused("memory", memory, "bytes of staging memory, or a raystow.Memory")
-    return Memory(staging=memory)
-
-
 def default_staging(nbytes: int, *, gpus: int, machine: int) -> int:
     """The default of ``Memory.staging`` for a rank that stores ``nbytes`` from GPUs, one of ``gpus`` ranks on a machine with
     ``machine`` bytes of memory.
@@ -187,8 +178,11 @@ def usable_codec(codec: str) -> str:
     return "cpu"
 
 
-def option_group(name: str, value: object, kind: type[_Group]) -> _Group:
-    """``value`` if it is of the option's class."""
-    if not isinstance(value, kind):
-        raise StateError(f"{name} is {value!r:.80}", remedy=f"give a raystow.{kind.__name__}")
-    return value
+def option(name: str, value: object, group: type[_Group], plain: type) -> _Group:
+    """``value`` as a group of options: a plain value is the group's first one."""
+    if isinstance(value, group):
+        return value
+    if type(value) is not plain:
+        first = next(iter(inspect.signature(group).parameters))
+        raise refused(name, value, f"a raystow.{group.__name__}, or its {first}")
+    return cast(Callable[[object], _Group], group)(value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ...storage.clock import SYSTEM
 from ...storage.committer import UNKNOWN
@@ -12,6 +14,9 @@ from ...storage.log import Log
 from ...storage.version import Version
 from .pending import Pending
 from .save_outcome import SOON
+
+if TYPE_CHECKING:
+    import torch
 
 _LATE = 10.0  # seconds after the deadline of a save in which its outcome may still arrive
 
@@ -34,6 +39,7 @@ class SavesInFlight:
         self.closed, self.restored = False, None
         self._newest: Version | None = None  # of the saves that have ended
         self._logged: Pending | None = None
+        self._guards = contextlib.ExitStack()  # removes the hooks of optimizers
 
     def add(self, pending: Pending, learn: Callable[[OutcomeUnknown], None]) -> None:
         """Note a save that has begun. ``learn`` is called in the background if it has not ended by its deadline."""
@@ -65,14 +71,21 @@ class SavesInFlight:
             self._wait(oldest)
             self._saves = self._saves[1:]
 
-    def wait_for_all(self) -> None:
-        """Wait until every save has ended."""
+    def wait_for_all(self, *, log: bool) -> None:
+        """Wait until every save has ended. ``log``: whether to log an error if the newest one is not a version."""
         for pending in self._saves:
             self._wait(pending)
+        if log:
+            self.log_unsaved()
 
-    def close(self) -> None:
-        """Wait until every save has ended; there will be no other."""
-        self.wait_for_all()
+    def guard(self, optimizer: torch.optim.Optimizer, fence: Callable[[], None]) -> None:
+        """Call ``fence`` before every step of an optimizer, until ``close``."""
+        self._guards.callback(optimizer.register_step_pre_hook(lambda *_: fence()).remove)
+
+    def close(self, *, log: bool) -> None:
+        """As ``wait_for_all``; there will be no other save."""
+        self.wait_for_all(log=log)
+        self._guards.close()
         self.closed = True
 
     def wait_until(self, time: float) -> None:

@@ -144,6 +144,10 @@ class Startup:
         self.wait()
         return self._member
 
+    def report_failure(self, number: int, step: int, what: str) -> bool:
+        """Tell the coordinator that a save of this rank has failed. Returns whether it did not know."""
+        return self.port.save_failed(self._rank, self.member.incarnation, number, step, f"rank {self._rank}: {what}")
+
     def _renew(self, settings: StoreSettings) -> None:
         self.port.open_store(settings)
         self._open_store(settings)

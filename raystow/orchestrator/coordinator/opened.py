@@ -10,7 +10,7 @@ from ... import __version__
 from ...storage import metrics
 from ...storage.clock import SYSTEM
 from ...storage.committer import Committer
-from ...storage.errors import Fenced, NotARepository, RaystowError, StoreError
+from ...storage.errors import Fenced, NotARepository, NotFound, RaystowError, StoreError
 from ...storage.format import key_files
 from ...storage.repository import create_repository
 from ...storage.root_register import BEGIN_ANEW
@@ -77,7 +77,7 @@ class OpenedRepository:
             root = self.committer.catalog.root()
         except NotARepository as error:
             return error
-        except StoreError:
+        except (NotFound, StoreError):
             return None
         if not self.committer.outdated(root):
             return None

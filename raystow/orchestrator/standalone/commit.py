@@ -11,7 +11,7 @@ from ... import __version__
 from ...storage.clock import SYSTEM
 from ...storage.committer import Committer
 from ...storage.errors import NotARepository, SaveFailed
-from ...storage.format import key_files
+from ...storage.format import key_files, values
 from ...storage.repository import create_repository
 from ...storage.retention.policy import Policy
 from ...storage.version import Version
@@ -71,7 +71,8 @@ class StandaloneCommit:
             what = "the stored data of the ranks does not add up to whole tensors"
             remedy = "save on every rank that has a part of them"
             raise SaveFailed(what, subject=f"save of step {self.step}", remedy=remedy)
-        attempt = Attempt(self.id, self.attempt, self.step, len(parts), metrics=dict(metrics))
+        texts = {name: values.dumps(value) for name, value in metrics.items()}
+        attempt = Attempt(self.id, self.attempt, self.step, len(parts), metrics={0: texts})
         software = {"raystow": __version__, "python": platform.python_version(), **(writer or {})}
         results = {number: (part.info, part.packs) for number, part in enumerate(parts)}
         record = version_record(self._committer, attempt, results, created=SYSTEM.now(), writer=software)

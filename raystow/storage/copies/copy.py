@@ -104,7 +104,7 @@ class CopyPlan:
 def plan_copy(
     source_uri: str,
     uri: str,
-    versions: Iterable[VersionSelector] = (),
+    versions: Iterable[VersionSelector] | None = None,
     *,
     sign: bool = False,
     memory: int = MEMORY,
@@ -115,7 +115,8 @@ def plan_copy(
     Args:
         source_uri: The repository to copy from.
         uri: The replica, or where to create it.
-        versions: The versions to copy; their bases are copied, too. By default all live ones that are newer than the replica's.
+        versions: The versions to copy; their bases are copied, too. None: all live ones that are newer than the
+            replica's.
         sign: Whether to sign the copies with the key that ``RAYSTOW_SIGNING_KEY`` names; else signatures are kept. The source
             must be signed with one of this process's trusted keys, or without these with the signing key.
         memory: Bytes of packs in memory at a time.
@@ -131,29 +132,29 @@ def plan_copy(
         NotFound: There is no such version.
     """
     integer("memory", memory, least=1)
-    if isinstance(versions, str) or not isinstance(versions, Iterable):  # a string would be taken by its characters
+    if isinstance(versions, str) or not isinstance(versions, Iterable | None):  # a string would be taken by its characters
         raise refused("versions", versions, 'a list of versions, such as [7] or ["best"]')
     signer = _signer() if sign else None
     source = open_repository(source_uri, clock=clock).trusting(signer)
     source_root = source.root()
-    chosen = _chosen(source, source_root, versions)
+    chosen = None if versions is None else _chosen(source, source_root, versions)
     replica = _replica(source, source_root, uri, signer, clock)
     root = replica.root()
     present = {entry.id: entry for entry in root.listed}
     _check_same(source_root, present, replica)
-    due = tuple(entry for entry in chosen or source_root.versions if entry.id not in present)
+    due = tuple(entry for entry in (source_root.versions if chosen is None else chosen) if entry.id not in present)
     older = tuple(entry.id for entry in due if entry.id < root.next_id)
     if chosen and older:
         what = f"version {older[0]} is older than what was copied here: versions are added in the order of their ids"
         raise StateError(what, subject=replica.uri, remedy=_EMPTY)
     due = tuple(entry for entry in due if entry.id >= root.next_id)
-    rollback = 0 if chosen else _rollback(source_root, root)
-    segments = _segments(source_root, root, due[-1].id if due else rollback)
+    rollback = 0 if chosen is not None else _rollback(source_root, root)
+    segments = () if chosen == () else _segments(source_root, root, due[-1].id if due else rollback)
     return CopyPlan(source, replica, source_root, root, due, older, rollback, segments, signer, memory)
 
 
 def _chosen(source: Catalog, root: Root, versions: Iterable[VersionSelector]) -> tuple[Entry, ...]:
-    """The entries to copy with their bases, ids ascending; none if all are to be copied."""
+    """The entries to copy with their bases, ids ascending."""
     chosen = [select(root, which, source.uri) for which in versions]
     live = set(root.versions)
     for entry in chosen:

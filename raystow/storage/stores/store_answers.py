@@ -53,7 +53,7 @@ class StoreAnswers:
     later: str
     token_request: str | None = None
 
-    def error(self, status: int, code: str, *, operation: str, subject: str) -> StoreError | Damaged:
+    def error(self, status: int, code: str, *, operation: str, subject: str) -> StoreError | NotFound | Damaged:
         """The error for an HTTP ``status`` and error ``code`` that answered ``operation`` on ``subject``."""
         what = f"{self.name} answered {operation} with {status or 'no status'} {code}".rstrip()
         if code in self.refused:
@@ -86,7 +86,7 @@ class StoreAnswers:
         except (BaseError, OSError) as error:
             raise self._from_obstore(error, operation, subject) from None
 
-    def _from_obstore(self, error: BaseError | OSError, operation: str, subject: str) -> StoreError | Damaged:
+    def _from_obstore(self, error: BaseError | OSError, operation: str, subject: str) -> StoreError | NotFound | Damaged:
         text = str(error)
         if _AT_END.search(text):
             return self.error(416, "", operation=operation, subject=subject)
