@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from journal_port import BoxPort, snapshot
+from msgspec.structs import replace
 from torch import nn
 
 from raystow.orchestrator.coordinator.segments import Segments, stored_entries
@@ -16,6 +17,7 @@ from raystow.orchestrator.journal.journal import Journal, JournalIdentity
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.digest import stored_digest
 from raystow.storage.committer import Committer
 from raystow.storage.errors import ClusterError
 from raystow.storage.format.root import Root
@@ -113,7 +115,9 @@ class SegmentPort(BoxPort):
         self._run, self._rank = run, rank
 
     def keep(self, info: EntryInfo, on_kept: Callable[[EntryKept], None]) -> None:
-        problem = self._run.memories[self._rank].add(info, bytes(self._sink.content), own=True)
+        content = bytes(self._sink.content)
+        info = replace(info, digest=stored_digest(content))
+        problem = self._run.memories[self._rank].add(info, content, own=True)
         if not problem:
             self._run.writers[self._rank].kept(info)
         on_kept(EntryKept(info.step, 0, problem))
@@ -131,7 +135,7 @@ class SegmentPort(BoxPort):
         if (stored := self._run.in_store.get(place.info)) is None:
             raise ClusterError("no node has the entry")
         content = memoryview(bytearray(place.info.size))
-        read_entry(self._run.store, stored, content)
+        read_entry(self._run.store, replace(place, stored=stored), content)
         memory.add(place.info, content, own=True)
         return content
 

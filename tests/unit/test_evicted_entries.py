@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 from fake_clock import FakeClock
 
+from raystow.storage.coding.digest import stored_digest
 from raystow.workers.journal.entry_replicator import EntryReplicator
 from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.journal.node_journal import NodeJournal
@@ -18,7 +19,7 @@ SIZE = 100
 
 
 def entry(step: int, repository: str, size: int = SIZE) -> EntryInfo:
-    return EntryInfo(repository, 0, 1, step, step - 1, (Generation("1", 0),), size)
+    return EntryInfo(repository, 0, 1, step, step - 1, (Generation("1", 0),), size, stored_digest(bytes(size)))
 
 
 class Senders(NoPeers):

@@ -16,6 +16,7 @@ from polling import wait_until
 
 from raystow.orchestrator.journal.cluster_port import ClusterPort
 from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.digest import stored_digest
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError
 from raystow.workers.journal import entry_bytes
@@ -45,6 +46,11 @@ OPENING = OpenJournal("file:///somewhere", "r", 0, 0)
 
 def info(step: int, size: int) -> EntryInfo:
     return EntryInfo("r", 0, 1, step, step - 1, (Generation("g", 0),), size)
+
+
+def kept(step: int, data: bytes) -> EntryInfo:
+    """As the node describes an entry that it has."""
+    return replace(info(step, len(data)), digest=stored_digest(data))
 
 
 class UnaskedPeers(NoPeers):
@@ -125,11 +131,11 @@ def test_entries_larger_than_the_ring_are_kept_and_fetched(node: Node) -> None:
     node.client.close()
     node.client = node.connect()
     for number, (step, data) in enumerate(((1, DATA), (2, DATA[:100]))):
-        assert node.client.fetch(EntryPlace(info(step, len(data)), ("me",)), number) == data
+        assert node.client.fetch(EntryPlace(kept(step, data), ("me",)), number) == data
 
 
 def test_memory_of_fetched_entries_is_unmapped_by_the_next_entry(node: Node) -> None:
-    place = EntryPlace(info(1, len(DATA)), ("me",))
+    place = EntryPlace(kept(1, DATA), ("me",))
     node.record(1, DATA)
     node.client.fetch(place, 0)
     node.record(2, DATA)

@@ -7,13 +7,13 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
 from fake_clock import FakeClock
 from msgspec.structs import replace
+from peer_path import Change, PeerPath
 
 from raystow.storage.errors import ClusterError, StateError
 from raystow.workers.cache.fetcher import Fetcher
@@ -32,44 +32,6 @@ from raystow.workers.usage import Usage
 
 TEXT = b"what nobody else may read. " * 20_000
 ATTEMPT = AttemptKey("r", 1, "a" * 16)
-Change = Callable[[bytes], bytes]
-
-
-class Path:
-    """A proxy between a caller and the server at ``contact``. ``change`` is applied to the data from the server."""
-
-    def __init__(self, contact: Contact) -> None:
-        self._server = contact
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.contact = replace(contact, port=self._socket.getsockname()[1])
-        self.seen = bytearray()
-        self.change: Change = lambda data: data
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                caller = self._socket.accept()[0]
-                server = socket.create_connection((self._server.host, self._server.port))
-                for source, target, change in ((caller, server, bytes), (server, caller, self._changed)):
-                    threading.Thread(target=self._pump, args=(source, target, change), daemon=True).start()
-
-    def _changed(self, data: bytes) -> bytes:
-        return self.change(data)
-
-    def _pump(self, source: socket.socket, target: socket.socket, change: Change) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                self.seen += data
-                target.sendall(change(data))
-        for side in (source, target):
-            with suppress(OSError):
-                side.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
@@ -108,7 +70,7 @@ def read(contact: Contact) -> bytes:
 @pytest.mark.parametrize("tls", [False, True])
 def test_an_eavesdropper_reads_nothing(*, tls: bool) -> None:
     with served(tls=tls) as server:
-        path = Path(server.contact)
+        path = PeerPath(server.contact)
         assert read(path.contact) == TEXT
         assert (TEXT[:60] in path.seen, b"ReadObject" in path.seen) == (not tls, not tls)
         path.close()
@@ -116,7 +78,7 @@ def test_an_eavesdropper_reads_nothing(*, tls: bool) -> None:
 
 @pytest.mark.parametrize("at", [0, 40, 300, 5000, 200_000])
 def test_changed_bytes_end_the_connection(server: PeerServer, at: int) -> None:
-    path, count = Path(server.contact), [0]
+    path, count = PeerPath(server.contact), [0]
 
     def flip(data: bytes) -> bytes:
         start, count[0] = count[0], count[0] + len(data)
@@ -133,7 +95,7 @@ def test_changed_bytes_end_the_connection(server: PeerServer, at: int) -> None:
 @pytest.mark.parametrize("again", [lambda data: data + data, lambda data: data + b"x" * 40, lambda data: data[:-1]])
 def test_added_repeated_or_removed_bytes_are_detected(server: PeerServer, again: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_channel, "_PROOF_SECONDS", 0.5)
-    path = Path(server.contact)
+    path = PeerPath(server.contact)
     sizes = list[int]()
 
     def change(data: bytes) -> bytes:

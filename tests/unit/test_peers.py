@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from typing import Any
@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 from fake_clock import FakeClock
 from msgspec.structs import replace
+from peer_path import PeerPath
+from peer_workers import Cluster
 
+from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import ClusterError, StoreUnavailable
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.cache.fetcher import Fetcher
-from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal import node_journal
-from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node.node import NoPeers
 from raystow.workers.protocol import tcp_channel
 from raystow.workers.protocol.messages import (
     GREETING,
@@ -36,76 +35,10 @@ from raystow.workers.protocol.messages import (
 )
 from raystow.workers.protocol.tcp_channel import TcpChannel
 from raystow.workers.replication import peer_server, peers
-from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.peers import Peers
-from raystow.workers.replication.replica_store import ReplicaStore
-from raystow.workers.usage import Usage
 
 DATA = os.urandom(3_000_000)
 ATTEMPT = AttemptKey("r", 1, "a" * 16)
-
-
-class UnlistedPeers(Peers, NoPeers):
-    """Peers without a list of nodes."""
-
-
-class Worker:
-    """The parts of a node worker that communicate with other nodes."""
-
-    def __init__(
-        self, name: str, find: Callable[[str], Contact], clock: FakeClock, *, budget: int = 1 << 30, tls: bool = False
-    ) -> None:
-        self.tier = MemoryTier(1 << 30)
-        self.peers = UnlistedPeers(find, clock)
-        self.fetcher = Fetcher(self.tier, self.peers, budget=budget, node=name)
-        self.journal = NodeJournal(name, 1 << 20, self.peers, clock)
-        self.peer_server = PeerServer(
-            "127.0.0.1",
-            self.fetcher,
-            ReplicaStore(self.tier),
-            self.journal,
-            usage=Usage(clock),
-            tls=tls,
-        )
-        self.reads = list[Counter[str]]()  # read bytes by source, one counter per call
-        self._visit = self.fetcher.visit()
-        self._visit.__enter__()
-
-    @property
-    def read(self) -> Counter[str]:
-        return sum(self.reads, Counter[str]())
-
-    def close(self) -> None:
-        self._visit.__exit__(None, None, None)
-        self.peer_server.close()
-        self.journal.close()
-        self.peers.close()
-
-
-class Cluster:
-    """Node workers by name. ``find`` stands for the lookup in Ray."""
-
-    def __init__(self, *, tls: bool = False) -> None:
-        self.clock, self.workers, self.tls = FakeClock(), dict[str, Worker](), tls
-        self.asked = Counter[str]()
-
-    def find(self, node: str) -> Contact:
-        self.asked[node] += 1
-        if node not in self.workers:
-            raise ClusterError("there is no such node", subject=node)
-        return self.workers[node].peer_server.contact
-
-    def start(self, *names: str, budget: int = 1 << 30) -> None:
-        for name in names:
-            if name in self.workers:
-                self.kill(name)
-            self.workers[name] = Worker(name, self.find, self.clock, budget=budget, tls=self.tls)
-
-    def kill(self, name: str) -> None:
-        self.workers.pop(name).close()
-
-    def __getitem__(self, name: str) -> Worker:
-        return self.workers[name]
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "tls"])
@@ -146,6 +79,23 @@ def test_a_replica_keeps_its_bytes_and_base(cluster):
     too_early = replace(copy, key="fragment", after=("pack", "another pack"))
     assert cluster["b"].peers.accept("a", too_early, b"x").objects.keys() == {"pack"}
     assert [held.base for held in cluster["a"].tier.holdings("r")] == [base]
+
+
+@pytest.mark.parametrize("side", ["change", "change_call"])
+def test_a_message_changed_on_its_way_is_refused(side: str) -> None:
+    """Without TLS: a request, which would name another store, and an answer, which would name another object."""
+    cluster = Cluster()
+    cluster.start("a", "b")
+    path = PeerPath(cluster["b"].peer_server.contact)
+    cluster.lines["b"] = path.contact
+    setattr(path, side, lambda data: data.replace(b"memory://mine", b"memory://evil").replace(b"packed", b"evaded"))
+    copy = Replica(ATTEMPT, 3, "packed", ("a", "b"), uri="memory://mine")
+    with pytest.raises(ClusterError, match="does not answer"):
+        cluster["a"].peers.accept("b", copy, memoryview(DATA))
+    assert "memory://evil" not in str(cluster["b"].peer_server._replicas.stores)
+    path.close()
+    for name in "ab":
+        cluster.kill(name)
 
 
 def test_a_peer_without_the_secret_receives_no_data(cluster):
@@ -316,8 +266,8 @@ def test_another_protocol_version_raises_cluster_error(cluster, monkeypatch):
 def test_a_journal_entry_is_copied_to_a_peer_and_read_back(cluster: Cluster) -> None:
     """An entry that does not fit is refused before its bytes are read. A dropped entry cannot be copied."""
     cluster.start("a", "b")
-    info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 100_000)
-    data = DATA[: info.size]
+    data = DATA[:100_000]
+    info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), len(data), stored_digest(data))
     assert "has dropped it" in cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a")).problem
     cluster["a"].journal.store.add(info, data, own=True)
     kept = cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a"))
@@ -345,7 +295,7 @@ def test_a_large_entry_is_read_over_several_connections(cluster: Cluster, monkey
         return found
 
     monkeypatch.setattr(cluster["b"].peers, "_channel", together)
-    info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 700_001)
+    info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 700_001, stored_digest(DATA[:700_001]))
     cluster["a"].journal.store.add(info, DATA[: info.size], own=True)
     assert cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a")).copies == 1
     assert cluster["b"].journal.store.view(info) == DATA[: info.size]

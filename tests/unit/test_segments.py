@@ -24,7 +24,7 @@ from raystow.storage.object_store import Buffer
 from raystow.storage.repair import plan_repair
 from raystow.storage.segments import put_segment, read_record
 from raystow.workers.journal.segment_writer import read_entry
-from raystow.workers.protocol.messages import EntryInfo, Generation, StoredEntry
+from raystow.workers.protocol.messages import EntryInfo, EntryPlace, Generation, StoredEntry
 
 
 def test_training_continues_from_the_store(tmp_path: Path) -> None:
@@ -177,8 +177,8 @@ def test_repeated_steps_are_stored_again(tmp_path: Path) -> None:
 
 def test_a_segment_with_a_missing_step_is_refused() -> None:
     """A faulty node could report a rank without one of the steps."""
-    infos = [EntryInfo("r", 0, 1, step, step - 1, (Generation("g", 1),), 9) for step in (1, 2, 3)]
-    whole = tuple((info, bytes(32)) for info in infos)
+    infos = [EntryInfo("r", 0, 1, step, step - 1, (Generation("g", 1),), 9, bytes(32)) for step in (1, 2, 3)]
+    whole = tuple(infos)
     for left_out in range(3):
         parts = {0: (*whole[:left_out], *whole[left_out + 1 :])}
         with pytest.raises(SaveFailed, match="do not lead from step 0 to 3"):
@@ -187,9 +187,22 @@ def test_a_segment_with_a_missing_step_is_refused() -> None:
     assert [one.step for one in made.steps] == [1, 2, 3]
 
 
+def test_an_entry_that_was_changed_in_memory_is_not_stored(tmp_path: Path) -> None:
+    """Else the coordinator would sign it."""
+    run = SegmentRun(tmp_path)
+    training, journal = begin(run)
+    record(run, journal, training, range(1, 4))
+    for entry in run.memories[0]._lines[run.repository.id, 1, 0].values():
+        entry.content = memoryview(bytes([entry.content[0] ^ 1]) + bytes(entry.content[1:]))
+    record(run, journal, training, range(4, 5))
+    journal.close()
+    assert run.durable == [2]
+
+
 def test_an_entry_with_a_changed_byte_is_refused(tmp_path: Path) -> None:
     store = SegmentRun(tmp_path).store
-    place = StoredEntry(1, "a" * 16, 0, 1, stored_digest(b"entry"))
+    info = EntryInfo("r", 0, 1, 1, 0, (Generation("g", 1),), 5, stored_digest(b"entry"))
+    place = EntryPlace(info, (), StoredEntry(1, "a" * 16, 0, 1))
     store.put(keys.segment_entries(1, "a" * 16, 0), [b"-entry-"])
     read = bytearray(5)
     read_entry(store, place, memoryview(read))
@@ -203,8 +216,8 @@ def test_a_segment_is_signed_like_a_version(tmp_path: Path) -> None:
     """The signature of a version with the same number, attempt, and digest is invalid for the segment."""
     run, ours = SegmentRun(tmp_path), Signer(Ed25519PrivateKey.generate())
     store, id, trust = run.store, run.repository.id, Trust((ours.public,))
-    info = EntryInfo(id, 0, 1, 1, 0, (Generation("g", 1),), 9)
-    made = segment_record(OpenedSegment(1, "a" * 16, info, 0, 0.0, 0, {0: ((info, bytes(32)),)}), id, 1, 0, SYSTEM)
+    info = EntryInfo(id, 0, 1, 1, 0, (Generation("g", 1),), 9, bytes(32))
+    made = segment_record(OpenedSegment(1, "a" * 16, info, 0, 0.0, 0, {0: (info,)}), id, 1, 0, SYSTEM)
     segment = put_segment(store, made, ours)
     assert read_record(store, id, segment, trust) == made
     forged = json.loads(ours.sign(id, 1, "a" * 16, bytes.fromhex(segment.digest)))

@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 _LONGEST = 600.0  # seconds after which another segment takes the place of an open one
 
-Stored = tuple[EntryInfo, bytes]
-"""An entry, and the digest of its bytes."""
-
 
 @dataclass
 class OpenedSegment:
@@ -38,7 +35,7 @@ class OpenedSegment:
     after: int
     deadline: float
     rollbacks: int
-    parts: dict[int, tuple[Stored, ...]] = field(default_factory=dict)
+    parts: dict[int, tuple[EntryInfo, ...]] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -128,7 +125,7 @@ def segment_record(opened: OpenedSegment, repository: str, epoch: int, base: int
     ranks = list[RankEntries]()
     for rank in range(opened.newest.world_size):
         entries, subject = opened.parts[rank], f"segment {opened.number}, rank {rank}"
-        for info, _ in entries:
+        for info in entries:
             row = RecordedStep(
                 info.step,
                 tuple(one.token for one in info.lineage),
@@ -137,12 +134,12 @@ def segment_record(opened: OpenedSegment, repository: str, epoch: int, base: int
             )
             if steps.setdefault(info.step, row) != row or (info.rank, info.world_size) != (rank, opened.newest.world_size):
                 raise SaveFailed(f"its step {info.step} is not that of the other ranks", subject=subject)
-        after = [info for info, _ in entries if info.step > base]
+        after = [info for info in entries if info.step > base]
         reached = [base, *(info.step for info in after)]
         if [*(info.previous for info in after), opened.newest.step] != reached:
             raise SaveFailed(f"the entries do not lead from step {base} to {opened.newest.step}", subject=subject)
-        sizes = tuple(info.size for info, _ in entries)
-        ranks.append(RankEntries(rank, tuple(info.step for info, _ in entries), sizes, tuple(d.hex() for _, d in entries)))
+        sizes, digests = tuple(info.size for info in entries), tuple(info.digest.hex() for info in entries)
+        ranks.append(RankEntries(rank, tuple(info.step for info in entries), sizes, digests))
     order = {step: number for number, step in enumerate(sorted(steps))}
     return SegmentRecord(
         repository=repository,
@@ -175,5 +172,6 @@ def _entries(segment: Segment, record: SegmentRecord) -> Iterator[tuple[EntryInf
         for number, (start, size), digest in zip(one.steps, one.places(), one.digests, strict=True):
             step = record.steps[number]
             previous = START if step.previous is None else step.previous
-            info = EntryInfo(record.repository, one.rank, record.world_size, step.step, previous, lineages[number], size)
-            yield info, StoredEntry(segment.number, segment.attempt, one.rank, start, bytes.fromhex(digest))
+            of = record.repository, one.rank, record.world_size
+            info = EntryInfo(*of, step.step, previous, lineages[number], size, bytes.fromhex(digest))
+            yield info, StoredEntry(segment.number, segment.attempt, one.rank, start)

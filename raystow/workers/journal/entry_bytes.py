@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from blake3 import blake3
 
 from ...storage.coding.kernels import Bytes
 from ...storage.errors import ProtocolError
@@ -22,6 +23,11 @@ _PIECE = 8 << 20  # bytes that a thread copies at a time
 
 POOL = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "raystow-entry")
 """Threads that copy and decode the bytes of entries, without the interpreter lock."""
+
+
+def entry_digest(content: Buffer) -> bytes:
+    """BLAKE3 of an entry, by several threads."""
+    return blake3(content, max_threads=blake3.AUTO).digest()
 
 
 class ArrivingEntry:
@@ -39,6 +45,7 @@ class ArrivingEntry:
     def __init__(self, most: int, refused: Callable[[int], str] = lambda size: "") -> None:
         self._bytes, self._most, self._refused = np.empty(most, np.uint8), most, refused  # pages are allocated at their first use
         self.size, self.problem = 0, ""
+        self._hasher = blake3(max_threads=blake3.AUTO)
 
     def append(self, parts: Sequence[Bytes]) -> None:
         """Copy the next bytes, unless the entry is refused."""
@@ -50,6 +57,12 @@ class ArrivingEntry:
             self._bytes = np.empty(0, np.uint8)
         else:
             copy_all(self._bytes[first : self.size], parts)
+            self._hasher.update(self._bytes[first : self.size].data)  # its threads do not hold the interpreter lock
+
+    @property
+    def digest(self) -> bytes:
+        """BLAKE3 of the bytes that have arrived."""
+        return self._hasher.digest()
 
     def content(self) -> memoryview:
         """The bytes of an entry without a problem. There is no more to come."""

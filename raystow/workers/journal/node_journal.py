@@ -39,7 +39,7 @@ from ..protocol.messages import (
     shortened,
 )
 from ..protocol.unix_channel import Connection
-from .entry_bytes import ArrivingEntry, SharedMemories
+from .entry_bytes import ArrivingEntry, SharedMemories, entry_digest
 from .entry_replicator import EntryPeers, EntryReplicator
 from .entry_store import EntryStore
 from .segment_writer import JournalRepository, SegmentWriter, read_entry
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECTIONS = 8  # over which a large entry is read: one carries 2 to 4 GB/s
 _LEAST = 32 << 20  # bytes over each of them
+CHANGED = "it does not have its digest: its bytes were changed in memory or on their way"
 _QUIET = 600.0  # seconds without an entry of a training from which on its copies are dropped for those of others
 _REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotsFilled, KeepEntry, SaveBegun, SaveWithdrawn, FetchEntry)
 
@@ -111,6 +112,7 @@ class NodeJournal:
                     case SlotsFilled(slots):
                         connection.send(SlotsFree(slots))
                     case KeepEntry(info):
+                        info = replace(info, digest=arriving.digest)
                         if self._keep(connection, info, arriving) and segments is not None:
                             segments.kept(info)
                         arriving = ArrivingEntry(0)
@@ -122,7 +124,8 @@ class NodeJournal:
                         connection.send(FetchedEntry(self._fetch(opening.store, place, shared, number)))
 
     def accept(self, put: PutEntry) -> EntryKept:
-        """Keep a copy of another node's entry, which is read from there. ``ClusterError`` if that does not answer."""
+        """Keep a copy of another node's entry, which is read from there. ``ClusterError`` if that does not answer, or other bytes
+        come than the entry has."""
         info, now = put.info, self._clock.monotonic()
         self._heard[info.repository] = now
         live = {repository for repository, at in list(self._heard.items()) if at > now - _QUIET}
@@ -134,6 +137,8 @@ class NodeJournal:
         content = np.empty(info.size, np.uint8).data
         if not self._read(put.holder, info, content):
             return EntryKept(info.step, 0, f"node {put.holder} has dropped it", self._memory)
+        if entry_digest(content) != info.digest:
+            raise ClusterError(CHANGED, subject=f"entry of step {info.step} of node {put.holder}")
         problem = self.store.add(info, content, own=False, live=live)
         return EntryKept(info.step, int(not problem), shortened(problem), self._memory)
 
@@ -176,9 +181,7 @@ class NodeJournal:
         stays here if it fits, so that it has as many copies as a new one."""
         info = place.info
         try:
-            content = self.store.view(info)
-            if content is None:
-                content = self._copy(store, place)
+            content = self._found(store, place)
             self.store.add(info, content, own=True)
             shared.put(number, content)
         except RaystowError as error:
@@ -200,20 +203,27 @@ class NodeJournal:
         with ThreadPoolExecutor(len(parts), "raystow-entry") as pool:
             return all([*pool.map(read, *zip(*parts, strict=True))])
 
-    def _copy(self, store: StoreAddress, place: EntryPlace) -> memoryview:
-        """Copy an entry from another node or, if none has it, from the store."""
+    def _found(self, store: StoreAddress, place: EntryPlace) -> memoryview:
+        """Return an entry from here, a copy from another node or, if none has it, from the store: what has its digest."""
         info, reasons = place.info, list[str]()
+        here = self.store.view(info)
+        if here is not None and entry_digest(here) == info.digest:
+            return here
         content = np.empty(info.size, np.uint8).data
         for node in place.nodes:
             if node in (self._node, STORE):
                 continue
             try:
-                if self._read(node, info, content):
+                if not self._read(node, info, content):
+                    reasons.append(f"node {node} has dropped it")
+                elif entry_digest(content) == info.digest:
                     return content
-                reasons.append(f"node {node} has dropped it")
+                else:
+                    reasons.append(f"node {node}: {CHANGED}")
+                    logger.warning("the entry of step %d is not read from node %s: %s", info.step, node, CHANGED)
             except ClusterError as error:
                 reasons.append(str(error))
         if place.stored is None:
             raise ClusterError(f"no node has it: {'; '.join(reasons)}", subject=f"entry of step {info.step}")
-        read_entry(self._open_repository(store).store, place.stored, content)
+        read_entry(self._open_repository(store).store, place, content)
         return content

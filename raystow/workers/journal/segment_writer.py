@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from ...storage.coding.digest import stored_digest
 from ...storage.errors import ClusterError, Damaged, RaystowError
 from ...storage.format import keys
 from ...storage.log import about
 from ...storage.object_store import ObjectStore
 from ..protocol.coordinator_client import CoordinatorClient
-from ..protocol.messages import EntryInfo, OpenJournal, SegmentStored, StoredEntry
+from ..protocol.messages import EntryInfo, EntryPlace, OpenJournal, SegmentStored
 from ..thread_priority import give_way
+from .entry_bytes import entry_digest
 from .entry_store import EntryStore
 
 logger = logging.getLogger(__name__)
@@ -102,16 +102,20 @@ class SegmentWriter:
         views = [view for info in infos if (view := self._memory.view(info)) is not None]
         if not infos or len(views) < len(infos) or infos[0].previous > ticket.after:
             raise ClusterError(f"this node has not all entries after step {ticket.after}")
-        entries = tuple((info, stored_digest(view)) for info, view in zip(infos, views, strict=True))
+        for info, view in zip(infos, views, strict=True):
+            if entry_digest(view) != info.digest:
+                raise Damaged("it does not have its digest in this node's memory", subject=f"entry of step {info.step}")
         repository.store.put(keys.segment_entries(ticket.number, ticket.attempt, newest.rank), views)
-        coordinator.segment_stored(SegmentStored(ticket.number, ticket.attempt, newest.rank, entries))
+        coordinator.segment_stored(SegmentStored(ticket.number, ticket.attempt, newest.rank, tuple(infos)))
         self._stored = newest, ticket.step
         return True
 
 
-def read_entry(store: ObjectStore, place: StoredEntry, target: memoryview) -> None:
-    """Fill ``target`` with an entry in the store. Raises ``Damaged`` if it does not have its digest."""
-    key = keys.segment_entries(place.number, place.attempt, place.rank)
-    store.get_range_into(key, place.start, target)
-    if stored_digest(target) != place.digest:
-        raise Damaged(f"the entry at byte {place.start} does not have its digest", subject=key)
+def read_entry(store: ObjectStore, place: EntryPlace, target: memoryview) -> None:
+    """Fill ``target`` with an entry that the store has. Raises ``Damaged`` if it does not have its digest."""
+    stored = place.stored
+    assert stored is not None
+    key = keys.segment_entries(stored.number, stored.attempt, stored.rank)
+    store.get_range_into(key, stored.start, target)
+    if entry_digest(target) != place.info.digest:
+        raise Damaged(f"the entry at byte {stored.start} does not have its digest", subject=key)

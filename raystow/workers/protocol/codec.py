@@ -34,6 +34,9 @@ JsonText = Annotated[str, msgspec.Meta(max_length=MAX_JSON)]
 Digest = Annotated[int, msgspec.Meta(ge=0)]
 """An unsigned integer of 64 bits."""
 
+DigestBytes = Annotated[bytes, msgspec.Meta(max_length=32)]
+"""BLAKE3, or empty."""
+
 Column = Annotated[tuple[_Item, ...], msgspec.Meta(max_length=MAX_ROWS)]
 """Values of one type, at most one for each chunk or value of a node."""
 

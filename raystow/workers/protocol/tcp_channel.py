@@ -1,8 +1,10 @@
-"""A TCP connection between two node workers: messages, each preceded by its length, and raw bytes after some of them.
+"""A TCP connection between two node workers: messages, each between its length and its seal, and raw bytes after some of them.
 
-The called node worker has a TLS certificate that the caller knows, so nobody on the path can read, change or add anything. Within
-TLS the handshake compares protocol versions, and both sides prove that they know the secret of the node that was called. Every
-wait has a time limit. Without TLS (``peer_tls.PEER_TLS``) the traffic can be read and changed on the path.
+The handshake compares protocol versions, and both sides prove that they know the secret of the node that was called, which came
+through Ray. The seal of a message is a keyed digest of it and of its number: so nobody on the path can change, add, leave out or
+repeat messages. Raw bytes have no seal: their receiver compares them with a digest that came in a message or through Ray. The
+called node worker may have a TLS certificate that the caller knows (``peer_tls.PEER_TLS``); without it, the traffic can be read
+on the path. Every wait has a time limit.
 """
 
 from __future__ import annotations
@@ -26,13 +28,24 @@ MAX_MESSAGE = 1 << 20
 """Bytes of a message; the raw bytes after it do not count."""
 
 _Message = TypeVar("_Message", bound=Message)
-_LENGTH = struct.Struct("<I")
+_LENGTH, _NUMBER = struct.Struct("<I"), struct.Struct("<Q")
 _STALL = 15.0  # seconds within which some bytes must move
 _TRANSFER = 60.0  # seconds within which all bytes after a message must be transferred
 _PROOF_SECONDS = 5.0  # within which a caller must have proved that it knows the secret
 _BLOCK = 1 << 20  # bytes
 _KEEPALIVE = (socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)  # detects a peer without power
 _NONCE, _PROOF = 16, 32  # bytes
+
+
+class _Seals:
+    """The seals of all messages of one direction of a connection, in order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number = key, 0
+
+    def next(self, body: bytes) -> bytes:
+        self._number += 1
+        return hmac.digest(self._key, _NUMBER.pack(self._number) + body, "sha256")
 
 
 class TcpChannel:
@@ -44,6 +57,7 @@ class TcpChannel:
 
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
+        self._sent = self._received = _Seals(b"")
         peer.settimeout(_STALL)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -65,6 +79,7 @@ class TcpChannel:
             if not hmac.compare_digest(channel._exactly(_PROOF), _proof(contact.secret, b"answers", mine, theirs)):
                 raise ConnectionRefusedError(f"{where} does not know the secret of the node worker")
             channel._send(_proof(contact.secret, b"calls", mine, theirs), _STALL)
+            channel._sent, channel._received = _seals(contact.secret, mine, theirs)
         except BaseException:
             channel.close()
             raise
@@ -83,12 +98,13 @@ class TcpChannel:
         self._send(mine + _proof(secret, b"answers", theirs, mine), _PROOF_SECONDS)
         if not hmac.compare_digest(self._exactly(_PROOF, end), _proof(secret, b"calls", theirs, mine)):
             raise ConnectionRefusedError("the caller does not know the secret of this node worker")
+        self._received, self._sent = _seals(secret, theirs, mine)
         self._socket.settimeout(_STALL)
 
     def send(self, message: Message) -> None:
         """Send a message."""
         body = encode(message, most=MAX_MESSAGE)
-        self._send(_LENGTH.pack(len(body)) + body, _STALL)
+        self._send(_LENGTH.pack(len(body)) + body + self._sent.next(body), _STALL)
 
     def send_bytes(self, data: Buffer) -> None:
         """Send the raw bytes after a message."""
@@ -120,7 +136,10 @@ class TcpChannel:
         (length,) = _LENGTH.unpack(head + self._exactly(_LENGTH.size - len(head)))
         if length > MAX_MESSAGE:
             raise ProtocolError(f"a message of {length} bytes exceeds {MAX_MESSAGE}")
-        return decode(self._exactly(length), *expected)
+        body = self._exactly(length)
+        if not hmac.compare_digest(self._exactly(_PROOF), self._received.next(body)):
+            raise ConnectionAbortedError("a message was changed on its way")
+        return decode(body, *expected)
 
     def receive_into(self, target: memoryview) -> None:
         """Receive the raw bytes after a message."""
@@ -180,6 +199,11 @@ def _broken() -> Iterator[None]:
 
 def _nonce() -> bytes:
     return bytes.fromhex(SYSTEM.token() + SYSTEM.token())
+
+
+def _seals(secret: str, *nonces: bytes) -> tuple[_Seals, _Seals]:
+    """Those of the caller's messages, and those of the answers."""
+    return _Seals(_proof(secret, b"sealed calls", *nonces)), _Seals(_proof(secret, b"sealed answers", *nonces))
 
 
 def _proof(secret: str, who: bytes, *nonces: bytes) -> bytes:

@@ -44,7 +44,7 @@ COORDINATOR_REQUESTS = (
 MESSAGES = tuple(Message.__subclasses__())
 """All messages."""
 
-PROTOCOL = "2.e2bcf3375fb0bde7"
+PROTOCOL = "2.0cae5f08f4963e8e"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

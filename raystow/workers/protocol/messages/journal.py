@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from ....storage.stores.settings import StoreAddress
-from ..codec import Column, Digest, JsonText, Message, MessagePart, Packed, Shape, Text
+from ..codec import Column, Digest, DigestBytes, JsonText, Message, MessagePart, Packed, Shape, Text
 from .reads import Span
 
 START = -1
@@ -26,9 +26,6 @@ RECORDING = 0
 
 MAX_ENTRY = 1 << 38
 """Bytes of an entry."""
-
-DigestBytes = Annotated[bytes, Meta(max_length=32)]
-"""BLAKE3, or empty."""
 
 EntrySize = Annotated[int, Meta(ge=0, le=MAX_ENTRY)]
 """Bytes of an entry."""
@@ -54,6 +51,8 @@ class EntryInfo(MessagePart, frozen=True):
         previous: The step whose state the entry starts from; ``START`` if there is none.
         lineage: The generations that the state comes from, oldest first; the last one is the entry's own.
         size: Bytes of the entry.
+        digest: Of these bytes, once all of them are with the node worker of the rank. Whatever is read is compared with it. It
+            comes through Ray, or in a sealed message (see ``tcp_channel``), and never with the bytes.
     """
 
     repository: Text
@@ -63,6 +62,7 @@ class EntryInfo(MessagePart, frozen=True):
     previous: int
     lineage: Column[Generation]
     size: EntrySize = 0
+    digest: DigestBytes = b""
 
     @property
     def key(self) -> str:
@@ -161,13 +161,12 @@ class EntryHeader(Message, frozen=True):
 
 
 class StoredEntry(MessagePart, frozen=True):
-    """Where an entry is in the store: at byte ``start`` of the entries of ``rank`` in a segment. ``digest``: of its bytes."""
+    """Where an entry is in the store: at byte ``start`` of the entries of ``rank`` in a segment."""
 
     number: int
     attempt: Text
     rank: int
     start: int
-    digest: DigestBytes
 
 
 class OpenSegment(Message, frozen=True):
@@ -192,12 +191,12 @@ class SegmentTicket(Message, frozen=True):
 
 
 class SegmentStored(Message, frozen=True):
-    """A rank's entries of a segment are durable, in one object. ``entries``: oldest first, each with the digest of its bytes."""
+    """A rank's entries of a segment are durable, in one object. ``entries``: oldest first."""
 
     number: int
     attempt: Text
     rank: int
-    entries: Column[tuple[EntryInfo, DigestBytes]]
+    entries: Column[EntryInfo]
 
 
 class OpenJournal(Message, frozen=True):
@@ -234,7 +233,7 @@ class ShareMemory(Message, frozen=True):
 
 class BeginEntry(Message, frozen=True):
     """The bytes of a new entry follow, at most ``most``. One that was not kept is dropped, and so is all shared memory but
-    ``RECORDING``. ``info``: without the size."""
+    ``RECORDING``. ``info``: without size and digest."""
 
     info: EntryInfo
     most: EntrySize
@@ -248,7 +247,7 @@ class AppendEntry(Message, frozen=True):
 
 
 class KeepEntry(Message, frozen=True):
-    """All bytes of an entry were handed over. The answer is ``EntryKept``."""
+    """All bytes of an entry were handed over. The answer is ``EntryKept``. ``info``: without the digest."""
 
     info: EntryInfo
 
