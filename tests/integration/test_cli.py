@@ -18,7 +18,7 @@ from local_cluster import LocalCluster
 from safetensors.torch import load_file
 
 from raystow import __version__
-from raystow.orchestrator.cli import safetensors_file, version_files
+from raystow.orchestrator.cli import output, safetensors_file, version_files
 from raystow.orchestrator.cli.checks import hardware, software
 from raystow.storage.errors import Damaged, UnsafeStore
 from raystow.storage.format import values
@@ -150,10 +150,14 @@ def test_show_text_fits_80_columns(run_folder: Path) -> None:
 
 def test_show_escapes_control_characters_in_names(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path)) as local:
-        local.save({"\x1b[31m[bold]evil[/bold]\n": torch.ones(3)}, step=1)
+        local.save({"\x1b[31m[bold]evil[/bold]\n:skull:": torch.ones(3)}, step=1)
     shown = run("show", tmp_path).stdout
     assert "\x1b" not in shown
-    assert "\\x1b[31m[bold]evil[/bold]\\n" in shown
+    assert "\\x1b[31m[bold]evil[/bold]\\n:skull:" in shown
+    for stream in (output.out, output.err):
+        with stream.capture() as captured:
+            stream.print(":skull:")
+        assert captured.get() == ":skull:\n"
 
 
 # restore

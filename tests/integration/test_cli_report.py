@@ -182,6 +182,17 @@ def test_other_commands_do_not_import_the_report_libraries() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
+def test_the_policy_allows_scripts_of_this_page_only(run_dir: Path, whole: Path, tmp_path: Path) -> None:
+    """By a number that each page draws: no text of the repository can know it."""
+    pages = whole.read_text(), page_of(run_dir, tmp_path / "r.html")
+    policies = [re.search(r"script-src '([^;]*)'; img-src", page) for page in pages]
+    nonces = [policy[1].removeprefix("nonce-") for policy in policies if policy is not None]
+    assert [len(nonce) for nonce in {*nonces}] == [32, 32]
+    for page, nonce in zip(pages, nonces, strict=True):
+        run_scripts = [tag for tag in re.findall(r"<script[^>]*>", page) if "application/json" not in tag]
+        assert run_scripts[-2:] == [f'<script nonce="{nonce}">'] * 2
+
+
 # Tests in a browser
 
 _LEGIBLE = """() => {
@@ -231,6 +242,20 @@ def test_the_page_is_legible_and_complete_in_a_browser(browser: Any, whole: Path
         assert len(ids) == len(set(ids))
     finally:
         context.close()
+
+
+def test_a_script_of_another_origin_is_not_run(browser: Any, whole: Path, tmp_path: Path) -> None:
+    """As if text of the repository had not been escaped."""
+    evil = tmp_path / "evil.html"
+    added = '<script>document.title = "evil"</script><img src="x:" onerror="document.title = \'evil\'">'
+    evil.write_text(whole.read_text().replace("<main>", f"<main>{added}"))
+    page = browser.new_page()
+    try:
+        page.goto(evil.as_uri())
+        page.wait_for_selector(f"#plot-{PLOTS[-1]} .xtick")
+        assert page.title().startswith("Checkpoints of")
+    finally:
+        page.close()
 
 
 def test_the_page_prints_on_white_paper(browser: Any, whole: Path) -> None:

@@ -129,8 +129,8 @@ def cluster() -> Iterator[Cluster]:
         found.kill(name)
 
 
-def test_an_entry_changed_on_its_way_from_a_partner_is_not_replayed(cluster: Cluster) -> None:
-    """The node keeps nothing of it."""
+def test_an_entry_that_a_line_has_changed_is_not_replayed(cluster: Cluster) -> None:
+    """On its way from a partner. The node keeps nothing of it."""
     run = Run(cluster, 1)
     run.record()
     contents = run.contents("b")

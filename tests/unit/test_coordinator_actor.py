@@ -245,10 +245,10 @@ def test_steps_become_durable_after_a_repair(uri: str, monkeypatch: pytest.Monke
         repository = (await actor.start(StartRun("1"))).repository
         repair(uri)
         for step in (2, 3):
-            entry = EntryInfo(repository, 0, 1, step, START, (Generation("0" * 16, 1),), 8)
+            entry = EntryInfo(repository, 0, 1, step, START, (Generation("0" * 16, 1),), 8, bytes(32))
             ticket = await actor.answer(OpenSegment(entry))
             assert isinstance(ticket, SegmentTicket)
-            await actor.answer(SegmentStored(ticket.number, ticket.attempt, 0, ((entry, bytes(32)),)))
+            await actor.answer(SegmentStored(ticket.number, ticket.attempt, 0, (entry,)))
             await until(lambda: actor._opened is not None and not actor._opened.segments.in_use)
         assert [segment.step for segment in open_repository(uri).root().segments] == [3]
 

@@ -4,6 +4,7 @@ key.
 
 from __future__ import annotations
 
+import os
 import pickle  # noqa: TID251
 import subprocess
 import sys
@@ -340,6 +341,15 @@ def test_a_key_file_accessible_to_other_users_is_refused(tmp_path, ours, mode, m
         key_files.signer()
 
 
+def test_a_private_key_of_another_user_is_refused(tmp_path, ours, monkeypatch):
+    """Root could read it."""
+    monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "ours"))
+    monkeypatch.setattr(key_files.os, "geteuid", lambda: (tmp_path / "ours").stat().st_uid + 1)
+    with pytest.raises(StateError, match="ours: belongs to another user") as caught:
+        key_files.signer()
+    assert "chown" in caught.value.remedy
+
+
 def private_pem(private: object, *, password: bytes = b"") -> bytes:
     encryption = BestAvailableEncryption(password) if password else NoEncryption()
     return private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
@@ -392,6 +402,31 @@ def test_invalid_trusted_keys_never_turn_checks_off(tmp_path, uri, content, monk
     monkeypatch.setenv(key_files.TRUSTED_KEYS, str(path))
     with pytest.raises(StateError, match="trusted"):
         open_repository(uri)
+
+
+def test_many_beginnings_of_keys_take_no_time(tmp_path, ours):
+    """In a process with a limit of CPU seconds: as a regular expression, this took half a minute."""
+    path = tmp_path / "trusted.pem"
+    path.write_bytes(b"-----BEGIN A-----" * 57_000 + (tmp_path / "ours.pub").read_bytes())
+    code = (
+        "import resource, sys; from raystow.storage.format import key_files; key_files.trust(sys.argv[1])\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF); start = int(used.ru_utime + used.ru_stime)\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (start + 3, start + 3))\n"
+        "print(len(key_files.trust(sys.argv[2]).keys))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "ours.pub", path], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "1\n"
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_pipe_holds_no_keys(tmp_path, folder, monkeypatch):
+    """Nobody writes to it: to open it would take for ever."""
+    os.mkfifo(tmp_path / "pipe.pub", 0o600)
+    with pytest.raises(StateError, match=r"pipe\.pub: is no regular file"):
+        key_files.trust(tmp_path if folder else tmp_path / "pipe.pub")
+    monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "pipe.pub"))
+    with pytest.raises(StateError, match=r"pipe\.pub: is no regular file"):
+        key_files.signer()
 
 
 def test_a_private_key_is_not_trusted_as_a_public_one(tmp_path, ours):

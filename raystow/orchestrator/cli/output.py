@@ -31,9 +31,9 @@ class _Output(Console):
         return found if self.is_terminal or "COLUMNS" in os.environ else found._replace(width=_UNFOLDED)
 
 
-# Lines are not wrapped, so that a long name or path can be copied; ``say`` wraps prose, and a table its cells.
-out = _Output(markup=False, highlight=False, soft_wrap=True)
-err = _Output(stderr=True, markup=False, highlight=False, soft_wrap=True)
+# Names come from repositories: no markup, and ``:skull:`` is no picture. Lines are not wrapped, so that a long name or path can be copied; ``say`` wraps prose, and a table its cells.
+out = _Output(markup=False, emoji=False, highlight=False, soft_wrap=True)
+err = _Output(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 _AGES = ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"), 86400, "days"))
 

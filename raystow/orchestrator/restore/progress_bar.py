@@ -25,7 +25,7 @@ def shown(title: str, total: int, *, rank: int, after: float = _APPEARS) -> Iter
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(20), DownloadColumn(True), TransferSpeedColumn())
-    bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True, markup=False, emoji=False), transient=True)
     task, ended = bar.add_task(title, total=total), threading.Event()
 
     def appear() -> None:

@@ -7,8 +7,8 @@ set but cannot be used is an error: nobody should believe in a check that does n
 from __future__ import annotations
 
 import os
-import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from .. import extras
@@ -22,13 +22,14 @@ TRUSTED_KEYS = "RAYSTOW_TRUSTED_KEYS"
 """Names a file with public keys, or a folder of such files (``*.pub``): whose versions a reader takes."""
 
 _LARGEST = 1 << 20  # bytes of a file with keys
-_PEM = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----.*?-----END \1-----", re.DOTALL)
+_BEGIN, _DASHES = b"-----BEGIN ", b"-----"
 
 
 def signer() -> Signer | None:
     """The signer whose key the environment names; None if it names none.
 
-    ``StateError`` unless the file can be read by its owner alone and holds an Ed25519 key (PEM, PKCS 8, without a password).
+    ``StateError`` unless the file is of this user, who alone can read it, and holds an Ed25519 key (PEM, PKCS 8, without a
+    password).
     """
     path = _named(SIGNING_KEY)
     if path is None:
@@ -38,7 +39,7 @@ def signer() -> Signer | None:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    data = _read(path, forbidden=0o077)
+    data = _read(path, private=True)
     try:
         private = load_pem_private_key(data, None)
     except (TypeError, ValueError, UnsupportedAlgorithm):
@@ -114,24 +115,39 @@ def _public_keys(path: Path) -> list[PublicKey]:
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     keys = []
-    for block in _PEM.finditer(_read(path)):
+    for label, block in _blocks(_read(path)):
         try:
-            public = load_pem_public_key(block[0])
+            public = load_pem_public_key(block)
         except (ValueError, UnsupportedAlgorithm):
             public = None
         if not isinstance(public, Ed25519PublicKey):
-            what = f"holds something else than Ed25519 public keys: {block[1].decode().lower()}"
+            what = f"holds something else than Ed25519 public keys: {label.decode('ascii', 'replace').lower():.40}"
             raise StateError(what, subject=str(path), remedy="trust *.pub files, as `raystow keygen` writes them")
         keys.append(PublicKey(public.public_bytes_raw()))
     return keys
 
 
-def _read(path: Path, *, forbidden: int = 0) -> bytes:
-    """The file's bytes. Raises ``StateError``, without reading them, if its mode has one of the ``forbidden`` bits."""
+def _blocks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the label of each PEM block, and the block. Each byte is looked at a few times: the file may be large."""
+    for part in data.split(_BEGIN)[1:]:
+        label, _, content = part.partition(_DASHES)
+        end = b"-----END " + label + _DASHES
+        if end in content:
+            yield label, _BEGIN + label + _DASHES + content[: content.index(end)] + end
+
+
+def _read(path: Path, *, private: bool = False) -> bytes:
+    """The file's bytes. Raises ``StateError``, without reading them, for a pipe or device, and for a ``private`` key that others
+    can use or have written."""
     try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)  # of the open file, which cannot be exchanged
-            if mode & forbidden:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # to open a pipe waits otherwise
+            status = os.fstat(file.fileno())  # of the open file, which cannot be exchanged
+            if not stat.S_ISREG(status.st_mode):
+                raise StateError("is no regular file", subject=str(path), remedy="name a file or folder of keys")
+            if private and status.st_uid != os.geteuid():
+                what = f"belongs to another user ({status.st_uid}), who can replace this private key"
+                raise StateError(what, subject=str(path), remedy=f"chown {os.geteuid()} {path}")
+            if private and (mode := stat.S_IMODE(status.st_mode)) & 0o077:
                 what = f"others than its owner can use this private key: its mode is {mode:04o}"
                 raise StateError(what, subject=str(path), remedy=f"chmod 600 {path}")
             data = file.read(_LARGEST + 1)
