@@ -29,7 +29,7 @@ $(READY): pyproject.toml constraints.txt
 
 # Another place: AZURITE_HOME. Tests of Azure Blob Storage are skipped without it.
 azurite:  ## install Azurite, the emulator of Azure Blob Storage, from npm (half a minute; needs Node 20)
-	@npm install --silent --no-audit --no-fund --prefix "$${AZURITE_HOME:-$$HOME/.cache/raystow-azurite}" azurite@3
+	@npm install --silent --no-audit --no-fund --prefix "$${AZURITE_HOME:-$$HOME/.cache/raystow-azurite}" azurite@3.35.0
 
 demo: $(READY)  ## train on a real cluster, lose a node during a save, restore every bit (two minutes)
 	$(BIN)/raystow demo

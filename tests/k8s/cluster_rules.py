@@ -10,6 +10,7 @@ from pods import Thing, pods, ray_clusters, variables
 
 _ROOT = Path(__file__).parents[2]
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
 _SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD", re.IGNORECASE)
 _WITHIN = re.compile(r"raystow drain --within (\d+)s")
 _AROUND = 60  # seconds of a preStop hook besides its wait: start of Python, `ray stop`, and a reserve
@@ -43,10 +44,11 @@ def _hardened(name: str, context: Thing) -> Iterator[str]:
 
 
 def images(things: Sequence[Thing]) -> Iterator[str]:
+    """An image that the user builds has a tag; one that others publish, who could move its tag, has a digest."""
     for pod in pods(things):
         for container in pod.containers:
-            _, _, tag = container["image"].rpartition("/")[2].partition(":")
-            if tag in ("", "latest"):
+            name, _, tag = container["image"].rpartition("/")[2].partition(":")
+            if tag in ("", "latest") or (name != "raystow" and not _DIGEST.search(tag)):
                 yield f"{pod.name}: image {container['image']} is not pinned"
 
 

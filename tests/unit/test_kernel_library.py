@@ -17,10 +17,8 @@ from raystow.storage.errors import Unsupported
 from raystow.storage.reader import Request
 from raystow.workers.gpu.kernels import bfloat16_kernels, blake3_kernels, copy_kernels, library, word_kernels
 from raystow.workers.gpu.kernels.constants import NARROW
-from raystow.workers.gpu.kernels.library import PTX, Architecture, Binary, Kernel, sources_digest, variant_name
+from raystow.workers.gpu.kernels.library import PTX, SHIPPED, Architecture, Binary, Kernel, sources_digest, variant_name
 from raystow.workers.gpu.kernels.sources.variants import variants
-
-SHIPPED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", PTX)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

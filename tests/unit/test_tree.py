@@ -81,6 +81,15 @@ def test_any_is_used_sparingly() -> None:
     assert count <= MOST_ANY
 
 
+def test_packages_of_npm_are_pinned_exactly() -> None:
+    """Those that the Makefile installs."""
+    packages = [
+        word for line in (ROOT / "Makefile").read_text().splitlines() if "npm install" in line for word in line.split()[-1:]
+    ]
+    assert packages
+    assert [package for package in packages if not re.fullmatch(r"[a-z/@-]+@\d+\.\d+\.\d+", package)] == []
+
+
 def test_names_of_tests_are_short_statements() -> None:
     """A name states the behaviour: a subject, a verb and the condition."""
     named = {

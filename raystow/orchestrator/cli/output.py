@@ -31,7 +31,8 @@ class _Output(Console):
         return found if self.is_terminal or "COLUMNS" in os.environ else found._replace(width=_UNFOLDED)
 
 
-# Names come from repositories: no markup, and ``:skull:`` is no picture. Lines are not wrapped, so that a long name or path can be copied; ``say`` wraps prose, and a table its cells.
+# Names come from repositories: no markup, and ``:skull:`` is no picture. Lines are not wrapped, so that a long name can be
+# copied; ``say`` wraps prose, and a table its cells.
 out = _Output(markup=False, emoji=False, highlight=False, soft_wrap=True)
 err = _Output(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 

@@ -32,6 +32,7 @@ class Finding:
 ok = partial(Finding, Status.OK)
 warning = partial(Finding, Status.WARNING)
 failed = partial(Finding, Status.FAILED, code=1)
+damaged = partial(Finding, Status.FAILED, code=3)
 
 
 def failure(error: Exception) -> Finding:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -13,7 +15,7 @@ import numpy as np
 
 from .... import __version__
 from ....storage.coding import kernels
-from .finding import Finding, ok, warning
+from .finding import Finding, damaged, ok, warning
 
 TIMEOUT = 20.0
 """Seconds to wait for the Ray cluster."""
@@ -45,6 +47,34 @@ def loops() -> Finding:
     if importlib.util.find_spec("numba") is not None:
         return warning("numba cannot be imported; numpy takes its place, more slowly", "try: python -c 'import numba'")
     return warning("numpy codes, slowly: the compiled loops need AVX2", 'for speed, pip install "raystow[numba]"')
+
+
+def binaries() -> Finding:
+    """Check that compiled code is of the installed sources, and that its files are those that were installed."""
+    wrong, found = dict[str, str](), "as their sources and the installation say"
+    library = kernels.LIBRARY
+    if hashlib.sha256(library.with_name("byte_loops.c").read_bytes()).hexdigest().encode() not in library.read_bytes():
+        wrong[library.name] = "was built from other sources"
+    if importlib.util.find_spec("torch") is None:
+        found += "; kernels for GPUs were not checked: torch is missing"
+    else:
+        from ....workers.gpu.kernels.library import SHIPPED, Architecture, sources_digest
+
+        sources = sources_digest()
+        for name in SHIPPED:
+            try:
+                if Architecture(name).sources != sources:
+                    wrong[name] = "was built from other sources"
+            except Exception as error:  # of the decompressor, of JSON, of the file system
+                wrong[name] = f"cannot be read: {error}"
+    for file in importlib.metadata.files("raystow") or ():
+        if file.suffix in (".so", ".zst") and file.hash is not None:
+            digest = hashlib.new(file.hash.mode, file.read_binary()).digest()
+            if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+                wrong[file.name] = "is not the file that was installed"
+    if wrong:
+        return damaged("; ".join(f"{name} {what}" for name, what in wrong.items()), "install raystow again")
+    return ok(found)
 
 
 def torch() -> Finding:
@@ -99,7 +129,7 @@ def survey() -> dict[str, object]:
     return answer
 
 
-CHECKS = {"python": python, "loops": loops, "torch": torch, "ray": ray, "cluster": cluster}
+CHECKS = {"python": python, "loops": loops, "binaries": binaries, "torch": torch, "ray": ray, "cluster": cluster}
 
 
 def _older(version: str, *least: int) -> bool:

@@ -25,6 +25,8 @@ from .constants import Value
 FORMAT = 1
 PTX = "ptx"
 """The file with PTX."""
+SHIPPED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", PTX)
+"""The names of all files."""
 _OLDEST = 8  # major version of the compute capability that the PTX is for
 _MOST = 64 << 20  # bytes of a file, uncompressed
 _TYPES = {"*": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32}
