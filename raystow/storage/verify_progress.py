@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from .errors import StateError
+from .real_paths import output_path, regular_file
 
 _OTHER = "name a new file"
 
@@ -38,9 +40,9 @@ class VerifyJournal:
 @contextlib.contextmanager
 def journal(path: Path, repository: str) -> Iterator[VerifyJournal]:
     """Open the journal at ``path``, or create it, for the repository with this id. ``StateError``, and the file is not changed,
-    if it is of another repository, is no journal, or is in use."""
+    if it is of another repository, is no journal, is in use, or is a link to another folder."""
     head = _line({"journal": "raystow verify", "repository": repository})
-    with path.open("a+b", buffering=0) as file:
+    with regular_file(output_path(path), os.O_RDWR | os.O_APPEND | os.O_CREAT, buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file is closed
         except BlockingIOError:

@@ -298,6 +298,80 @@ def test_dtypes_that_safetensors_lacks_are_refused(tmp_path: Path) -> None:
     assert (error["subject"], error["what"]) == ("model.c", "safetensors has no complex128")
 
 
+# Links in the folder of --files
+
+
+def link_of(config: Path, name: str, to: Path | str) -> Path:
+    (config / name).symlink_to(to)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("tokenizer.txt", "{}/credentials.json"),
+        ("config.json", "../credentials.json"),
+        ("LICENSE", "sub/credentials.json"),
+        ("README.md", "/proc/self/environ"),
+    ],
+)
+def test_a_link_that_leaves_the_folder_is_refused(run_folder: tuple[Path, Any], tmp_path: Path, name: str, to: str) -> None:
+    (tmp_path / "credentials.json").write_text("{}")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "sub").symlink_to(tmp_path)
+    config = link_of(tmp_path / "config", name, to.format(tmp_path))
+    error = run_json("export", run_folder[0], "--hf", tmp_path / "out", "--files", config, code=2)["error"]
+    assert error["subject"] == str(config / name)
+    assert "leads out of its folder" in error["what"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_within_the_folder_are_copied(run_folder: tuple[Path, Any], tmp_path: Path) -> None:
+    """But not to a file that would not be copied by its own name, and nothing that is no regular file."""
+    config = link_of(config_folder(run_folder[1], tmp_path / "config"), "LICENSE", "config.json")
+    link_of(config, "README.md", ".env")
+    link_of(config, "NOTES.md", "missing.md")
+    os.mkfifo(config / "vocab.txt")
+    facts = run_json("export", run_folder[0], "--hf", tmp_path / "out", "--files", config)
+    assert facts["copied"] == ["LICENSE", "config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert (tmp_path / "out" / "LICENSE").read_bytes() == (config / "config.json").read_bytes()
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+
+def test_a_pipe_as_config_is_not_read(run_folder: tuple[Path, Any], tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    os.mkfifo(tmp_path / "config" / "config.json")
+    facts = run_json("export", run_folder[0], "--hf", tmp_path / "out", "--files", tmp_path / "config")
+    assert (facts["copied"], facts["tied"]) == ([], {})
+
+
+def test_the_blobs_of_a_hugging_face_cache_are_copied(run_folder: tuple[Path, Any], tmp_path: Path) -> None:
+    """But no blobs that are links themselves: who gives a snapshot may give the folder around it, too."""
+    snapshot, blobs = tmp_path / "models--org--tiny" / "snapshots" / "0a1b", tmp_path / "models--org--tiny" / "blobs"
+    for path in (snapshot, blobs):
+        path.mkdir(parents=True)
+    for file in config_folder(run_folder[1], tmp_path / "config").glob("*.json"):
+        shutil.copy(file, blobs / f"{len(file.name):040x}")
+        link_of(snapshot, file.name, f"../../blobs/{len(file.name):040x}")
+    facts = run_json("export", run_folder[0], "--hf", tmp_path / "out", "--files", snapshot)
+    assert facts["copied"] == ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert facts["tied"] == {"lm_head.weight": "transformer.wte.weight"}
+    shutil.move(blobs, tmp_path / "private")
+    blobs.symlink_to(tmp_path / "private")
+    error = run_json("export", run_folder[0], "--hf", tmp_path / "new", "--files", snapshot, code=2)["error"]
+    assert "leads out of its folder" in error["what"]
+
+
+@pytest.mark.parametrize("option", ["--hf", "--torch"])
+def test_an_output_that_leads_elsewhere_is_refused(run_folder: tuple[Path, Any], tmp_path: Path, option: str) -> None:
+    (tmp_path / "here").mkdir()
+    output = link_of(tmp_path / "here", "out", tmp_path / "elsewhere") / "out"
+    error = run_json("export", run_folder[0], option, output, code=2)["error"]
+    assert (error["subject"], "leads out of its folder" in error["what"]) == (str(output), True)
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert output.is_symlink()
+
+
 # Failed exports
 
 
@@ -415,11 +489,14 @@ def test_a_push_without_a_valid_token_writes_nothing(run_folder: tuple[Path, Any
 
 def test_a_failed_push_leaves_the_folder(run_folder: tuple[Path, Any], tmp_path: Path, hub: Hub) -> None:
     hub.commits = False
-    done = push(hub, run_folder[0], tmp_path / "out")
+    """And what would have been published was listed before."""
+    done = push(hub, run_folder[0], tmp_path / "out", "--files", config_folder(run_folder[1], tmp_path / "config"))
     assert done.returncode == 1
     assert "Storage limit reached" in done.stderr
+    listed = "uploads to org/tiny: config.json, model.safetensors, tokenizer.json, tokenizer_config.json\n"
+    assert done.stderr.index(listed) < done.stderr.index("Storage limit reached")
     assert f"`hf upload org/tiny {tmp_path / 'out'}` uploads it" in done.stderr
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert "model.safetensors" in [path.name for path in (tmp_path / "out").iterdir()]
 
 
 def test_a_push_without_the_hub_client_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -116,3 +117,40 @@ def test_an_inconsistent_index_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "y.safetensors")
     assert "both have a tensor 'a'" in " ".join(run("import", tmp_path, tmp_path / "run").output.split())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.safetensors.index.json"])
+@pytest.mark.parametrize("index", [False, True], ids=["folder", "index"])
+def test_a_link_that_leaves_the_folder_is_refused(tmp_path: Path, name: str, index: bool) -> None:
+    folder, private = tmp_path / "model", tmp_path / name
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    (tmp_path / "x.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    (folder / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    (folder / name).symlink_to(private)
+    source = folder / (name if name.endswith("json") else "m.safetensors.index.json") if index else folder
+    error = run_json("import", source, tmp_path / "run", code=2)["error"]
+    led_out = source.name != name  # an index that is named itself may be anywhere, and its files are beside it
+    assert ("leads out of its folder" in error["what"]) is led_out
+    assert error["subject"] == str(folder / (name if led_out else "x.safetensors"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("source", ["", "x.safetensors", "x.safetensors.index.json"])
+def test_a_pipe_is_not_read(tmp_path: Path, source: str) -> None:
+    (tmp_path / "model").mkdir()
+    os.mkfifo(tmp_path / "model" / (source or "x.safetensors"))
+    error = run_json("import", tmp_path / "model" / source, tmp_path / "run", code=2)["error"]
+    assert error["what"] == "is not a regular file"
+
+
+def test_a_hugging_face_cache_is_imported(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "snapshots" / "0a1b", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file({"a": torch.ones(2)}, blobs / "01")
+    (blobs / "02").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    (snapshot / "x.safetensors").symlink_to("../../blobs/01")
+    (snapshot / "m.safetensors.index.json").symlink_to("../../blobs/02")
+    for source in (snapshot, snapshot / "m.safetensors.index.json", snapshot / "x.safetensors"):
+        assert run_json("import", source, tmp_path / "run")["tensors"] == 1

@@ -172,6 +172,15 @@ def test_only_a_regular_file_is_replaced(run_dir: Path, tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
 
 
+def test_a_link_to_another_folder_is_not_replaced(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "here" / "report.html").symlink_to(tmp_path / "mine")
+    error = run_json("report", run_dir, "-o", tmp_path / "here" / "report.html", code=2)["error"]
+    assert "leads out of its folder" in error["what"]
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 @pytest.mark.parametrize("words", [("--gpus", 8), ("--gpus", 8, "--store-price", 1)])
 def test_gpus_without_their_price_are_refused(run_dir: Path, tmp_path: Path, words: tuple[object, ...]) -> None:
     assert run("report", run_dir, "-o", tmp_path / "r.html", *words).exit_code == 2

@@ -39,6 +39,7 @@ from verl_toy import BATCH
 
 from raystow.orchestrator.integrations.verl import install
 from raystow.orchestrator.integrations.verl.settings import VARIABLE
+from raystow.orchestrator.integrations.verl.step_folder import read_files
 from raystow.orchestrator.integrations.verl.training_process import Commit, Part, TrainingProcess
 
 _METHODS.set_forkserver_preload(["verl_toy", "verl_sft"])  # importing verl takes ten seconds
@@ -309,3 +310,22 @@ def test_file_names_outside_of_the_folder_are_refused(tmp_path: Path, name: str)
     version = types.SimpleNamespace(tensors=lambda: {f"files.{name}": None})
     with pytest.raises(raystow.Damaged, match="not relative"):
         raystow.verl.write_files(version, tmp_path)
+
+
+def test_links_that_leave_the_step_folder_are_refused(tmp_path: Path) -> None:
+    step, content = tmp_path / "global_step_1", types.SimpleNamespace(numpy=lambda: np.frombuffer(b"new", np.uint8))
+    (step / "real").mkdir(parents=True)
+    (tmp_path / "private").write_text("private")
+    (step / "a.json").symlink_to(tmp_path / "private")
+    with pytest.raises(raystow.StateError, match=r"a\.json: .*leads out of its folder"):
+        read_files(step)
+    (step / "a.json").unlink()
+    (step / "folder").symlink_to(tmp_path)
+    version = types.SimpleNamespace(tensors=lambda: {"files.folder/private": None}, read=lambda name: content)
+    with pytest.raises(raystow.StateError, match="leads out of its folder"):
+        raystow.verl.write_files(version, step)
+    assert (tmp_path / "private").read_text() == "private"
+    (step / "b.json").symlink_to(tmp_path / "private")  # the link itself is replaced
+    version.tensors = lambda: {"files.b.json": None}
+    raystow.verl.write_files(version, step)
+    assert ((step / "b.json").read_text(), (tmp_path / "private").read_text()) == ("new", "private")

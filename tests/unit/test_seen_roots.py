@@ -142,3 +142,16 @@ def test_a_folder_that_cannot_be_used_is_an_error(
         monkeypatch.setenv(SEEN_ROOTS, value)
         with pytest.raises(StateError, match=what):
             repository.root()
+
+
+def test_a_link_that_leaves_the_folder_is_not_read(repository: Repository, folder: Path, tmp_path: Path) -> None:
+    raystow.open(repository.uri).latest()
+    (file,) = folder.glob("*.json")
+    file.rename(tmp_path / "elsewhere.json")
+    file.symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(StateError, match="leads out of its folder"):
+        raystow.open(repository.uri).latest()
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(StateError, match="is not a regular file"):
+        raystow.open(repository.uri).latest()

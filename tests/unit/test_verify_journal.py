@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,21 @@ def test_two_verifications_do_not_share_a_journal(tmp_path: Path) -> None:
         pass
     with journal(tmp_path / "j", "r"):  # the journal is unlocked again
         pass
+
+
+@pytest.mark.parametrize("content", [None, b""], ids=["missing", "empty"])
+def test_a_link_to_another_folder_is_not_written(tmp_path: Path, content: bytes | None) -> None:
+    (tmp_path / "here").mkdir()
+    if content is not None:
+        (tmp_path / "elsewhere").write_bytes(content)
+    (tmp_path / "here" / "notes").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StateError, match="leads out of its folder"), journal(tmp_path / "here" / "notes", "cafe"):
+        pass
+    assert not (tmp_path / "elsewhere").exists() or (tmp_path / "elsewhere").read_bytes() == b""
+
+
+def test_only_a_regular_file_is_a_journal(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(StateError, match="is not a regular file"), journal(path, "cafe"):
+            pass

@@ -10,14 +10,15 @@ from typing import Annotated
 
 import typer
 
+from ...storage.real_paths import real_path
 from ...storage.version import Version
 from ...storage.version_selector import LATEST
 from . import options
 from .hf_folder import HfFolder, plan_folder
 from .hub import HubRepository
 from .options import Json, Uri, Which
-from .output import count, emit, fields_of, out, printable, size
-from .output_dir import new_folder, resolved
+from .output import count, emit, err, fields_of, out, printable, size
+from .output_dir import new_folder
 from .progress import progress_bar
 from .target import open_target
 
@@ -95,6 +96,8 @@ def export(
                 hub = HubRepository(push)  # an error comes before anything is written
             done = _hf_folder(to, plan, quiet=json)
     if hub is not None:
+        names = sorted(path.name for path in Path(done.path).iterdir())
+        err.print(f"uploads to {printable(push or '')}: {printable(', '.join(names))}")
         done = replace(done, commit=hub.upload(Path(done.path), f"raystow version {chosen.id}, step {chosen.step}"))
     if json:
         seconds = round(target.repository.clock.monotonic() - start, 3)
@@ -118,7 +121,7 @@ def _hf_folder(to: Path, plan: HfFolder, *, quiet: bool) -> Export:
     total, title = sum(file.nbytes for file in files), f"version {plan.version.id}"
     with new_folder(to, total) as folder, progress_bar(title, plan.raw, quiet=quiet) as advance:
         plan.write(folder, advance)
-    return Export(str(resolved(to)), files, plan.prefix, plan.tied, [path.name for path in plan.copied])
+    return Export(str(real_path(to)), files, plan.prefix, plan.tied, [*plan.copied])
 
 
 def _torch_file(to: Path, version: Version, *, quiet: bool) -> Export:
@@ -126,4 +129,4 @@ def _torch_file(to: Path, version: Version, *, quiet: bool) -> Export:
 
     with progress_bar(f"version {version.id}", version.raw, quiet=quiet) as advance:
         write_torch_file(to, version, advance)
-    return Export(str(resolved(to)), [ExportedFile(to.name, len(version.chunks), version.raw)])
+    return Export(str(real_path(to)), [ExportedFile(to.name, len(version.chunks), version.raw)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
+from ...storage.real_paths import input_path, real_path, regular_file
 from ...storage.version import Version
 from . import version_files
 from .output_dir import durable_file
@@ -32,7 +34,7 @@ class HfFolder:
         prefix: What its names have before those in the files.
         files: The files of weights.
         tied: The names that are left out, each with the name of the same weight.
-        copied: Other files, such as config and tokenizer.
+        copied: Other files, such as config and tokenizer: names and real paths.
         dtype: The dtype that was asked for.
     """
 
@@ -40,7 +42,7 @@ class HfFolder:
     prefix: str
     files: list[SafetensorsFile]
     tied: Mapping[str, str]
-    copied: list[Path]
+    copied: Mapping[str, Path]
     dtype: str | None
 
     @property
@@ -51,11 +53,11 @@ class HfFolder:
 
     def write(self, folder: Path, progress: Callable[[int], None]) -> None:
         """Fill an empty folder. Memory is bounded by the slab of ``version_files``."""
-        for path in self.copied:
-            if path.name == _CONFIG and self.dtype is not None:
+        for name, path in self.copied.items():
+            if name == _CONFIG and self.dtype is not None:
                 version_files.write_json(folder / _CONFIG, _with_dtype(path, self.dtype))
                 continue
-            with path.open("rb") as source, durable_file(folder / path.name) as sink:
+            with regular_file(path) as source, durable_file(folder / name) as sink:
                 shutil.copyfileobj(source, sink)
         for file in self.files:
             version_files.write_file(folder / file.name, file, self.version, progress, prefix=self.prefix)
@@ -74,13 +76,13 @@ def plan_folder(version: Version, *, prefix: str | None, dtype: str | None, sour
         limit: The bytes of a file; a larger tensor has a file of its own.
 
     Raises:
-        StateError: The weights are not found, have names that no model has or a dtype that safetensors lacks, or ``source`` is
-            not a folder.
+        StateError: The weights are not found, have names that no model has or a dtype that safetensors lacks; ``source`` is not
+            a folder, or a link in it leads out of it.
     """
     prefix, weights = weights_below(version, prefix)
     refuse_unloadable(weights, prefix)
-    copied = _files_to_copy(source) if source is not None else []
-    tied = tied_weights(source / _CONFIG, version, weights, prefix) if source is not None else {}
+    copied = _files_to_copy(source) if source is not None else {}
+    tied = tied_weights(source / _CONFIG, version, weights, prefix) if source is not None and _CONFIG in copied else {}
     weights = {name: info for name, info in weights.items() if name not in tied}
     if dtype is not None:
         for name, info in weights.items():
@@ -94,21 +96,25 @@ def plan_folder(version: Version, *, prefix: str | None, dtype: str | None, sour
     return HfFolder(version, prefix, files, tied, copied, dtype)
 
 
-def _files_to_copy(source: Path) -> list[Path]:
-    """The files of a model besides its weights: only these, because others may be private and the export may be published."""
+def _files_to_copy(source: Path) -> dict[str, Path]:
+    """The files of a model besides its weights: only these, because others may be private and the export may be published. So
+    links lead to such files only."""
     if not source.is_dir():
         raise StateError("is not a folder", subject=str(source), remedy="give the folder that has config.json")
 
-    def belongs(path: Path) -> bool:
-        return any(fnmatch(path.name, pattern) for pattern in _COPIED) and not any(fnmatch(path.name, p) for p in _NOT_COPIED)
+    def belongs(name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in _COPIED) and not any(fnmatch(name, p) for p in _NOT_COPIED)
 
-    return sorted(path for path in source.iterdir() if path.is_file() and belongs(path))
+    home = real_path(source)
+    found = {name: input_path(source, name) for name in sorted(os.listdir(source)) if belongs(name)}
+    return {name: path for name, path in found.items() if path.is_file() and (belongs(path.name) or home not in path.parents)}
 
 
 def _with_dtype(config: Path, dtype: str) -> dict[str, object]:
     """The fields of a config.json with the dtype of the files, if it names any: it is the one that from_pretrained loads."""
     try:
-        fields = dict(json.loads(config.read_bytes()))
+        with regular_file(config) as file:
+            fields = dict(json.loads(file.read()))
     except (ValueError, TypeError, RecursionError) as error:
         raise StateError("is not a JSON object", subject=str(config)) from error
     return fields | {key: dtype for key in ("dtype", "torch_dtype") if key in fields}

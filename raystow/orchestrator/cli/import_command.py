@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from ...storage.clock import SYSTEM
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
 from ...storage.format import manifest
+from ...storage.real_paths import input_path, regular_file
 from ...storage.stores import open_store
 from ...workers.protocol.coordinator_client import coverage, total
 from ...workers.protocol.messages import Ticket
@@ -86,14 +88,18 @@ def find_tensors(source: Path) -> dict[Path, list[SourceTensor]]:
     """Return the tensors of each file: ``source`` itself, the files of an index, or all files of a folder.
 
     Raises:
-        StateError: there is no file, a name occurs twice, or an index does not match its files.
+        StateError: there is no file, a link leads out of the folder, a name occurs twice, or an index does not match its files.
     """
     indices = sorted(source.glob(f"*{_INDEX}")) if source.is_dir() else [source] if source.name.endswith(_INDEX) else []
+    for path in set(indices) - {source}:
+        input_path(source, path.name)
     maps = [_weight_map(index) for index in indices]
     if source.is_dir():
         paths = sorted(source.glob("*.safetensors"))
     else:
         paths = sorted({source.parent / name for of in maps for name in of.values()}) if maps else [source]
+    for path in set(paths) - {source}:
+        input_path(path.parent, path.name)
     if not paths:
         raise StateError(
             "there is no safetensors file", subject=str(source), remedy="give a folder that contains some, or a file"
@@ -116,7 +122,8 @@ def find_tensors(source: Path) -> dict[Path, list[SourceTensor]]:
 def _weight_map(index: Path) -> dict[str, str]:
     """The tensors of an index, each with the name of a file in the same folder."""
     try:
-        found = json_module.loads(index.read_bytes())["weight_map"]
+        with regular_file(index) as file:
+            found = json_module.loads(file.read())["weight_map"]
         if all(isinstance(file, str) and Path(file).name == file for file in found.values()):
             return {str(name): file for name, file in found.items()}
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
@@ -128,8 +135,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _tensors(path: Path) -> list[SourceTensor]:
     try:
-        nbytes = path.stat().st_size
-        with path.open("rb") as file:
+        with regular_file(path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
             header = file.read(header_size(file.read(8), nbytes))
         return source_tensors(header, nbytes)
     except StateError as error:

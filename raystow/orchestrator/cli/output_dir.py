@@ -11,12 +11,8 @@ from typing import IO
 
 from ...storage.clock import SYSTEM
 from ...storage.errors import StateError
+from ...storage.real_paths import output_path
 from .output import size
-
-
-def resolved(path: Path) -> Path:
-    """Return the absolute path without links. Unlike ``Path.resolve``, it raises no error if links are a loop."""
-    return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
@@ -24,9 +20,10 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
     """Yield a folder to fill with about ``nbytes``; it becomes ``path`` if the block succeeds, and is removed if it fails.
 
     Raises:
-        StateError: ``path`` exists and is not an empty folder, is a mount point, or its disk has too little free space.
+        StateError: ``path`` exists and is not an empty folder, is a mount point or a link to another folder, or its disk has too
+            little free space.
     """
-    path = resolved(path)
+    path = output_path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise StateError("is not an empty folder", subject=str(path), remedy="use a new one")
     if path.is_mount():
@@ -43,9 +40,9 @@ def new_file(path: Path, nbytes: int) -> Iterator[IO[bytes]]:
     """Yield a file to write about ``nbytes`` to; it becomes ``path`` if the block succeeds, and is removed if it fails.
 
     Raises:
-        StateError: ``path`` exists, or its disk has too little free space.
+        StateError: ``path`` exists, is a link to another folder, or its disk has too little free space.
     """
-    path = resolved(path)
+    path = output_path(path)
     if path.exists():
         raise StateError("exists", subject=str(path), remedy="use a new name")
     with _moved_into_place(path, nbytes) as work, durable_file(work) as sink:

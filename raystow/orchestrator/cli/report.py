@@ -11,10 +11,10 @@ import typer
 
 from ...storage.clock import SYSTEM
 from ...storage.errors import StateError
+from ...storage.real_paths import output_path
 from . import options
 from .options import Json, Uri, number
 from .output import count, emit, err, fields_of, out, printable, ratio, size
-from .output_dir import resolved
 from .pricing import Prices
 from .run_history import RunHistory, Tariff, read_history
 from .target import open_target
@@ -41,9 +41,10 @@ def report(
     from .report_page import render
 
     history = read_history(open_target(uri), newest=newest, tariff=_tariff(store_price, gpu_price, gpus))
-    _write(resolved(output), render(history))
+    page = output_path(output)
+    _write(page, render(history))
     if json:
-        emit({"output": str(resolved(output)), **_fields(history)})
+        emit({"output": str(page), **_fields(history)})
         return
     what = f"{count(len(history.versions), 'version')} of {history.live:,}, {count(len(history.restores), 'restore')}"
     out.print(f"{output}: {what}, {size(history.live_stored)} stored")

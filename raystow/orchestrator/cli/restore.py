@@ -6,11 +6,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
+from ...storage.real_paths import real_path
 from ...storage.version_selector import LATEST
 from . import options, version_files
 from .options import Json, Uri, Which
 from .output import count, dimensions, emit, out, printable, size
-from .output_dir import new_folder, resolved
+from .output_dir import new_folder
 from .progress import progress_bar
 from .safetensors_file import files
 from .target import open_target
@@ -46,7 +47,7 @@ def restore(
                 if len(split := list(parts)) > 1:
                     version_files.write_index(folder, split)
             version_files.write_json(folder / "values.json", values)
-    directory, plain = str(resolved(output)), len(chosen.values())
+    directory, plain = str(real_path(output)), len(chosen.values())
     mapped = [placed for file in plan for placed in file.tensors if placed.mapped]
     if json:
         emit(

@@ -15,7 +15,9 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
+from ....storage.clock import SYSTEM
 from ....storage.errors import Damaged, StateError
+from ....storage.real_paths import input_path, regular_file
 from ....storage.version import Version
 from ....storage.version_selector import VersionSelector
 from ...save.box import Box
@@ -69,12 +71,14 @@ def restored_folder(root: str, version: Version) -> Path:
 
 
 def read_files(folder: Path, skip: Collection[str] = ()) -> dict[str, bytes]:
-    """Read the files below a folder, except weights, by their paths in it. ``skip``: folders in it that are not read."""
+    """Read the files below a folder, except weights, by their paths in it. ``skip``: folders in it that are not read. Raises
+    ``StateError`` if a link leads out of the folder."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if path.is_file() and name.parts[0] not in skip and path.suffix not in _WEIGHTS:
-            found[name.as_posix()] = path.read_bytes()
+            with regular_file(input_path(folder, name)) as file:
+                found[name.as_posix()] = file.read()
     return found
 
 
@@ -93,6 +97,7 @@ def write_files(version: Version, folder: str | os.PathLike[str]) -> None:
 
     Raises:
         Damaged: A file would be outside of the folder; nothing is written then.
+        StateError: A link in the folder leads out of it.
     """
     names = [name.removeprefix(f"{FILES}.") for name in version.tensors() if name.startswith(f"{FILES}.")]
     for name in names:
@@ -100,8 +105,9 @@ def write_files(version: Version, folder: str | os.PathLike[str]) -> None:
         if "\0" in name or name.startswith("/") or ".." in parts or "/".join(parts) != name:
             raise Damaged(f"the file name {name!r} is not relative to its folder", subject=repr(version))
     for name in names:
-        path = Path(folder) / name
+        path = input_path(Path(folder), PurePosixPath(name).parent) / PurePosixPath(name).name
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")  # another rank of this node may write the same file
-        part.write_bytes(version.read(f"{FILES}.{name}").numpy().tobytes())
+        part = path.with_name(f".{path.name}.{SYSTEM.token()}")  # another rank of this node may write the same file
+        with part.open("xb") as file:
+            file.write(version.read(f"{FILES}.{name}").numpy().tobytes())
         part.replace(path)

@@ -15,6 +15,7 @@ from torch import distributed
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler, OrchestrationMode
 
 from ....storage.errors import NotARepository, NotFound
+from ....storage.real_paths import input_path
 from ....storage.repository import latest_version, open_repository
 from ....storage.version import Version
 from ...save.state_tree import State
@@ -189,4 +190,4 @@ def _restore_files(version: Version, folder: Path) -> None:
     data = folder / _DATA
     if data.exists() and distributed.is_initialized():
         for rank in range(1, distributed.get_world_size()):
-            shutil.copyfile(data, folder / f"data_{rank}.pt")
+            shutil.copyfile(data, input_path(folder, f"data_{rank}.pt"))
