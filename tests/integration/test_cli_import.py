@@ -130,7 +130,7 @@ def test_a_link_that_leaves_the_folder_is_refused(tmp_path: Path, name: str, ind
     (folder / name).symlink_to(private)
     source = folder / (name if name.endswith("json") else "m.safetensors.index.json") if index else folder
     error = run_json("import", source, tmp_path / "run", code=2)["error"]
-    led_out = source.name != name  # an index that is named itself may be anywhere, and its files are beside it
+    led_out = source.name != name  # an index that is named itself may be anywhere, its files must be in the same folder
     assert ("leads out of its folder" in error["what"]) is led_out
     assert error["subject"] == str(folder / (name if led_out else "x.safetensors"))
     assert not (tmp_path / "run").exists()

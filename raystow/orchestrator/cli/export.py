@@ -62,7 +62,7 @@ def export(
         typer.Option(metavar="PREFIX", help="Export the tensors with this prefix; by default, the only mapping of weights."),
     ] = None,
     dtype: Annotated[FloatType | None, typer.Option(metavar="DTYPE", help="Convert to float32, bfloat16 or float16.")] = None,
-    files: Annotated[Path | None, options.folder(help="Copy this folder's config and tokenizer files, but no links out of it.")] = None,
+    files: Annotated[Path | None, options.folder(help="Copy this folder's config and tokenizer files.")] = None,
     max_shard_size: Annotated[int, options.size(help="Split model.safetensors between tensors above this size.")] = "5GB",  # type: ignore[assignment]
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Upload the folder to the Hugging Face Hub.")] = None,
     json: Json = False,
