@@ -152,7 +152,7 @@ def test_an_entry_without_a_field_is_damage(name):
 
 
 def test_bases_survive_dump_and_load():
-    root = Root("cafe", versions=(ENTRY, replace(ENTRY, id=5, bases=(1, 3))))
+    root = Root("cafe", next_id=6, versions=(ENTRY, replace(ENTRY, id=5, bases=(1, 3))))
     assert Root.load(root.dump()) == root
     info = FragmentInfo(0, 1, "ab" * 32, (), 1, 1, 1, bases=(2,))
     record = VersionRecord(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,21 @@ from packs import flip
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Damaged, Fenced, NotARepository, PreconditionFailed, StoreUnavailable, Unsupported, Untrusted
+from raystow.storage.errors import (
+    Damaged,
+    Fenced,
+    NotARepository,
+    PreconditionFailed,
+    StoreUnavailable,
+    Unsupported,
+    Untrusted,
+)
 from raystow.storage.format import keys, records
+from raystow.storage.format.root import Dropped, Rewrite, RolledBack, Root, Segment
 from raystow.storage.format.signature import Signer, Trust
 from raystow.storage.format.version_record import FragmentInfo
 from raystow.storage.leases import Lease
-from raystow.storage.limits import MAX_FRAGMENT
+from raystow.storage.limits import MAX_FRAGMENT, MAX_INTEGER
 from raystow.storage.repair import RepairPlan, State, plan_repair
 from raystow.storage.repository import Repository, create_repository, open_repository
 from raystow.storage.retention.policy import Policy
@@ -54,6 +64,57 @@ def test_an_intact_repository_needs_no_repair(repository: Repository) -> None:
     assert not repair.needed
     assert repair.execute() == ()
     assert repository.root() == before
+
+
+ATTEMPT = "0123456789abcdef"
+
+
+def with_entry(root: Root, **changes: object) -> Root:
+    return replace(root, versions=(replace(root.versions[0], **changes), *root.versions[1:]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: replace(root, dropped=(Dropped(0, ATTEMPT, 1.0),)),
+        lambda root: replace(root, dropped=(Dropped(1, "../../other", 1.0),)),
+        lambda root: replace(root, dropped=(Dropped(root.next_id, ATTEMPT, 1.0),)),
+        lambda root: replace(root, dropped=(Dropped(MAX_INTEGER, ATTEMPT, 1.0),)),
+        lambda root: replace(root, rewrites=(Rewrite(0, ATTEMPT, 1.0),)),
+        lambda root: replace(root, rewrites=(Rewrite(1, "no attempt", 1.0),)),
+        lambda root: replace(root, rewrites=(Rewrite(root.next_id, ATTEMPT, 1.0),)),
+        lambda root: with_entry(root, id=0),
+        lambda root: with_entry(root, attempt="no attempt"),
+        lambda root: replace(root, next_id=2),
+        lambda root: replace(root, rolled_back=(RolledBack(replace(root.versions[0], attempt="x"), 0, 1.0),)),
+        lambda root: replace(root, next_segment=2, segments=(Segment(1, "x", "", 1, 9, "", 1.0, 1),)),
+        lambda root: replace(root, next_segment=2, segments=(Segment(2, ATTEMPT, "", 1, 9, "", 1.0, 1),)),
+    ],
+)
+def test_a_root_with_impossible_attempts_is_repaired(repository: Repository, change: Callable[[Root], Root]) -> None:
+    """Otherwise no collection would ever end: the attempt has no objects, or ids would be spent up to it."""
+    versions = [version.id for version in commit(repository, 3)]
+    repository.store.put(keys.ROOT, [change(repository.root()).dump()])
+    with pytest.raises(Damaged, match="there is no"):
+        repository.root()
+    assert plan(repository).root.state is State.DAMAGED
+    plan(repository).execute()
+    assert [version.id for version in repository.versions()] == versions
+    repository.plan_collection(grace=0).execute()
+    assert not plan(repository).needed
+
+
+@pytest.mark.parametrize("key", ["versions/{}-{}/version.json", "segments/{}-{}/segment.json", "leases/{}-{}-{}.json"])
+@pytest.mark.parametrize("id", [MAX_INTEGER, 10**19 - 1])
+def test_an_object_with_a_number_out_of_range_spends_no_id(repository: Repository, key: str, id: int) -> None:
+    """A root whose next id is no integer would be lost."""
+    (version,) = commit(repository)
+    repository.store.put(key.format(id, ATTEMPT, ATTEMPT), [b"x"])
+    repository.plan_collection(grace=0).execute()
+    assert repository.latest() == version
+    lose(repository)
+    plan(repository).execute()
+    assert repository.latest() == version
 
 
 @pytest.mark.parametrize("damage", [lose, flip])

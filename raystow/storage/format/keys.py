@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ..errors import Damaged
+from ..limits import MAX_INTEGER
 
 MARKER = "raystow.json"
 ROOT = "root.json"
@@ -24,9 +25,14 @@ _TRIAL = re.compile(r"probe/(?:[0-9a-f]{16}|doctor-[0-9a-f]{16}/.+)")
 _FOLDER = re.compile(r"(?:(?:versions|segments)(?:/[0-9]{8,19}-[0-9a-f]{16})?|leases|probe(?:/doctor-[0-9a-f]{16}(?:/.+)?)?)?")
 
 
+def is_place(number: int, attempt: str, *, below: int = MAX_INTEGER) -> bool:
+    """Whether an attempt at a version, or at a segment, can have this number and name. ``below``: the next number."""
+    return 1 <= number < below and _ATTEMPT.fullmatch(attempt) is not None
+
+
 def prefix(version: int, attempt: str) -> str:
     """The folder of one attempt: ``versions/00000007-0123456789abcdef/``."""
-    if version < 1 or not _ATTEMPT.fullmatch(attempt):
+    if not is_place(version, attempt):
         raise Damaged(f"not a version id and attempt: {version!r}, {attempt!r}")
     return f"{VERSIONS}{version:08d}-{attempt}/"
 
@@ -68,7 +74,7 @@ def attempt_of(key: str) -> tuple[int, str] | None:
     if match is None or not (match[3] in ("version.json", "version.sig") or place_of(key)):
         return None
     found = int(match[1]), match[2]
-    return found if found[0] and key.startswith(prefix(*found)) else None
+    return found if is_place(*found) and key.startswith(prefix(*found)) else None
 
 
 def lease(version: int, attempt: str, token: str) -> str:
@@ -81,12 +87,13 @@ def lease(version: int, attempt: str, token: str) -> str:
 def leased(key: str) -> tuple[int, str] | None:
     """The version id and attempt of a lease; None for other keys."""
     match = _LEASE.fullmatch(key)
-    return (int(match[1]), match[2]) if match else None
+    found = (int(match[1]), match[2]) if match else None
+    return found if found and is_place(*found) else None
 
 
 def segment(number: int, attempt: str) -> str:
     """The folder of a segment of the step journal."""
-    if number < 1 or not _ATTEMPT.fullmatch(attempt):
+    if not is_place(number, attempt):
         raise Damaged(f"not a number and attempt of a segment: {number!r}, {attempt!r}")
     return f"{SEGMENTS}{number:08d}-{attempt}/"
 
@@ -110,7 +117,7 @@ def segment_of(key: str) -> tuple[int, str] | None:
     """The number and attempt of a segment's object; None for other keys."""
     match = _SEGMENT.fullmatch(key)
     found = (int(match[1]), match[2]) if match else None
-    return found if found and found[0] and key.startswith(segment(*found)) else None
+    return found if found and is_place(*found) and key.startswith(segment(*found)) else None
 
 
 def trial(token: str) -> str:

@@ -182,7 +182,19 @@ class Root:
         if any(a >= b for a, b in itertools.pairwise([0, *numbers])):
             raise Damaged("the numbers of segments are not ascending", subject=keys.ROOT)
         optional = ("verified", "rollbacks", "next_segment")
-        return records.parse(Root, fields, keys.ROOT, optional=optional, versions=versions, rolled_back=rolled_back, **parsed)
+        root = records.parse(Root, fields, keys.ROOT, optional=optional, versions=versions, rolled_back=rolled_back, **parsed)
+        for one in (*root.versions, *(each.entry for each in rolled_back), *root.dropped, *root.rewrites):
+            _check_place("version", one.id, one.attempt, root.next_id)
+        for segment in root.segments:
+            _check_place("segment", segment.number, segment.attempt, root.next_segment)
+        return root
+
+
+def _check_place(what: str, number: int, attempt: str, following: int) -> None:
+    """Raise unless the objects of an attempt can have keys, and its number was spent: else none of them could be deleted."""
+    if not keys.is_place(number, attempt, below=following):
+        named = f"{what} {number} with attempt {records.shown(attempt)}"
+        raise Damaged(f"there is no {named}: the next number is {following}", subject=keys.ROOT)
 
 
 def _dumped(entry: Entry) -> dict[str, object]:
