@@ -10,10 +10,16 @@ MAX_MARKER = 64 << 10
 """The marker: one id, and the public keys that a repository may ask for."""
 
 MAX_ROOT = 64 << 20
-"""The root: about 200,000 live versions. JSON takes up to 32 times its size as objects, so 2 GiB of memory."""
+"""The root: about 200,000 live versions."""
 
 MAX_RECORD = 64 << 20
-"""A version record: about 700,000 packs, of raystow's size 40 TB. As objects up to 2 GiB."""
+"""A version record: about 700,000 packs, of raystow's size 40 TB."""
+
+MAX_ITEMS = 1 << 22
+"""Elements and containers of a JSON text, which take up to 200 bytes each as objects, and strings not more than they say."""
+
+MAX_DEPTH = 128
+"""Parts of a path; a state has at most 100 containers inside each other."""
 
 MAX_SIGNATURE = 4 << 10
 """The signature of a version or of a segment."""
@@ -46,15 +52,15 @@ MAX_NAME = 64 << 10
 """Characters of a tensor's name, and of its path."""
 
 
-def most_cells(chunks: int, size: int) -> int:
-    """The entries of all columns of a fragment of ``size`` bytes with ``chunks`` chunks: so a few bytes that repeat do not take
-    memory for what the version cannot have. A chunk of 256 MiB has 16,384 streams."""
-    return min(MAX_CELLS, (1 << 20) + (chunks << 15) + 64 * size)
+def most_cells(size: int) -> int:
+    """The entries of all columns of a fragment of ``size`` bytes: so a few bytes that repeat take little memory, whatever the
+    record says of them."""
+    return min(MAX_CELLS, (1 << 20) + 64 * size)
 
 
-def most_text(chunks: int, size: int) -> int:
+def most_text(size: int) -> int:
     """The bytes of such a fragment's pages after decompression, and of its texts."""
-    return min(MAX_TEXT, (64 << 20) + (chunks << 12) + 64 * size)
+    return min(MAX_TEXT, (64 << 20) + 64 * size)
 
 
 MAX_DIMENSIONS = 64

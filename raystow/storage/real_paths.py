@@ -16,6 +16,8 @@ from typing import IO
 
 from .errors import StateError
 
+_SMALL = 32 << 20
+
 
 def real_path(path: Path) -> Path:
     """Return the absolute path without links. Unlike ``Path.resolve``, it raises no error if links are a loop."""
@@ -64,6 +66,20 @@ def regular_file(path: Path, flags: int = os.O_RDONLY, *, buffering: int = -1) -
         raise StateError("is not a regular file", subject=str(path), remedy="use another path")
     with open(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering) as file:
         yield file
+
+
+def small_file(path: Path) -> bytes:
+    """Return the content of a file of at most 32 MiB: the largest are indices of weights.
+
+    Raises:
+        StateError: It is larger, or no regular file.
+        OSError: It cannot be read.
+    """
+    with regular_file(path) as file:
+        data = file.read(_SMALL + 1)
+    if len(data) > _SMALL:
+        raise StateError(f"has more than {_SMALL >> 20} MiB", subject=str(path), remedy="use another file")
+    return data
 
 
 def _inside(path: Path, folders: list[Path], remedy: str) -> Path:

@@ -16,7 +16,7 @@ from .coding.digest import stored_digest
 from .errors import Damaged, StateError
 from .format import keys
 from .format.root import Root
-from .real_paths import input_path, regular_file
+from .real_paths import input_path, small_file
 from .stores import durable
 from .stores.file_lock import exclusive
 
@@ -25,7 +25,6 @@ SEEN_ROOTS = "RAYSTOW_SEEN_ROOTS"
 
 _ASCENDING = "epoch", "next_id", "rollbacks"
 _LOCK_SECONDS = 10.0
-_LARGEST = 64 << 10  # bytes of what is remembered of a root
 
 
 class SeenRoot:
@@ -75,8 +74,7 @@ class SeenRoot:
 
 def _load(path: Path) -> dict[str, int]:
     try:
-        with regular_file(input_path(path.parent, path.name)) as file:
-            fields = json.loads(file.read(_LARGEST))
+        fields = json.loads(small_file(input_path(path.parent, path.name)))
         return {name: int(fields[name]) for name in _ASCENDING}
     except FileNotFoundError:
         return {}

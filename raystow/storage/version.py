@@ -196,15 +196,15 @@ class Version:
 
         def rows(info: FragmentInfo, sought: Mapping[str, Sought]) -> Selection:
             with _parsed.taking(_memory(info)):
-                return select(*self._fragment(info), sought, info.chunks)
+                return select(*self._fragment(info), sought)
 
         return Finder(self.record.fragments, rows, seeker, self.record.raw)
 
     def _load(self, info: FragmentInfo) -> Fragment:
         with _parsed.taking(_memory(info)):
             data, node, key = self._fragment(info)
-            fragment = Fragment.load(data, node, key, info.chunks)
-        if len(fragment.chunks) != info.chunks:  # the record promises them, and limits by them what is parsed
+            fragment = Fragment.load(data, node, key)
+        if len(fragment.chunks) != info.chunks:
             what = f"has {len(fragment.chunks)} chunks, and the record says {info.chunks}"
             raise Damaged(what, subject=key)
         return fragment
@@ -397,7 +397,7 @@ class Version:
 
 def _memory(info: FragmentInfo) -> int:
     """Bytes that a fragment may take while it is read and parsed."""
-    return info.size + 2 * most_text(info.chunks, info.size) + 4 * most_cells(info.chunks, info.size)
+    return info.size + 2 * most_text(info.size) + 4 * most_cells(info.size)
 
 
 _parsed = MemoryBudget(2 << 30)  # bytes of fragments that all threads of this process parse at a time

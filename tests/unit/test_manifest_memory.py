@@ -60,8 +60,8 @@ def test_a_small_fragment_takes_little_memory(column: str, make: object) -> None
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()
     for parse in (
-        lambda: Fragment.load(data, 0, "key", chunks=1),
-        lambda: select(data, 0, "key", {"w": Sought()}, chunks=1),
+        lambda: Fragment.load(data, 0, "key"),
+        lambda: select(data, 0, "key", {"w": Sought()}),
     ):
         with pytest.raises(Damaged, match="key"):
             parse()
@@ -72,7 +72,7 @@ def test_a_large_value_of_equal_characters_is_stored_and_read() -> None:
     text = '"' + "0" * (70 << 20) + '"'
     fragment = Fragment(0, (), (Value("v", '["v"]', text, (0,)),))
     data = fragment.dump()
-    assert Fragment.load(data, 0, "key", chunks=0) == fragment
+    assert Fragment.load(data, 0, "key") == fragment
 
 
 def test_threads_share_a_budget() -> None:

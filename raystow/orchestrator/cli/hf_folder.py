@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
-from ...storage.real_paths import input_path, real_path, regular_file
+from ...storage.real_paths import input_path, real_path, regular_file, small_file
 from ...storage.version import Version
 from . import version_files
 from .output_dir import durable_file
@@ -113,8 +113,7 @@ def _files_to_copy(source: Path) -> dict[str, Path]:
 def _with_dtype(config: Path, dtype: str) -> dict[str, object]:
     """The fields of a config.json with the dtype of the files, if it names any: it is the one that from_pretrained loads."""
     try:
-        with regular_file(config) as file:
-            fields = dict(json.loads(file.read()))
+        fields = dict(json.loads(small_file(config)))
     except (ValueError, TypeError, RecursionError) as error:
         raise StateError("is not a JSON object", subject=str(config)) from error
     return fields | {key: dtype for key in ("dtype", "torch_dtype") if key in fields}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import os
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,8 @@ from ...storage.clock import SYSTEM
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
 from ...storage.format import manifest
-from ...storage.real_paths import input_path, regular_file
+from ...storage.format.json_text import strict_json
+from ...storage.real_paths import input_path, regular_file, small_file
 from ...storage.stores import open_store
 from ...workers.protocol.coordinator_client import coverage, total
 from ...workers.protocol.messages import Ticket
@@ -122,8 +122,7 @@ def find_tensors(source: Path) -> dict[Path, list[SourceTensor]]:
 def _weight_map(index: Path) -> dict[str, str]:
     """The tensors of an index, each with the name of a file in the same folder."""
     try:
-        with regular_file(index) as file:
-            found = json_module.loads(file.read())["weight_map"]
+        found = strict_json(small_file(index).decode())["weight_map"]
         if all(isinstance(file, str) and Path(file).name == file for file in found.values()):
             return {str(name): file for name, file in found.items()}
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):

@@ -10,7 +10,7 @@ import typer
 
 from ...storage.version_selector import LATEST
 from ..restore.plan import Rates
-from ..restore.what_if import Reads, plan_world
+from ..restore.what_if import MOST_RANKS, Reads, plan_world
 from . import options
 from .options import Json, Uri, Which, number
 from .output import count, duration, emit, fields_of, out, say, size, table
@@ -26,7 +26,7 @@ _WHOLE = "every rank reads every tensor whole"
 def plan(
     uri: Uri,
     version: Which = LATEST,
-    world: Annotated[int | None, number(max=1 << 17, help="Ranks that restore; by default those that saved.")] = None,
+    world: Annotated[int | None, number(max=MOST_RANKS, help="Ranks that restore; by default those that saved.")] = None,
     per_node: Annotated[int, number(help="Ranks per node.")] = 8,
     rate: Annotated[int, options.size(help="Bytes per second that a node reads from the store.")] = "1GB",  # type: ignore[assignment]
     peer_rate: Annotated[int, options.size(help="Bytes per second that a node reads from other nodes.")] = "1GB",  # type: ignore[assignment]

@@ -17,7 +17,8 @@ from ...storage.batches import batches
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
 from ...storage.format.groups import group as group_of
-from ...storage.limits import MAX_DIMENSIONS
+from ...storage.format.json_text import shown, strict_json
+from ...storage.limits import MAX_DIMENSIONS, MAX_NAME, MAX_TENSOR
 from ...storage.version import TensorInfo
 
 _SAME = {
@@ -146,8 +147,8 @@ def source_tensors(header: bytes, nbytes: int) -> list[SourceTensor]:
         StateError: the header is invalid, or its tensors do not fill the file.
     """
     try:
-        fields = json.loads(header)
-        mapped = json.loads(fields.pop(_RESERVED, {}).get("raystow.dtypes", "{}"))
+        fields = strict_json(header.decode())
+        mapped = strict_json(fields.pop(_RESERVED, {}).get("raystow.dtypes", "{}"))
         found = [_source_tensor(name, entry, mapped.get(name), 8 + len(header)) for name, entry in fields.items()]
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise StateError(f"has an invalid header: {error!r:.200}") from error
@@ -162,9 +163,11 @@ def _source_tensor(name: str, entry: Mapping[str, object], mapped: str | None, b
     name.encode()  # a UnicodeEncodeError, which is a ValueError, for half of a surrogate pair
     form, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"shape {shape!r:.80}")
+        raise ValueError(f"shape {shown(shape)}")
+    if len(name) > MAX_NAME:
+        raise ValueError(f"a name of more than {MAX_NAME} characters")
     if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int for n in offsets):
-        raise ValueError(f"offsets {offsets!r:.80}")
+        raise ValueError(f"offsets {shown(offsets)}")
     if mapped in _PAIRS and form == _PAIRS[mapped] and shape[-1:] == [2]:
         own, shape = mapped, shape[:-1]
     elif mapped is not None:
@@ -178,4 +181,6 @@ def _source_tensor(name: str, entry: Mapping[str, object], mapped: str | None, b
     start, end = offsets
     if end - start != math.prod(shape) * dtypes.dtype(own).itemsize:
         raise ValueError(f"{name!r:.80} does not fill its bytes")
+    if math.prod(filter(None, shape)) * dtypes.dtype(own).itemsize > MAX_TENSOR:  # numpy checks this of empty tensors, too
+        raise ValueError(f"shape {shown(shape)}")
     return SourceTensor(name, own, tuple(shape), base + start, base + end)

@@ -10,12 +10,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...storage.errors import StateError
 from ...storage.format.boxes import Box
 from ...storage.format.manifest import Chunk
 from ...storage.reader import PackReader
 from ...storage.version import Version
 from .plan import Rates
 
+MOST_RANKS = 1 << 17
+_MOST_READS = 1 << 24  # chunks of all ranks, of 100 bytes each
 _Share = dict[int, float]  # number of a chunk -> the part of its elements that is needed
 
 
@@ -57,12 +60,21 @@ def plan_world(version: Version, world_size: int, *, per_node: int, whole: bool 
 
     Of a chunk that several nodes want, each is taken to read an equal part from the store. Reads the manifest, and raises what
     reading it raises. Memory: the manifest, and some 100 bytes for each chunk of each rank.
+
+    Raises:
+        StateError: There are more than ``MOST_RANKS`` ranks, or together they would read millions of chunks.
     """
+    if world_size > MOST_RANKS:
+        raise StateError(f"no plan is made for {world_size} ranks", subject=repr(version), remedy=f"use up to {MOST_RANKS}")
     chunks = [chunk for rows in version.chunks.values() for chunk in rows]
     numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
     shares: list[_Share] = [{} for _ in range(world_size)]
+    reads = 0
     for rows in version.chunks.values():
         for chunk, wanted in _wanted(rows, world_size, None if whole else _split(rows)):
+            if (reads := reads + len(wanted)) > _MOST_READS:
+                what = f"{world_size} ranks would read more than {_MOST_READS} chunks"
+                raise StateError(what, subject=repr(version), remedy="plan for fewer ranks")
             for rank, part in wanted.items():
                 shares[rank][numbers[id(chunk)]] = part
     nodes = [_together(shares[first : first + per_node]) for first in range(0, world_size, per_node)]

@@ -21,6 +21,8 @@ import torch
 from ...storage.coding import dtypes
 from ...storage.errors import Damaged, StateError
 from ...storage.format import manifest, values
+from ...storage.format.json_text import items_of, strict_json
+from ...storage.limits import MAX_ITEMS
 from ...storage.version import as_torch
 from .shards import bits, shard_of
 from .state_tree import Leaf, Path, show
@@ -40,17 +42,20 @@ _Place: TypeAlias = "tuple[int, object, _Place | None]"
 
 def dumps(tree: object, *, what: str = "values") -> str:
     """Return the text of a tree. ``StateError`` names the path below ``what`` of a value that cannot be stored, such as a DTensor
-    of which this rank has a part only; also raised for more than 256 MiB of tensors.
+    of which this rank has a part only; also raised for more than 256 MiB of tensors or ``MAX_ITEMS`` values.
 
     An object of a subclass of a known type comes back as one of that type, equal to it: a named tuple as a tuple.
     """
-    return json.dumps(_Encoder(what).encode(tree, None), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_Encoder(what).encode(tree, None), allow_nan=False, separators=(",", ":"))
+    if (items := items_of(text)) > MAX_ITEMS:
+        raise StateError(f"has {items} values; {MAX_ITEMS} can be stored", subject=what, remedy="make them tensors")
+    return text
 
 
 def loads(text: str) -> object:
     """Return the tree of a text; tensors are on the CPU. ``Damaged`` for any other text."""
     try:
-        return _decode(json.loads(text), 0)
+        return _decode(strict_json(text), 0)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Damaged(f"not a tree of values: {text[:40]!r}") from error
 

@@ -29,18 +29,18 @@ from ..coding.rounded import Rounded
 from ..errors import Damaged, StateError, Unsupported
 from ..limits import (
     MAX_CHUNK,
+    MAX_DEPTH,
     MAX_DIMENSIONS,
     MAX_INTEGER,
     MAX_NAME,
     MAX_NUMBER,
-    MAX_ROWS,
     MAX_STORED_CHUNK,
     MAX_TENSOR,
     most_text,
 )
 from . import parquet
 from .boxes import Box
-from .records import shown, strict_json
+from .json_text import shown, strict_json
 from .version_record import FragmentInfo
 
 TENSOR, ARRAY, SCALAR, VALUE = "tensor", "array", "scalar", "value"
@@ -215,18 +215,15 @@ class Fragment:
         rows.sort(key=lambda row: str(row["name"]))
         schema = pa.unify_schemas([SCHEMA, ROUNDED]) if self.rounded else SCHEMA
         table = pa.Table.from_pylist(rows, schema)
-        data = _parquet(table, "zstd")
-        if table.nbytes > most_text(len(chunks), len(data)):  # readers take so much text only from a file of some size
-            data = _parquet(table, "none")
         try:
-            parquet.check(data, schema, len(chunks))
             for one in itertools.chain[Chunk | Value](chunks, values):
                 _short(one.name, one.path)
-            if table.nbytes > (most := most_text(len(chunks), len(data))):
-                raise Damaged(f"{table.nbytes} bytes, more than {most}")
+            try:
+                return _parquet(table)
+            except Damaged:  # readers take so much only from a file of some size
+                return _parquet(table, compression="none", use_dictionary=False)
         except Damaged as error:
             raise StateError(f"the manifest of one node would be too large: {error.what}", remedy="save less in one") from error
-        return data
 
     def info(self, data: bytes, ranks: Iterable[int], stall: float | None = None) -> FragmentInfo:
         """What the version record says of the fragment, which was dumped to ``data`` and describes the shards of ``ranks``."""
@@ -243,14 +240,11 @@ class Fragment:
         )
 
     @staticmethod
-    def load(data: bytes, node: int, key: str, chunks: int = MAX_ROWS) -> Fragment:
-        """Parse and check a fragment whose digest the caller has checked; ``Damaged`` naming ``key`` if a row makes no sense.
-
-        ``chunks``: how many the version record promises. The memory taken is limited in proportion.
-        """
+    def load(data: bytes, node: int, key: str) -> Fragment:
+        """Parse and check a fragment whose digest the caller has checked; ``Damaged`` naming ``key`` if a row makes no sense."""
         with parsing(key):
-            made = Fragment.of(itertools.chain.from_iterable(map(rows_of, parquet.tables(data, SCHEMA, chunks))), node)
-            return replace(made, rounded=_rounded(data, chunks))
+            made = Fragment.of(itertools.chain.from_iterable(map(rows_of, parquet.tables(data, SCHEMA))), node)
+            return replace(made, rounded=_rounded(data))
 
     @staticmethod
     def of(rows: Iterable[Row], node: int) -> Fragment:
@@ -333,18 +327,23 @@ def _derivation(row: Row) -> Derivation | None:
     return found
 
 
-def _parquet(table: pa.Table, compression: str) -> bytes:
+def _parquet(table: pa.Table, *, compression: str = "zstd", use_dictionary: bool = True) -> bytes:
+    """The table as a file; ``Damaged`` if readers would refuse it."""
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression=compression)
-    return bytes(sink.getvalue())
+    pq.write_table(table, sink, compression=compression, use_dictionary=use_dictionary)
+    data = bytes(sink.getvalue())
+    parquet.check(data, table.schema)
+    if table.nbytes > (most := most_text(len(data))):
+        raise Damaged(f"{table.nbytes} bytes, more than {most}")
+    return data
 
 
-def _rounded(data: bytes, chunks: int) -> dict[str, Rounded]:
+def _rounded(data: bytes) -> dict[str, Rounded]:
     """What the further columns say, if they are all there."""
     schema = pa.unify_schemas([pa.schema([SCHEMA.field("name")]), ROUNDED])
     if not {*ROUNDED.names} <= {*pq.read_schema(pa.BufferReader(data)).names}:
         return {}
-    batches = (batch for table in parquet.tables(data, schema, chunks) for batch in table.to_batches(max_chunksize=8192))
+    batches = (batch for table in parquet.tables(data, schema) for batch in table.to_batches(max_chunksize=8192))
     rows = (row for batch in batches for row in batch.to_pylist() if None not in row.values())
     found = {_text(row["name"]): Rounded(*(row[name] for name in ROUNDED.names)) for row in rows}
     if not all(math.isfinite(one.error) and math.isfinite(one.relative) for one in found.values()):
@@ -433,7 +432,10 @@ def path_text(path: tuple[str | int | tuple[str, int], ...]) -> str:
 def parse_path(text: str) -> tuple[str | int | tuple[str, int], ...]:
     """Invert ``path_text``; raise ``Damaged`` for any other text."""
     try:
-        return tuple(part if isinstance(part, str | int) else _index(part) for part in strict_json(text))
+        path = tuple(part if isinstance(part, str | int) else _index(part) for part in strict_json(text))
+        if len(path) > MAX_DEPTH:
+            raise ValueError("too deep")
+        return path
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"not a path: {text[:80]!r}") from error
 

@@ -37,14 +37,14 @@ def integers(values: Sequence[int]) -> pa.Int64Array:
     return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.array(values, np.int64))])
 
 
-def tables(data: bytes, schema: pa.Schema, chunks: int) -> Iterator[pa.Table]:
-    """The columns of ``schema``, one row group at a time; other columns are ignored. ``chunks``: see ``check``.
+def tables(data: bytes, schema: pa.Schema) -> Iterator[pa.Table]:
+    """The columns of ``schema``, one row group at a time; other columns are ignored.
 
     Raises ``Damaged``, ``Unsupported``, what pyarrow raises, and ``ValueError`` for texts that are not UTF-8. Takes a few times
     ``most_text`` and 8 bytes for each of ``most_cells``, whatever the file says.
     """
-    most = most_text(chunks, len(data))
-    dictionaries = [leaf.path for leaf in check(data, schema, chunks) if leaf.physical_type == "BYTE_ARRAY"]
+    most = most_text(len(data))
+    dictionaries = [leaf.path for leaf in check(data, schema) if leaf.physical_type == "BYTE_ARRAY"]
     file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=dictionaries, pre_buffer=False)
     text = 0
     for group in range(file.num_row_groups):  # pyarrow cannot read lists of dictionaries of several at once
@@ -55,11 +55,10 @@ def tables(data: bytes, schema: pa.Schema, chunks: int) -> Iterator[pa.Table]:
         yield table.cast(schema)
 
 
-def check(data: bytes, schema: pa.Schema, chunks: int) -> list[pq.ColumnSchema]:
+def check(data: bytes, schema: pa.Schema) -> list[pq.ColumnSchema]:
     """The columns, each element of a nested one by itself. Raises ``Damaged`` if the file exceeds the limits. The footer is
-    parsed here, since invalid metadata of a column ends the process in pyarrow. ``chunks``: how many the version record promises;
-    their number limits the columns, too."""
-    most_values, most_bytes = most_cells(chunks, len(data)), most_text(chunks, len(data))
+    parsed here, since invalid metadata of a column ends the process in pyarrow."""
+    most_values, most_bytes = most_cells(len(data)), most_text(len(data))
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) > MAX_FRAGMENT or len(data) < size + 12 or size > MAX_FOOTER or data[-4:] != b"PAR1":
         raise Damaged(f"not a Parquet file, or one of more than {MAX_FRAGMENT} bytes or with a footer of more than {MAX_FOOTER}")

@@ -13,14 +13,13 @@ import functools
 import json
 import math
 import re
-import reprlib
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from ..coding.digest import stored_digest
 from ..errors import Damaged, StateError, Unsupported
-from ..limits import MAX_INTEGER, MAX_MARKER, MAX_RECORD, MAX_ROOT, MAX_SEGMENT, MAX_SIGNATURE, MAX_TIME
+from ..limits import MAX_INTEGER, MAX_ITEMS, MAX_MARKER, MAX_RECORD, MAX_ROOT, MAX_SEGMENT, MAX_SIGNATURE, MAX_TIME
+from .json_text import items_of, shown, strict_json
 
 T = TypeVar("T")
 Json = dict[str, object]
@@ -48,6 +47,9 @@ def dump(fields: Mapping[str, object], key: str) -> bytes:
     except (ValueError, TypeError) as error:
         raise StateError(f"the record cannot be written: {error}", subject=key) from error
     body = text[text.index("{") + 1 :].lstrip("\n").encode()
+    if (items := items_of(text)) > MAX_ITEMS:
+        what = f"the record would have {items} elements, and readers take {MAX_ITEMS}"
+        raise StateError(what, subject=key, remedy="prune versions, or save less in one")
     if _LINE + len(body) > LIMITS[_name(key)]:
         what = f"the record would take {_LINE + len(body)} bytes, and readers take {LIMITS[_name(key)]}"
         raise StateError(what, subject=key, remedy="prune versions, or save less in one")
@@ -73,12 +75,6 @@ def load(data: bytes, key: str) -> Json:
     if fields.get("record") != _name(key):
         raise Damaged(f"the object is another record: {shown(fields.get('record'))}", subject=key)
     return fields
-
-
-def strict_json(text: str) -> Any:
-    """Parse JSON. Raises ``ValueError`` for other texts, for NaN and infinities, and for an object with a name twice: parsers
-    differ in which of the two they take."""
-    return json.loads(text, parse_constant=_no_number, object_pairs_hook=_unique)
 
 
 def field(fields: Json, name: str, kind: type[T], key: str) -> T:
@@ -147,11 +143,6 @@ def texts(fields: Json, name: str, key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def shown(value: object) -> str:
-    """A stored value in an error message: short, whatever its size."""
-    return reprlib.repr(value)
-
-
 def _plain(kind: type) -> Callable[[Json, str, str], object]:
     return lambda fields, name, key: field(fields, name, kind, key)
 
@@ -183,18 +174,6 @@ _CHECKS: dict[object, Callable[[Json, str, str], object]] = {
 def _checks(kind: Callable[..., object]) -> dict[str, Callable[[Json, str, str], object]]:
     """The check of each field of a dataclass."""
     return {name: _CHECKS[hint] for name, hint in get_type_hints(kind).items() if hint in _CHECKS}
-
-
-def _unique(pairs: list[tuple[str, object]]) -> Json:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the name {shown(twice)} occurs twice in an object")
-    return found
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a number in JSON")
 
 
 def _name(key: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import Damaged
 from . import keys, records
+from .json_text import shown
 
 REPAIR = "`raystow repair URI` makes it anew from the version records"
 REPAIRER = "repair-"
@@ -193,7 +194,7 @@ class Root:
 def _check_place(what: str, number: int, attempt: str, following: int) -> None:
     """Raise unless the objects of an attempt can have keys, and its number was spent: else none of them could be deleted."""
     if not keys.is_place(number, attempt, below=following):
-        named = f"{what} {number} with attempt {records.shown(attempt)}"
+        named = f"{what} {number} with attempt {shown(attempt)}"
         raise Damaged(f"there is no {named}: the next number is {following}", subject=keys.ROOT)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..errors import Damaged
 from ..limits import MAX_NUMBER
 from . import keys, records
+from .json_text import shown
 from .root import Segment
 
 
@@ -115,5 +116,5 @@ def _rank(fields: records.Json, steps: int, key: str) -> RankEntries:
     if not len(one.steps) == len(one.sizes) == len(one.digests) or not all(map(records.DIGEST.fullmatch, one.digests)):
         raise Damaged(f"the entries of rank {one.rank} have not one size and one digest each", subject=key)
     if any(a >= b for a, b in itertools.pairwise((-1, *one.steps, steps))) or one.rank > MAX_NUMBER:
-        raise Damaged(f"the entries of rank {records.shown(one.rank)} are not in the order of steps", subject=key)
+        raise Damaged(f"the entries of rank {shown(one.rank)} are not in the order of steps", subject=key)
     return one

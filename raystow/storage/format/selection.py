@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import Damaged
-from ..limits import MAX_DIMENSIONS, MAX_ROWS
+from ..limits import MAX_DIMENSIONS
 from . import parquet
 from .boxes import Box, overlap, span
 from .manifest import SCHEMA, VALUE, Chunk, Fragment, Value, parsing, rows_of
@@ -46,13 +46,13 @@ class Selection:
     spans: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought], chunks: int = MAX_ROWS) -> Selection:
+def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought]) -> Selection:
     """What is sought, and all plain values. Of a tensor of which nothing overlaps, or that has another shape, at most one row.
-    ``chunks`` and errors as of ``Fragment.load``; other rows are not checked."""
+    Errors as of ``Fragment.load``; other rows are not checked."""
     selection, names = Selection(), parquet.texts(sought)
     within = [name for name, one in sought.items() if one.beneath]
     with parsing(key):
-        for table in parquet.tables(data, SCHEMA, chunks):
+        for table in parquet.tables(data, SCHEMA):
             if table["name"].null_count or table["kind"].null_count:
                 raise Damaged("a row without a name or a kind")
             plain = pc.equal(table["kind"], parquet.texts([VALUE])[0])

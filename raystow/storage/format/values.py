@@ -15,7 +15,7 @@ import struct
 
 from ..errors import Damaged, StateError
 from ..limits import MAX_DIGITS
-from .records import shown, strict_json
+from .json_text import shown, strict_json
 
 Value = None | bool | int | float | complex | str | bytes | dict[object, object] | list[object] | tuple[object, ...]
 PLAIN = (type(None), bool, int, float, complex, str, bytes)

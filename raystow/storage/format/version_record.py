@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import Damaged
-from ..limits import MAX_FRAGMENT, MAX_NUMBER
+from ..limits import MAX_FRAGMENT, MAX_NUMBER, MAX_ROWS
 from . import keys, records, values
+from .json_text import shown
 from .root import Entry
 
 
@@ -164,6 +165,8 @@ class VersionRecord:
         restores = records.objects(fields, "restores", key, optional=True)
         metrics = records.field(fields, "metrics", dict, key)
         thinned = records.field(fields, "thinned", dict, key) if "thinned" in fields else None
+        if records.field(fields, "world_size", int, key) > MAX_NUMBER:
+            raise Damaged(f"field 'world_size' is {fields['world_size']}, more than {MAX_NUMBER} ranks", subject=key)
         bits = ("mantissa_bits", "base_bits")
         return records.parse(
             VersionRecord,
@@ -213,7 +216,7 @@ def check_part(info: FragmentInfo, packs: Sequence[PackInfo], node: int) -> None
     if {info.node, *(pack.node for pack in packs)} != {node}:
         raise Damaged("the part is that of another node")
     if not records.DIGEST.fullmatch(info.digest) or not 0 <= info.size <= MAX_FRAGMENT:
-        raise Damaged(f"an impossible fragment of {info.size} bytes with digest {records.shown(info.digest)}")
+        raise Damaged(f"an impossible fragment of {info.size} bytes with digest {shown(info.digest)}")
     part = replace(_EMPTY, fragments=(info,), packs=tuple(packs))
     VersionRecord.load(part.dump(), part.key())
     if len({keys.pack(part.id, part.attempt, *pack.place) for pack in packs}) < len(packs):
@@ -236,4 +239,7 @@ def _known(part: FragmentInfo | Thinned) -> dict[str, object]:
 
 def _fragment(fields: records.Json, key: str) -> FragmentInfo:
     ranks = records.integers(fields, "ranks", key, most=MAX_NUMBER)
-    return records.parse(FragmentInfo, fields, key, optional=("stall", "bases"), ranks=ranks)
+    info = records.parse(FragmentInfo, fields, key, optional=("stall", "bases"), ranks=ranks)
+    if info.chunks > MAX_ROWS:
+        raise Damaged(f"field 'chunks' is {info.chunks}, more than the {MAX_ROWS} rows of a fragment", subject=key)
+    return info

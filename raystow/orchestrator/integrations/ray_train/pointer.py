@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ....storage.errors import Damaged, NotFound, StateError
 from ....storage.format import records
+from ....storage.format.json_text import strict_json
 from ....storage.format.root import Entry
 from ....storage.repository import Repository, open_repository
 from ....storage.version import Version
@@ -55,7 +56,7 @@ class Pointer:
     def load(data: bytes, path: str) -> Pointer:
         """Parse and check the bytes of the file at ``path``; raise ``Damaged`` if they are invalid."""
         try:
-            fields = records.strict_json(data.decode())["raystow"]
+            fields = strict_json(data.decode())["raystow"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise Damaged("not a pointer to a version", subject=path) from error
         if not isinstance(fields, dict):
