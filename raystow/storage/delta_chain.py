@@ -14,8 +14,8 @@ def needed(entries: Sequence[Entry], ids: Iterable[int]) -> dict[int, list[int]]
     for entry in reversed(entries):  # bases are older than their users
         if entry.id in held or entry.id in users:
             for base in entry.bases:
-                users.setdefault(base, []).insert(0, entry.id)
-    return users
+                users.setdefault(base, []).append(entry.id)
+    return {base: found[::-1] for base, found in users.items()}
 
 
 def dependents(entries: Sequence[Entry], id: int) -> list[int]:

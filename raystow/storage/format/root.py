@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 from ..errors import Damaged
+from ..limits import MAX_CHAIN
 from . import keys, records
 from .json_text import shown
 
@@ -186,6 +187,7 @@ class Root:
         root = records.parse(Root, fields, keys.ROOT, optional=optional, versions=versions, rolled_back=rolled_back, **parsed)
         for one in (*root.versions, *(each.entry for each in rolled_back), *root.dropped, *root.rewrites):
             _check_place("version", one.id, one.attempt, root.next_id)
+        _check_bases(root)
         for segment in root.segments:
             _check_place("segment", segment.number, segment.attempt, root.next_segment)
         return root
@@ -196,6 +198,16 @@ def _check_place(what: str, number: int, attempt: str, following: int) -> None:
     if not keys.is_place(number, attempt, below=following):
         named = f"{what} {number} with attempt {shown(attempt)}"
         raise Damaged(f"there is no {named}: the next number is {following}", subject=keys.ROOT)
+
+
+def _check_bases(root: Root) -> None:
+    """Raise if a version is read through more others than the limit, or through itself: work on chains has no other bound."""
+    depths: dict[int, int] = {}
+    for entry in root.listed:
+        depths[entry.id] = 1 + max((depths.get(base, 0) for base in entry.bases), default=0)
+        if max(entry.bases, default=0) >= entry.id or depths[entry.id] > MAX_CHAIN:
+            what = f"version {entry.id} is a delta to a later version, or is read through more than {MAX_CHAIN}"
+            raise Damaged(what, subject=keys.ROOT)
 
 
 def _dumped(entry: Entry) -> dict[str, object]:

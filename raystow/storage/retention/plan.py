@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -95,15 +96,29 @@ class RetentionPlan:
 
     def replacement(self, entry: Entry) -> Replacement:
         """The replacement of one of ``thinned`` or ``compacted``. Reads its record and manifest."""
-        entries = tuple(decision.entry for decision in self.decisions)
-        return replacement.plan(self.catalog, entry, self._goal(entry), siblings=entries)
+        return replacement.plan(self.catalog, entry, self._goal(entry), siblings=tuple(self._entries.values()))
+
+    @functools.cached_property
+    def _entries(self) -> dict[int, Entry]:
+        return {decision.entry.id: decision.entry for decision in self.decisions}
+
+    @functools.cached_property
+    def _by_id(self) -> dict[int, Decision]:
+        return {decision.entry.id: decision for decision in self.decisions}
+
+    @functools.cached_property
+    def _users(self) -> dict[int, list[int]]:
+        """Ids of the versions that become deltas to each."""
+        users = defaultdict[int, list[int]](list)
+        for decision in self.decisions:
+            users[decision.base or 0].append(decision.entry.id)
+        return users
 
     def _goal(self, entry: Entry) -> Goal:
-        decisions = {decision.entry.id: decision for decision in self.decisions}
-        decision = decisions[entry.id]
+        decision = self._by_id[entry.id]
         if not decision.thin or self.policy is None or self.policy.resumable is None:
             return replacement.compact()
-        bits, base = decision.mantissa_bits, decisions.get(decision.base or 0)
+        bits, base = decision.mantissa_bits, self._by_id.get(decision.base or 0)
         if base is not None and base.mantissa_bits is not None:  # it is rounded later, and this one made a delta to it then
             base = None
         return replacement.thin(
@@ -111,12 +126,12 @@ class RetentionPlan:
             recode=self.policy.delta is not None or bits is not None,
             base=base.entry if base is not None else None,
             bits=bits,
-            users=[user.entry.id for user in self.decisions if user.base == entry.id and bits is not None],
+            users=self._users.get(entry.id, []) if bits is not None else [],
         )
 
     def moved(self, entry: Entry) -> int:
         """The stored bytes that are read and written to make one of ``compacted`` whole, estimated."""
-        read = base_chain({decision.entry.id: decision.entry for decision in self.decisions}, entry)
+        read = base_chain(self._entries, entry)
         return sum(one.stored for one in read) + estimate(entry, read[-1])
 
     def drop(self, fence: Fence | None = None) -> tuple[Entry, ...]:

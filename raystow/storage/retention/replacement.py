@@ -29,6 +29,7 @@ from ..format.root import Dropped, Entry, Rewrite, Root
 from ..format.signature import Signer
 from ..format.version_record import Thinned, VersionRecord
 from ..invariants import Claims, Fence
+from ..limits import MAX_SIGNATURE
 from ..log import about
 from ..version import Version
 from . import rewrite
@@ -219,6 +220,7 @@ def plan(catalog: Catalog, entry: Entry, goal: Goal, *, siblings: Sequence[Entry
 def _check_unsigned(catalog: Catalog, version: Version) -> None:
     """Raise ``Untrusted`` if a version is signed: what takes its place would not be."""
     key = keys.signature(version.id, version.attempt)
-    if any(info.key == key for info in catalog.store.list(key)):
+    with contextlib.suppress(NotFound):
+        catalog.store.get(key, max_bytes=MAX_SIGNATURE)
         remedy = f"set {key_files.SIGNING_KEY} to the key that it was signed with"
         raise Untrusted(f"version {version.id} is signed, and no signing key is set here", subject=key, remedy=remedy)
