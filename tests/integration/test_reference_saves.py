@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from colliding_tensors import colliding_tensors
 from local_cluster import LocalCluster
 from state_equality import restores
 
@@ -84,6 +85,16 @@ def test_a_changed_dtype_name_or_bit_is_stored(uri: str) -> None:
         again = cluster.save({name: value.clone() for name, value in other.items()}, step=2)
         assert references(again) == {"a": 2, "renamed": 2, "c": 2}
         assert torch.equal(again.read("c").view(torch.int32), payload.view(torch.int32))
+
+
+def test_tensors_of_colliding_public_digests_are_both_stored(uri: str) -> None:
+    """Whoever chooses weights could otherwise make a save refer to an old chunk."""
+    one, other = map(torch.from_numpy, colliding_tensors())
+    with LocalCluster(uri, delta="auto") as cluster:
+        versions = [cluster.save({"w": value, "same": one}, step=step) for step, value in enumerate((one, other))]
+        assert restores(versions[0], {"w": one, "same": one})
+        assert restores(versions[1], {"w": other, "same": one})
+        assert references(versions[1]) == {"same": 1}
 
 
 def test_without_deltas_every_version_is_whole(uri: str) -> None:
