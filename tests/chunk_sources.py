@@ -17,7 +17,6 @@ class Source:
 
     name: str
     tensor: torch.Tensor
-    followed: str = ""
     coded: tuple[int, ...] = ()  # planes; none: the highest
 
     @property
@@ -40,7 +39,7 @@ class Source:
 
     @property
     def identity(self) -> Any:
-        return self.name, self.followed
+        return self.name
 
     def describe(self) -> ChunkInfo:
         shape = tuple(self.tensor.shape)

@@ -6,7 +6,7 @@ import numpy as np
 from local_cluster import LocalCluster, first_save
 from msgspec.structs import replace
 
-from raystow.storage.coding.digest import digest_pair, stored_digest, unfinished
+from raystow.storage.coding.digest import raw_digest, stored_digest, unfinished
 from raystow.storage.coding.kernels import Bytes
 from raystow.workers.protocol.coordinator_client import coverage
 from raystow.workers.protocol.messages import (
@@ -101,7 +101,7 @@ class CodedRank:
                 raw = data[(done + i) * self._chunk : (done + i + 1) * self._chunk]
                 self.ring.slot(first)[i * half : (i + 1) * half] = raw[:half]
                 self.ring.slot(second)[i * half : (i + 1) * half] = raw[half:]
-                total = unfinished(digest_pair(raw)[0], self._chunk)
+                total = unfinished(raw_digest(raw), self._chunk)
                 digests.append(stored_digest(raw))
             else:
                 digests.append(self._digest_at(first, i * half, half))

@@ -162,26 +162,30 @@ def test_the_correct_code_passes() -> None:
 def test_derived_chunks_are_reported_during_the_read(gpu: Device) -> None:
     receiver = Receiver(slots=16)
     encoder = small_encoder(DEFLATE, receiver)
-    masters = [Source(f"{name}.master", weights(15_000), followed="bfloat16") for name in ("a", "b", "nan")]
+    masters = [Source(f"{name}.master", weights(15_000)) for name in ("a", "b", "nan")]
     masters[2].tensor[77] = torch.nan
     other = Source("other", weights(9_000))
     followers = [Follower(Source(one.name.split(".")[0], one.tensor.bfloat16()), one) for one in masters]
     followers[1].piece.tensor[5] += 1
     followers.append(Follower(Source("copy", other.tensor.clone()), other))
-    followers.append(Follower(Source("half", other.tensor.half()), other))  # which is read for that
+    followers.append(Follower(Source("half", other.tensor.half()), other))
+    across = Source("across", weights(6_000).reshape(60, 100).t())
+    followers.append(Follower(Source("across.copy", across.tensor.clone(memory_format=torch.preserve_format)), across))
+    followers.append(Follower(Source("across.other", across.tensor + 1), across))
     digests = {one.piece.name: raw_digest(np.frombuffer(one.piece.bytes, np.uint8)) for one in followers}
     following = list[DerivedCheck]()
 
     def look() -> None:
-        following.append(DerivedChecker(HERE, followers, encoder).check(after=gpu.default.record_event()))
+        following.append(DerivedChecker(HERE, followers).check(after=gpu.default.record_event()))
 
     strays = list[str]()
 
     def read() -> None:
         strays.extend(one.piece.name for one in following[0].strays)
-        for one in (*masters, other, *(one.piece for one in followers)):
+        for one in (*masters, other, across, *(one.piece for one in followers)):
             one.tensor.fill_(0.5)
 
-    encode(gpu, encoder, receiver, [*masters, other], meanwhile=look, on_read=read)
-    assert sorted(strays) == ["b", "nan"]
-    assert {one.info.name: one.digest for one in following[0].derived} == {name: digests[name] for name in ("a", "copy", "half")}
+    encode(gpu, encoder, receiver, [*masters, other, across], meanwhile=look, on_read=read)
+    assert sorted(strays) == ["across.other", "b", "nan"]
+    derived = {one.info.name: one.digest for one in following[0].derived}
+    assert derived == {name: digests[name] for name in ("a", "across.copy", "copy", "half")}

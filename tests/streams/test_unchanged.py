@@ -1,4 +1,4 @@
-"""Unchanged chunks are detected by pairs of digests; only chunks that were equal in recent saves are compared."""
+"""Unchanged chunks are detected by digests with secret keys; only chunks that were equal in recent saves are compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from device import SEEDS, Device
 from encoder_run import HERE, weights
 
 from raystow.storage.coding.delta import LEAST
-from raystow.storage.coding.digest import digest_pair
+from raystow.storage.coding.digest import SecretKeys, digest_pair
 from raystow.workers.gpu import unchanged
 from raystow.workers.gpu.digests import Digests
 from raystow.workers.gpu.unchanged import Remaining, UnchangedChunks
@@ -21,8 +21,13 @@ from raystow.workers.protocol.messages import BaseDigests, ChunkDigests, Compare
 seeds = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 
 
-def pair(source: Source) -> tuple[int, int]:
-    return digest_pair(np.frombuffer(source.bytes, np.uint8))
+KEYS = SecretKeys(bytes(range(32)))
+
+
+def numbers_of(source: Source) -> tuple[int, int, int]:
+    """Return the digest pair, the second number in two halves."""
+    first, second = digest_pair(np.frombuffer(source.bytes, np.uint8), KEYS)
+    return first, second % (1 << 64), second >> 64
 
 
 @seeds
@@ -30,11 +35,11 @@ def test_the_device_and_the_host_compute_the_same_pairs(gpu: Device) -> None:
     sources = [Source("one", weights(1)), Source("transposed", weights(6_000).reshape(60, 100).t())]
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e5m2):
         sources += [Source(f"{dtype}{n}", weights(n).to(dtype)) for n in (20, 9_000, 40_004)]  # whole words of 32 bits
-    sums = Digests(sources, HERE, pair=True).take()
+    sums = Digests(sources, HERE, keys=KEYS).take()
     gpu.current.synchronize()
     sizes = np.array([source.nbytes for source in sources], np.uint64)
     found = unchanged.finish(sums.numpy().view(np.uint64), sizes)
-    assert [tuple(numbers) for numbers in found.T.tolist()] == [pair(source) for source in sources]
+    assert [tuple(numbers) for numbers in found.T.tolist()] == [numbers_of(source) for source in sources]
 
 
 def numbers(rest: Remaining) -> list[int]:
@@ -49,7 +54,7 @@ class Saves:
 
     def __init__(self, gpu: Device, sources: list[Source], followers: list[Follower]) -> None:
         self.gpu, self.sources, self.followers = gpu, sources, followers
-        self.chunks = UnchangedChunks(HERE)
+        self.chunks = UnchangedChunks(HERE, KEYS)
         self.base: BaseDigests | None = None
 
     def save(self) -> Remaining:
@@ -60,13 +65,13 @@ class Saves:
 
     def commit(self, id: int) -> None:
         every = [*self.sources, *(follower.piece for follower in self.followers)]
-        pairs = [pair(one) if one.nbytes >= LEAST else (0, 0) for one in every]
-        self.base = BaseDigests(0, 1, id, np.array(pairs, "<u8").T.tobytes())
+        secret = [numbers_of(one)[1:] if one.nbytes >= LEAST else (0, 0) for one in every]
+        self.base = BaseDigests(0, 1, id, np.array(secret, "<u8").T.tobytes())
 
 
 def unfinished(source: Source) -> int:
     """Return the sum that ``finish`` turns into the digest; ``plain_sums`` replaces ``finish`` by the identity."""
-    return pair(source)[0]
+    return numbers_of(source)[0]
 
 
 @pytest.fixture

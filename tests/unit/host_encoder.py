@@ -33,7 +33,6 @@ class HostSource:
     scattered: bool = False
     identity: Any = None
     high: tuple[int, ...] = ()
-    followed: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -75,8 +75,6 @@ def test_weights_derived_from_a_master_copy_are_found() -> None:
     groups = {piece.name: piece.group for piece in found.pieces}
     assert groups["optimizer.master.1"] == WEIGHTS, "a read of the weights alone must find the source in this group"
     assert groups["optimizer.exp_avg.1"] == OPTIMIZER
-    followed = {piece.name: piece.followed for piece in found.pieces if piece.followed}
-    assert followed == {f"optimizer.master.{i}": "bfloat16" for i in range(3)}, "a GPU rounds them during the read"
 
 
 def test_derived_tensors_share_one_source() -> None:

@@ -32,7 +32,6 @@ class Chunk:
     address: int | None
     identity: int = 0
     high: tuple[int, ...] = ()
-    followed: str = ""
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -81,8 +80,7 @@ def chunks(draw: st.DrawFn, most: int, of: Sequence[dtypes.DType] = DTYPES) -> C
     address = draw(st.one_of(st.none(), *[st.integers(1, 1 << 47)] * 3))
     name, low = draw(st.sampled_from(["w", "a.w", "a.b", "a.0", "1"])), draw(st.sets(st.integers(0, dtype.width - 1)))
     high = draw(st.sampled_from([(), tuple(sorted(low | {dtype.width - 1}))]))
-    followed = draw(st.sampled_from(["", "bfloat16", "float16"])) if dtype.name == "float32" else ""
-    return Chunk(name, dtype, words * dtype.width, address, draw(st.integers()), high, followed)
+    return Chunk(name, dtype, words * dtype.width, address, draw(st.integers()), high)
 
 
 @st.composite
@@ -130,10 +128,6 @@ def test_each_chunk_is_in_one_batch_of_its_kind(it: Case) -> None:
         assert {job.coded and job.dtype.rotate for job in jobs} == {batch.rotate}
         assert {job.address is None for job in jobs} == {batch.scattered}
         assert len({job.kind for job in jobs}) == 1
-        assert {job.followed for job in jobs} == {batch.followed}
-        assert {it.sources[job.index].followed for job in jobs if job.coded} <= {batch.followed}, (
-            "the kernel would not compute the rounded copy"
-        )
         assert batch.largest == max(job.nbytes for job in jobs)
         assert len(jobs) == 1 or sum(job.nbytes for job in jobs) <= limits.batch
         assert len(jobs) == 1 or not jobs[0].coded or sum(job.plane * len(job.high) for job in jobs) <= limits.plane

@@ -61,7 +61,7 @@ def test_a_node_worker_sees_the_end_of_a_rank_despite_its_child(ends: Ends) -> N
 def test_received_descriptors_are_closed_in_other_programs(ends: Ends) -> None:
     rank, worker = ends
     descriptor = os.memfd_create("ring")
-    worker.send(SessionOpened(1, 4096, 0.0), fd=descriptor)
+    worker.send(SessionOpened(1, 4096, 0.0, bytes(32)), fd=descriptor)
     received = rank.receive(SessionOpened)
     assert received is not None
     assert received[1] is not None

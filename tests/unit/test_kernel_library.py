@@ -91,8 +91,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 NUMBERS = torch.zeros(2 * GRID + 1, dtype=torch.int64)
 OF_MANY_ROWS: dict[str, tuple[int, Callable[[torch.Tensor], None]]] = {
-    "digest": (10, lambda table: word_kernels.digest(table, 4096, width=4, packed=False, digests=NUMBERS)),
-    "compare": (3, lambda table: word_kernels.compare(table, 4096, dtype="bfloat16", misses=NUMBERS)),
+    "digest": (10, lambda table: word_kernels.digest(table, 4096, width=4, packed=False, digests=NUMBERS[None])),
+    "compare": (3, lambda table: word_kernels.compare(table, 4096, width=2, rounded="bfloat16", misses=NUMBERS)),
     "move": (3, lambda table: copy_kernels.move(table, 4096)),
     "unpack7": (3, lambda table: copy_kernels.unpack7(table, 4096)),
     "leaves": (4, lambda table: blake3_kernels.leaves(table, 4096, NUMBERS)),

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from builders import memory_repository, rows_and_pack, whole, write_rows
+from colliding_tensors import colliding_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -20,15 +21,16 @@ from packs import flip, pack_key
 
 from raystow.orchestrator.restore.planner import plan_restore
 from raystow.orchestrator.restore.what_if import plan_world
-from raystow.storage.coding import digest, kernels
+from raystow.storage.coding import digest
 from raystow.storage.coding.chunk import reference
 from raystow.storage.coding.derived import Derivation, derive
-from raystow.storage.coding.digest import digest_pair, raw_digest, stored_digest
+from raystow.storage.coding.digest import SecretKeys, digest_pair, process_keys, raw_digest, stored_digest
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, Unsupported
 from raystow.storage.format.manifest import SCHEMA, Chunk, Fragment, rows_of
 from raystow.storage.repository import Repository, create_repository
 from raystow.storage.retention.policy import Policy
+from raystow.workers.protocol.messages import SessionOpened
 
 RANDOM = np.random.default_rng(3)
 FROZEN = RANDOM.normal(size=(300, 200)).astype(np.float32)
@@ -214,37 +216,55 @@ def test_invalid_references_are_refused(changed: dict[str, object]) -> None:
         Fragment.of(rows_of(pa.Table.from_pylist([row | changed], SCHEMA)), 0)
 
 
-def murmur_finalizer(word: int) -> int:
-    word = (word ^ word >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-    word = (word ^ word >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return word ^ word >> 16
+KEYS = SecretKeys(bytes(range(32)))
 
 
-def test_flipped_signs_change_all_bits_of_the_second_sum() -> None:
-    """Without mixing, words that differ in the highest bit only would change only the upper 33 bits of a sum of products."""
-    words = np.random.default_rng(0).integers(0, 1 << 32, (2, 1000), np.uint32)
-    words[1] = words[0] ^ np.uint32(1 << 31)
-    sums = np.empty((2, 2, 1), np.uint64)
-    for found, some in zip(sums, words, strict=True):
-        kernels.weighted_sum_pairs(some, np.stack([digest.WORD_KEYS, digest.SECOND_WORD_KEYS]), found)
-    first, second = (int(changed) ^ int(sum) for sum, changed in zip(sums[0, :, 0], sums[1, :, 0], strict=True))
-    assert first % (1 << 31) == 0
-    assert second % (1 << 31) != 0
+def halves(second: int) -> tuple[int, int]:
+    return second % (1 << 64), second >> 64
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 300_000), st.integers(0, 99), st.integers(0, 7))
 def test_the_digest_pair_changes_with_every_bit(size: int, seed: int, shift: int) -> None:
     raw = np.random.default_rng(seed).integers(0, 256, size + shift, np.uint8)[shift:]
-    first, second = digest_pair(raw)
+    first, second = digest_pair(raw, KEYS)
     assert first == raw_digest(raw)
     words = np.frombuffer(raw.tobytes() + bytes(-size % 4), "<u4").tolist()
-    total = 0
+    totals = [0, 0]
     for i, word in enumerate(words):
         block, place = divmod(i, digest.BLOCK)
-        total += murmur_finalizer(word) * int(digest.SECOND_WORD_KEYS[place]) * digest.block_key(block, second=True)
-    assert second == digest.finish(total, size)
+        for row, of in enumerate((word, word >> 16 | word % (1 << 16) << 16)):
+            totals[row] += of * int(KEYS.words[row, place]) * int(KEYS.blocks[row, block])
+    assert halves(second) == tuple(digest.finish(total, size) for total in totals)
     if size:
         other = raw.copy()
         other[seed % size] ^= 1
-        assert not {*digest_pair(other)} & {first, second}
+        changed, changed_second = digest_pair(other, KEYS)
+        assert not {changed, *halves(changed_second)} & {first, *halves(second)}
+
+
+def test_flipped_signs_change_both_halves_of_the_second_number() -> None:
+    """The upper bits of words count less in the first half, the lower ones in the second."""
+    for bit in (0, 15, 16, 31):
+        words = np.random.default_rng(bit).integers(0, 1 << 32, 40_000, np.uint32)
+        flipped = words ^ np.uint32(1 << bit)
+        found, other = (halves(digest_pair(some.view(np.uint8), KEYS)[1]) for some in (words, flipped))
+        changed = [digest.unfinished(a, 160_000) ^ digest.unfinished(b, 160_000) for a, b in zip(found, other, strict=True)]
+        assert [total % (1 << least) for total, least in zip(changed, (bit, bit ^ 16), strict=True)] == [0, 0]
+        assert all(changed)
+
+
+def test_colliding_public_digests_have_other_secret_ones() -> None:
+    """The secret of another process leads to other numbers."""
+    one, other = (some.view(np.uint8) for some in colliding_tensors())
+    pairs = [digest_pair(raw, keys) for raw in (one, other) for keys in (KEYS, SecretKeys(bytes(32)))]
+    assert {first for first, _ in pairs} == {raw_digest(one)}
+    assert len({half for _, second in pairs for half in halves(second)}) == 8
+    assert process_keys() is process_keys()
+    assert process_keys().secret not in (bytes(32), KEYS.secret)
+
+
+def test_the_secret_of_digests_is_not_shown() -> None:
+    for shown in (process_keys(), SessionOpened(1, 4096, 0.0, process_keys().secret)):
+        assert str(process_keys().secret)[2:-1] not in f"{shown} {shown!r}"
+        assert process_keys().secret.hex() not in f"{shown} {shown!r}"

@@ -363,29 +363,29 @@ def test_digests_are_offered_once_per_base() -> None:
     attempt, home = FakeAttempt(), AttemptKey("r", 3, "0123456789abcdef")
     infos = [replace(INFO, name=name) for name in "abc"]
     rows = [draft(info, 0, raw_digest=number) for info, number in zip(infos, (7, 8), strict=False)]
-    known = KnownChunks(home, {(row.name, row.box): row for row in rows}, {("a", rows[0].box): 70})
+    known = KnownChunks(home, {(row.name, row.box): row for row in rows}, {("a", rows[0].box): 70 | 1 << 64})
     base = BaseVersion(cast(MemoryTier, None), known, deltas=False)
 
     def digests(same: list[int], base: int) -> ChunkDigests:
-        pairs = np.array([[7, 8], [70, 80]], "<u8").tobytes()
-        return ChunkDigests(0, 4, base, np.array([0, 2], "<i8").tobytes(), pairs, bytes(same))
+        numbers, raw, secret = (np.array(some, "<u8").tobytes() for some in ([0, 2], [7, 8], [[70, 80], [1, 2]]))
+        return ChunkDigests(0, 4, base, numbers, raw, secret, bytes(same))
 
     def script(scripted: ScriptedConnection) -> Iterator[Message]:
         yield BEGIN
         yield ComparedChunks(0, 4, tuple(infos))
         yield digests([0, 0], 0)
-        assert attempt.noted == [("a", 70), ("c", 80)]
+        assert attempt.noted == [("a", 70 | 1 << 64), ("c", 80 | 2 << 64)]
         attempt.base = base
         for _ in range(2):
             yield BEGIN
         none, offered = [message for message in scripted.sent if isinstance(message, BaseDigests)]
         assert (none.base, offered.base, offered.serial) == (0, 3, 4)
-        assert not any(none.pairs)
-        assert np.frombuffer(offered.pairs, "<u8").reshape(2, -1).tolist() == [[7, 0, 0], [70, 0, 0]]
+        assert not any(none.secret)
+        assert np.frombuffer(offered.secret, "<u8").reshape(2, -1).tolist() == [[70, 0, 0], [1, 0, 0]]
         yield digests([1, 0], 3)
-        assert attempt.referred == [("a", 7, 70, known)]
+        assert attempt.referred == [("a", 7, 70 | 1 << 64, known)]
         yield digests([1, 0], 2)
-        assert attempt.referred[-1] == ("a", 7, 70, None), "the attempt reports the wrong base"
+        assert attempt.referred[-1] == ("a", 7, 70 | 1 << 64, None), "the attempt reports the wrong base"
 
     serve(script, attempt)
 

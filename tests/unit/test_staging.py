@@ -83,7 +83,7 @@ def frozen() -> Iterator[str]:
             connection.handshake("the training process")
             connection.receive(OpenSession)
             ring = Ring.create(2 * SLOT)
-            connection.send(SessionOpened(ring.slots, ring.slot_size, 0.0), fd=ring.fd)
+            connection.send(SessionOpened(ring.slots, ring.slot_size, 0.0, bytes(32)), fd=ring.fd)
             held.append(connection)
 
     thread = threading.Thread(target=accept)

@@ -196,7 +196,7 @@ def test_a_dead_node_worker_with_all_bytes_is_unknown(begun: bool, complete: boo
         connection.handshake("the training process")
         connection.receive(OpenSession)
         ring = Ring.create(2 * SLOT)
-        connection.send(SessionOpened(ring.slots, ring.slot_size, 0.0), fd=ring.fd)
+        connection.send(SessionOpened(ring.slots, ring.slot_size, 0.0, bytes(32)), fd=ring.fd)
         connection.receive(*STAGING)  # the save begins
         if begun:
             connection.send(AttemptJoined(BEGIN.save, 4, "0123456789abcdef"))

@@ -64,10 +64,6 @@ class GradientPiece:
         return (self.dtype.width - 1,)
 
     @property
-    def followed(self) -> str:
-        return ""
-
-    @property
     def identity(self) -> object:
         return self.name, self.kind, self.nbytes
 

@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...storage.coding.digest import SECOND_WORD_KEYS, raw_digest, stored_digest, unfinished
+from ...storage.coding.digest import raw_digest, stored_digest, unfinished, word_keys
 from .tracked_state import NamedTensor, TrackedState
 
 _BLOCK = 4096
 _BLOCKS = 4
 _PIECE = 16 << 20
+_SPAN_KEYS = word_keys(1 << 40)
 
 _Numbers = npt.NDArray[np.uint64]
 Spans = tuple[tuple[int, int], ...]
@@ -155,7 +156,7 @@ def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 def merged_spans(totals: _Numbers) -> np.uint64:
     """The digest of a tensor from the totals of its spans."""
-    found: np.uint64 = (totals * np.resize(SECOND_WORD_KEYS, totals.size)).sum(dtype=np.uint64)
+    found: np.uint64 = (totals * np.resize(_SPAN_KEYS, totals.size)).sum(dtype=np.uint64)
     return found
 
 

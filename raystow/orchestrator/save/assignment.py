@@ -55,8 +55,7 @@ def assign_chunks(
             device = _coder(shard) if on_gpu else None
             limit = SLOT if device is None else DEVICE_CHUNK
             packs, followers[id(shard)] = _group_of([shard, *dependents[i]]), dependents[i]
-            followed = next((other.dtype for other in dependents[i] if other.dtype != shard.dtype), "")
-            alike[shard.holders or everyone] += [PlannedChunk(shard, cut, device, packs, followed) for cut in cuts(shard, limit)]
+            alike[shard.holders or everyone] += [PlannedChunk(shard, cut, device, packs) for cut in cuts(shard, limit)]
     mine: dict[int | None, list[PlannedChunk]] = defaultdict(list)
     for holders, found in alike.items():
         for piece in share(found, holders, rank):

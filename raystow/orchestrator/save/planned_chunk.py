@@ -27,14 +27,12 @@ _path_text = functools.lru_cache(maxsize=1 << 14)(path_text)
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """A chunk that this rank stores: a ``ChunkSource``. ``group``: its group of packs. ``followed``: the dtype of a tensor that
-    is derived from it, if that is another one."""
+    """A chunk that this rank stores: a ``ChunkSource``. ``group``: its group of packs."""
 
     shard: Shard
     cut: Cut
     device: int | None
     group: str
-    followed: str = ""
 
     @property
     def box(self) -> Box:
@@ -94,7 +92,7 @@ class PlannedChunk:
         """Equal for chunks with the same description."""
         shard = self.shard
         of = shard.leaf.path, shard.kind, shard.dtype, shard.shape, shard.offset, shard.rule
-        return *of, self.cut.box, self.group, self.followed
+        return *of, self.cut.box, self.group
 
     def describe(self) -> ChunkInfo:
         return self._info

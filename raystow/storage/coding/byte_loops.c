@@ -141,20 +141,26 @@ void unpack7(const uint8_t *restrict packed, uint8_t *restrict plane_, size_t gr
     words[groups - 1] = lanes7(x);
 }
 
-/* The sum of words[i] * keys[i] modulo 2**64. */
-static uint64_t product_sum(const word32 *restrict words, const uint64_t *restrict keys, size_t count) {
+/* The sum of words[i] * keys[i] modulo 2**64, or of words with their halves exchanged. */
+static inline __attribute__((always_inline)) uint64_t product_sum(
+    const word32 *restrict words, const uint64_t *restrict keys, size_t count, int exchange
+) {
+    const __m256i halves = _mm256_set_epi8(
+        -1, -1, -1, -1, 9, 8, 11, 10, -1, -1, -1, -1, 1, 0, 3, 2, -1, -1, -1, -1, 9, 8, 11, 10, -1, -1, -1, -1, 1, 0, 3, 2
+    );
     uint64_t sum = 0;
     size_t i = 0;
     __m256i low = _mm256_setzero_si256(), high = low; /* products of the halves of the keys: AVX2 multiplies 32 by 32 bits */
     for (; i + 4 <= count; i += 4) {
         __m256i word = _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(words + i)));
         __m256i key = _mm256_loadu_si256((const __m256i *)(keys + i));
+        if (exchange) word = _mm256_shuffle_epi8(word, halves);
         low = _mm256_add_epi64(low, _mm256_mul_epu32(word, key));
         high = _mm256_add_epi64(high, _mm256_mul_epu32(word, _mm256_srli_epi64(key, 32)));
     }
     low = _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
     for (int lane = 0; lane < 4; lane++) sum += ((word64 *)&low)[lane];
-    for (; i < count; i++) sum += words[i] * keys[i];
+    for (; i < count; i++) sum += (exchange ? words[i] >> 16 | words[i] << 16 : words[i]) * keys[i];
     return sum;
 }
 
@@ -162,34 +168,30 @@ static uint64_t product_sum(const word32 *restrict words, const uint64_t *restri
 void weighted_sums(const word32 *restrict words, size_t count, const uint64_t *restrict keys, size_t block, uint64_t *restrict sums) {
     if (!count) sums[0] = 0;
     for (size_t start = 0, b = 0; start < count; start += block, b++)
-        sums[b] = product_sum(words + start, keys, count - start < block ? count - start : block);
-}
-
-/* The finalizer of MurmurHash3. */
-static uint32_t mixed(uint32_t t) {
-    t = (t ^ t >> 16) * 0x85ebca6b;
-    t = (t ^ t >> 13) * 0xc2b2ae35;
-    return t ^ t >> 16;
+        sums[b] = product_sum(words + start, keys, count - start < block ? count - start : block, 0);
 }
 
 #define TILE 512
+#define TOGETHER 8
 
-/* As weighted_sums, and with `others` of the words mixed into `seconds`. */
-void weighted_sum_pairs(
-    const word32 *restrict words, size_t count, const uint64_t *restrict keys, const uint64_t *restrict others, size_t block,
-    uint64_t *restrict sums, uint64_t *restrict seconds
+/* As weighted_sums, with each of three rows of keys into the same row of sums; the third row is of words with their halves
+   exchanged. A few blocks take turns with the same keys, which stay in the processor's first cache. */
+void weighted_sum_triples(
+    const word32 *restrict words, size_t count, const uint64_t *restrict keys, size_t block, uint64_t *restrict sums, size_t blocks
 ) {
-    uint32_t mix[TILE];
-    if (!count) sums[0] = seconds[0] = 0;
-    for (size_t start = 0, b = 0; start < count; start += block, b++) {
-        size_t size = count - start < block ? count - start : block;
-        sums[b] = seconds[b] = 0;
-        for (size_t tile = 0; tile < size; tile += TILE) {
-            size_t n = size - tile < TILE ? size - tile : TILE;
-            const word32 *some = words + start + tile;
-            for (size_t i = 0; i < n; i++) mix[i] = mixed(some[i]);
-            sums[b] += product_sum(some, keys + tile, n);
-            seconds[b] += product_sum(mix, others + tile, n);
+    for (size_t i = 0; i < 3 * blocks; i++) sums[i] = 0;
+    for (size_t first = 0; first < blocks; first += TOGETHER) {
+        size_t last = blocks - first < TOGETHER ? blocks : first + TOGETHER;
+        for (size_t tile = 0; tile < block; tile += TILE) {
+            for (size_t b = first; b < last; b++) {
+                size_t start = b * block + tile, end = (b + 1) * block;
+                if (end > count) end = count;
+                if (end > start + TILE) end = start + TILE;
+                if (start >= end) break;
+                for (int row = 0; row < 2; row++)
+                    sums[row * blocks + b] += product_sum(words + start, keys + row * block + tile, end - start, 0);
+                sums[2 * blocks + b] += product_sum(words + start, keys + 2 * block + tile, end - start, 1);
+            }
         }
     }
 }

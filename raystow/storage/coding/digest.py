@@ -1,11 +1,12 @@
 """The two digests of a chunk.
 
 *Of the raw bytes*: ``raw_digest``, 64 bits, a sum of products that a GPU computes at memory speed in any order. It
-proves that the coded bytes are those that were read, and the decoded ones those that were coded. It is no protection from an
-attacker.
+proves that the coded bytes are those that were read, and the decoded ones those that were coded. Its keys are public, so it
+is no protection from an attacker: whoever chooses two tensors can make their digests equal in less than a second. It never
+decides whether two chunks are equal.
 
-*Of the raw bytes, to find unchanged chunks*: ``digest_pair``, ``raw_digest`` and a second one with other keys, 128 bits. It
-is never stored.
+*Of the raw bytes, to find equal chunks*: the second number of ``digest_pair``, 128 bits, with secret keys. It is never stored
+or shown, and leaves the node in no message.
 
 *Of the stored bytes*: BLAKE3, 256 bits, checked before any decoder sees them. Records hold the digests of fragments, and the
 root those of records, so a digest of the root covers everything.
@@ -20,11 +21,16 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from ..clock import SYSTEM
+from ..limits import MAX_CHUNK
 from . import kernels
 from .kernels import Bytes
 
 BLOCK = 16384
 """32-bit words in a block of ``raw_digest``."""
+
+SECRET = 32
+"""Bytes that ``SecretKeys`` are expanded from."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -39,26 +45,49 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> 31)
 
 
-def _word_keys(first: int) -> npt.NDArray[np.uint64]:
+def word_keys(first: int) -> npt.NDArray[np.uint64]:
     """The multipliers of a block's words: odd, so that a change in a single word always changes the sum."""
     mixed: npt.NDArray[np.uint64] = _mix(np.arange(first + 1, first + 1 + BLOCK, dtype=np.uint64) * np.uint64(_GOLDEN))
     mixed |= np.uint64(1)
     return mixed
 
 
-WORD_KEYS = _word_keys(0)
+WORD_KEYS = word_keys(0)
 """The multipliers of the words in a block."""
-
-SECOND_WORD_KEYS = _word_keys(1 << 40)
-"""The same for the second digest of ``digest_pair``."""
-
-_PAIR = np.stack([WORD_KEYS, SECOND_WORD_KEYS])
 
 
 @functools.lru_cache(maxsize=65536)
-def block_key(block: int, *, second: bool = False) -> int:
+def block_key(block: int) -> int:
     """The multiplier of a block's sum, which is odd, too."""
-    return int(_mix((((1 << 41 if second else 1 << 32) + block + 1) * _GOLDEN) & _MASK)) | 1
+    return int(_mix((((1 << 32) + block + 1) * _GOLDEN) & _MASK)) | 1
+
+
+class SecretKeys:
+    """The keys of two more sums of products, which are secret. Its ``repr`` does not show them.
+
+    Args:
+        secret: ``SECRET`` random bytes. BLAKE3 expands them to all keys.
+
+    Attributes:
+        words: The odd multipliers of the words in a block: uint64 [2, BLOCK].
+        blocks: Those of the blocks' sums, which are odd, too: uint64 [2, 4096].
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self.secret = secret
+        self.words = self._expanded(b"words", BLOCK)
+        self.blocks = self._expanded(b"blocks", MAX_CHUNK // (4 * BLOCK))
+        self.all_words = np.concatenate([WORD_KEYS[np.newaxis], self.words])
+
+    def _expanded(self, purpose: bytes, count: int) -> npt.NDArray[np.uint64]:
+        data = blake3(purpose, key=self.secret).digest(16 * count)
+        return np.frombuffer(data, "<u8").reshape(2, count).astype(np.uint64) | np.uint64(1)
+
+
+@functools.cache
+def process_keys() -> SecretKeys:
+    """The keys of this process, drawn at random at the first call. Another process has others unless this one sends its secret."""
+    return SecretKeys(bytes.fromhex("".join(SYSTEM.token() for _ in range(SECRET // 8))))
 
 
 def finish(total: Any, nbytes: Any) -> Any:
@@ -85,19 +114,44 @@ def raw_digest(raw: Bytes) -> int:
     words = _words(raw)
     sums = np.empty(max(1, -(-words.size // BLOCK)), np.uint64)
     kernels.weighted_sums(words, WORD_KEYS, sums)
-    return _digest(raw, sums, WORD_KEYS, second=False)
+    total = sum(int(s) * block_key(b) for b, s in enumerate(sums))
+    if raw.size % 4:
+        block, place = divmod(words.size, BLOCK)
+        total += _last(raw) * int(WORD_KEYS[place]) * block_key(block)
+    return int(finish(total, raw.size))
 
 
-def digest_pair(raw: Bytes) -> tuple[int, int]:
-    """``raw_digest``, and a second one of ``kernels.mixed`` words, with keys from 2**40 (words) and 2**41 on (blocks).
+def digest_pair(raw: Bytes, keys: SecretKeys) -> tuple[int, int]:
+    """``raw_digest``, and a second number of 128 bits with secret keys. Chunks of one size with equal pairs are taken for equal.
 
-    Chunks of one size and with equal pairs are taken for equal. A sum of products forgets the upper bits of the keys where words
-    differ in their upper bits only, as float32 numbers do whose signs have changed; mixed words differ in any bits.
+    The second number are two sums as that of ``raw_digest``, each with its own keys: the first (the lower 64 bits) of the words,
+    the second of the words with their halves exchanged.
+
+    Whoever chooses two different chunks of one size, and does not know the keys, makes the second numbers equal with a probability
+    of at most 2**-69. Let ``d[b, i]`` be the differences of the words, and 2**v the highest power of two that divides all.
+
+    - One sum: ``sum(word_key[i] * e[i])`` with ``e[i] = sum(block_key[b] * d[b, i])`` is 0. Take a difference that 2**(v+1) does
+      not divide. Of the 2**63 odd values of its block's key, at most 2**(u-v-1) parts in one make ``e[i]`` divisible by 2**u, and
+      then at most one of 2**(63-u) word keys makes the sum 0. Summed over ``u``: at most (64 - v) * 2**(v-63). If all differences
+      are in one block: 2**(v-63).
+    - Both sums: v is at most 31 for one, and at most 15 for the other if the lowest 16 bits of all words are equal or all that
+      differs; v of both add up to at most 46. The keys are independent: at most 33 * 49 * 2**-80.
+
+    An attacker has one attempt for each chunk of a save, and gains nothing from a failed one: 2**40 attempts succeed with 2**-29.
     """
     words = _words(raw)
-    sums = np.empty((2, max(1, -(-words.size // BLOCK))), np.uint64)
-    kernels.weighted_sum_pairs(words, _PAIR, sums)
-    return _digest(raw, sums[0], WORD_KEYS, second=False), _digest(raw, sums[1], SECOND_WORD_KEYS, second=True)
+    sums = np.empty((3, max(1, -(-words.size // BLOCK))), np.uint64)
+    kernels.weighted_sum_triples(words, keys.all_words, sums)
+    public = sum(int(s) * block_key(b) for b, s in enumerate(sums[0]))
+    secret = [int(total) for total in (sums[1:] * keys.blocks[:, : sums.shape[1]]).sum(axis=1, dtype=np.uint64)]
+    if raw.size % 4:
+        block, place = divmod(words.size, BLOCK)
+        last = _last(raw)
+        public += last * int(WORD_KEYS[place]) * block_key(block)
+        for row, word in enumerate((last, kernels.exchanged(last))):
+            secret[row] += word * int(keys.words[row, place]) * int(keys.blocks[row, block])
+    low, high = (int(finish(total, raw.size)) for total in secret)
+    return int(finish(public, raw.size)), low | high << 64
 
 
 def _words(raw: Bytes) -> kernels.Words:
@@ -106,14 +160,9 @@ def _words(raw: Bytes) -> kernels.Words:
     return raw[:whole].view(np.uint32) if raw.ctypes.data % 4 == 0 else raw[:whole].copy().view(np.uint32)
 
 
-def _digest(raw: Bytes, sums: kernels.Words, keys: kernels.Words, *, second: bool) -> int:
-    """The digest of bytes whose blocks have these sums, but for a last word that is not whole."""
-    total, (whole, rest) = sum(int(s) * block_key(b, second=second) for b, s in enumerate(sums)), divmod(raw.size, 4)
-    if rest:  # the padded last word, in whichever block it falls
-        last, (block, place) = int.from_bytes(raw[4 * whole :].tobytes(), "little"), divmod(whole, BLOCK)
-        last = kernels.mixed(last) if second else last
-        total += last * int(keys[place]) * block_key(block, second=second)
-    return int(finish(total, raw.size))
+def _last(raw: Bytes) -> int:
+    """The last word, which is not whole, padded with zeros."""
+    return int.from_bytes(raw[raw.size & ~3 :].tobytes(), "little")
 
 
 def stored_digest(*parts: Any) -> bytes:

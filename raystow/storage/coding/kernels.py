@@ -18,21 +18,21 @@ from typing import Concatenate, ParamSpec
 
 import numpy as np
 
-from .words import WORDS, Bytes, Words, mixed
+from .words import WORDS, Bytes, Words, exchanged
 
 __all__ = [
     "WORDS",
     "Bytes",
     "Words",
     "add",
+    "exchanged",
     "fallback_loops",
     "join",
-    "mixed",
     "pack7",
     "split",
     "subtract",
     "unpack7",
-    "weighted_sum_pairs",
+    "weighted_sum_triples",
     "weighted_sums",
     "with_numba",
 ]
@@ -63,7 +63,7 @@ def library() -> ctypes.CDLL | None:
         getattr(found, f"split{bits}").argtypes = [pointer, size, ctypes.c_int, pointer]
     found.pack7.argtypes = found.unpack7.argtypes = [pointer, pointer, size]
     found.weighted_sums.argtypes = [pointer, size, pointer, size, pointer]
-    found.weighted_sum_pairs.argtypes = [pointer, size, pointer, pointer, size, pointer, pointer]
+    found.weighted_sum_triples.argtypes = [pointer, size, pointer, size, pointer, size]
     found.zstd_encode.argtypes = [pointer, pointer, pointer, size, size, pointer, size, pointer]
     found.zstd_decode.argtypes = [pointer, pointer, pointer, pointer, size, size, pointer, size]
     found.zstd_encode.restype = found.zstd_decode.restype = size
@@ -167,15 +167,14 @@ def unpack7(found: ctypes.CDLL, packed: Bytes, plane: Bytes) -> None:
 
 
 @_or_loops
-def weighted_sum_pairs(found: ctypes.CDLL, words: Words, keys: Words, sums: Words) -> None:
-    """As ``weighted_sums``, twice in one pass: with each row of ``keys`` into the same row of ``sums`` (both uint64 [2, ...]).
-
-    The second sum is taken of ``mixed`` words.
+def weighted_sum_triples(found: ctypes.CDLL, words: Words, keys: Words, sums: Words) -> None:
+    """As ``weighted_sums``, three times in one pass: with each row of ``keys`` into the same row of ``sums`` (both contiguous
+    uint64 [3, ...]). The third sum is of ``exchanged`` words.
     """
     _check_sums(words, keys[0], sums[0])
-    key, total = address(keys), address(sums)
-    rows = key, key + keys.strides[0], keys.shape[1], total, total + sums.strides[0]
-    found.weighted_sum_pairs(address(words), words.size, *rows)
+    if len(keys) != 3 or len(sums) != 3:
+        raise ValueError("three rows of keys and of sums are needed")
+    found.weighted_sum_triples(address(words), words.size, address(keys), keys.shape[1], address(sums), sums.shape[1])
 
 
 @_or_loops

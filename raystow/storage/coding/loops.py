@@ -124,29 +124,20 @@ def unpack7(packed: Bytes, plane: Bytes) -> None:
 
 
 @compiled
-def mixed(word: np.uint32) -> np.uint32:
-    """A uint32 as another one: the finalizer of MurmurHash3 (Appleby, 2011), a bijection after which every bit depends on all."""
-    word = np.uint32(word ^ (word >> np.uint32(16)))
-    word = np.uint32(word * np.uint32(0x85EBCA6B))
-    word = np.uint32(word ^ (word >> np.uint32(13)))
-    word = np.uint32(word * np.uint32(0xC2B2AE35))
-    word = np.uint32(word ^ (word >> np.uint32(16)))
-    return word  # noqa: RET504
+def weighted_sum_triples(words: Words, keys: Words, sums: Words) -> None:
+    """As ``weighted_sums``, three times in one pass: with each row of ``keys`` into the same row of ``sums`` (both uint64 [3, ...]).
 
-
-@compiled
-def weighted_sum_pairs(words: Words, keys: Words, sums: Words) -> None:
-    """As ``weighted_sums``, twice in one pass: with each row of ``keys`` into the same row of ``sums`` (both uint64 [2, ...]).
-
-    The second sum is taken of ``mixed`` words.
+    The third sum is of words with their halves exchanged.
     """
     for b in range(sums.shape[1]):
         block = words[b * keys.shape[1] : (b + 1) * keys.shape[1]]
-        first = second = np.uint64(0)
+        first = second = third = np.uint64(0)
         for i in range(block.size):
-            first += np.uint64(block[i]) * keys[0, i]
-            second += np.uint64(mixed(block[i])) * keys[1, i]
-        sums[0, b], sums[1, b] = first, second
+            word = np.uint64(block[i])
+            first += word * keys[0, i]
+            second += word * keys[1, i]
+            third += ((word >> np.uint64(16)) | ((word & np.uint64(0xFFFF)) << np.uint64(16))) * keys[2, i]
+        sums[0, b], sums[1, b], sums[2, b] = first, second, third
 
 
 @compiled

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from zstandard import backend_cffi
 
-from .words import Bytes, Words, mixed
+from .words import Bytes, Words, exchanged
 
 _ffi: Any = backend_cffi.ffi
 _lib: Any = backend_cffi.lib
@@ -79,12 +79,12 @@ def unpack7(packed: Bytes, plane: Bytes) -> None:
         parts[slab] = ((bits >> _SEVENS) & np.uint64(127)) << np.uint64(1)
 
 
-def weighted_sum_pairs(words: Words, keys: Words, sums: Words) -> None:
-    """As ``weighted_sums``, with each row of ``keys`` into the same row of ``sums``; the second sum is of ``mixed`` words."""
-    weighted_sums(words, keys[0], sums[0])
+def weighted_sum_triples(words: Words, keys: Words, sums: Words) -> None:
+    """As ``weighted_sums``, with each row of ``keys`` into the same row of ``sums``; the third sum is of ``exchanged`` words."""
     for b in range(sums.shape[1]):
-        block = mixed(words[b * keys.shape[1] : (b + 1) * keys.shape[1]].astype(np.uint64))
-        sums[1, b] = np.dot(block, keys[1, : block.size])
+        block = words[b * keys.shape[1] : (b + 1) * keys.shape[1]].astype(np.uint64)
+        for row, some in enumerate((block, block, exchanged(block))):
+            sums[row, b] = np.dot(some, keys[row, : block.size])
 
 
 def weighted_sums(words: Words, keys: Words, sums: Words) -> None:

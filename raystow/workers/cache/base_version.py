@@ -57,13 +57,13 @@ class KnownChunks:
         coding, derivation = (row.coding, row.derivation) if row.is_reference else (reference(self.attempt.id), None)
         return replace(chunk, pack=0, start=0, coding=coding, derivation=derivation, stored_digest=_NO_BYTES)
 
-    def pair(self, chunk: Chunk) -> tuple[int, int]:
-        """Return the ``digest_pair`` of the same chunk; (0, 0) if there is none that could be referred to."""
+    def second_of(self, chunk: Chunk) -> int:
+        """Return the second number of the same chunk; 0 if there is none that could be referred to."""
         identity = chunk.name, chunk.box
         row, second = self.rows.get(identity), self.second.get(identity)
         if row is None or second is None or (row.dtype, row.shape, row.kind) != (chunk.dtype, chunk.shape, chunk.kind):
-            return 0, 0
-        return row.raw_digest, second
+            return 0
+        return second
 
     def nearest(self, bases: tuple[int, ...]) -> AttemptKey | None:
         """Return the newest of these versions whose place is known."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...storage.coding.digest import SecretKeys
 from . import kernel_args
 from .kernels import word_kernels
 
@@ -24,13 +25,13 @@ class _Batch(NamedTuple):
 
 
 class Digests:
-    """Computes the digests of ``sources`` (see ``Source``) on one device; with ``pair`` both numbers of ``digest_pair``.
+    """Computes the digests of ``sources`` (see ``Source``) on one device; with ``keys`` both numbers of ``digest_pair``.
 
     The tables of the kernels are made once.
     """
 
-    def __init__(self, sources: Sequence[Any], device: torch.device, *, pair: bool = False) -> None:
-        self._count, self._device, self._rows = len(sources), device, 2 if pair else 1
+    def __init__(self, sources: Sequence[Any], device: torch.device, *, keys: SecretKeys | None = None) -> None:
+        self._count, self._device, self._keys, self._rows = len(sources), device, keys, 1 if keys is None else 3
         placed = [i for i, source in enumerate(sources) if source.address is not None]
         self._batches = [
             self._batch([(i, sources[i].address, sources[i].nbytes) for i in alike], width)
@@ -44,8 +45,8 @@ class Digests:
         """Take them on the current stream.
 
         Returns:
-            All sums before ``storage.coding.digest.finish``: int64 [sources] in pinned memory, or [2, sources] of pairs. They are
-            there when the current stream has come so far.
+            All sums before ``storage.coding.digest.finish``: int64 [sources] in pinned memory; with keys [3, sources], the second
+            number of each pair in two halves. They are there when the current stream has come so far.
         """
         sums = torch.zeros((self._rows, self._count), dtype=torch.int64, device=self._device)
         for batch in self._batches:
@@ -55,7 +56,7 @@ class Digests:
             self._add(self._batch([(i, copy.data_ptr(), source.nbytes)], source.dtype.width), sums)
             del copy
         told = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
-        return told if self._rows == 2 else told[0]
+        return told[0] if self._keys is None else told
 
     def _batch(self, chunks: Any, width: int) -> _Batch:
         numbers, addresses, sizes = zip(*chunks, strict=True)
@@ -67,6 +68,5 @@ class Digests:
 
     def _add(self, batch: _Batch, sums: torch.Tensor) -> None:
         got = torch.zeros((self._rows, len(batch.numbers)), dtype=torch.int64, device=self._device)
-        second = got[1] if self._rows == 2 else None
-        word_kernels.digest(batch.table, batch.largest, width=batch.width, packed=batch.packed, digests=got[0], second=second)
+        word_kernels.digest(batch.table, batch.largest, width=batch.width, packed=batch.packed, digests=got, keys=self._keys)
         sums[:, batch.numbers] = got

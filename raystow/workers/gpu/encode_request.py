@@ -42,10 +42,6 @@ class Source(Protocol):
         """Numbers of the byte planes that are worth coding, ascending; the last one is the highest plane."""
 
     @property
-    def followed(self) -> str:
-        """The dtype of other chunks that may be derived from this one by rounding; empty if there are none."""
-
-    @property
     def identity(self) -> object:
         """Equal for chunks with the same description."""
 

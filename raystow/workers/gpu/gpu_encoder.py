@@ -9,6 +9,7 @@ import torch
 from torch.cuda import Event
 
 from ...storage.coding.chunk import RAW
+from ...storage.coding.digest import SecretKeys, process_keys
 from ..protocol.messages import BaseDigests, CodedLayout, StageCoded
 from ..shm.ring import Ring
 from .codec_choice import Choice, choose
@@ -33,6 +34,7 @@ class GpuEncoder:
         codec: The codec to use, or ``auto``.
         take, release, free: See ``PinnedRing``.
         store: Bytes per second that the store has accepted so far; 0 if unknown.
+        keys: Of the digests by which the node worker finds unchanged chunks.
     """
 
     def __init__(
@@ -44,15 +46,15 @@ class GpuEncoder:
         release: Callable[[Sequence[int]], None],
         free: Callable[[], int] = lambda: 0,
         store: float = 0.0,
+        keys: SecretKeys | None = None,
     ) -> None:
-        self._codec, self._store = codec, store
+        self._codec, self._store, self._keys = codec, store, keys or process_keys()
         self._ring = PinnedRing(ring, take=take, release=release, free=free)
         self._encoders: dict[int, Encoder] = {}
         self._choices: dict[int, Choice] = {}
         self._checkers: dict[int, DerivedChecker] = {}
         self._unchanged: dict[int, UnchangedChunks] = {}
         self._announced: dict[int, EncodePlan] = {}  # the plan whose layout was announced last, by device
-        self._encoding = False
         self._digests = _NO_DIGESTS
 
     def choice(self, device: int) -> Choice:
@@ -72,7 +74,7 @@ class GpuEncoder:
     ) -> Remaining:
         """Return the chunks that have changed since ``base``: see ``UnchangedChunks.compare``."""
         if device not in self._unchanged:
-            self._unchanged[device] = UnchangedChunks(torch.device("cuda", device))
+            self._unchanged[device] = UnchangedChunks(torch.device("cuda", device), self._keys)
         return self._unchanged[device].compare(pieces, followers, base, after=after)
 
     def note(self, device: int) -> None:
@@ -80,9 +82,8 @@ class GpuEncoder:
         self._unchanged[device].note(self._digests)
 
     def follow(self, device: int, followers: Sequence[DerivedPair], *, after: Event) -> DerivedCheck:
-        """Begin to check, after a CUDA event, which chunks can be derived from chunks that are being encoded."""
-        encoder = self._encoders[device] if self._encoding else None
-        return check_derived(self._checkers, device, followers, after=after, encoder=encoder)
+        """Begin to check, after a CUDA event, which chunks can be derived from others."""
+        return check_derived(self._checkers, device, followers, after=after)
 
     def encode(self, device: int, request: EncodeRequest, announce: Callable[[CodedLayout | StageCoded], None]) -> None:
         """Encode the chunks of a device.
@@ -107,7 +108,6 @@ class GpuEncoder:
                 request.on_read()
                 return
             encoder = self._encoder(device)
-            self._encoding = True
             encoder.encode(request, emit)
             self._digests = encoder.digests
             self._ring.end()
@@ -115,8 +115,6 @@ class GpuEncoder:
             torch.cuda.synchronize(device)  # then the memory of a check that ``meanwhile`` began may be freed
             self._ring.abandon()
             raise
-        finally:
-            self._encoding = False
 
     def _encoder(self, device: int) -> Encoder:
         if device not in self._encoders:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ...storage.coding.delta import LEAST
-from ...storage.coding.digest import finish
+from ...storage.coding.digest import SecretKeys, finish
 from ..protocol.messages import BaseDigests, ChunkDigests, ComparedChunks
 from .digests import Digests
 
@@ -42,10 +42,13 @@ def _is_eligible(address: int | None, nbytes: int) -> bool:
 
 
 class UnchangedChunks:
-    """Finds the unchanged chunks of one device. In each save: ``compare``, then ``note`` with the digests of all coded pieces."""
+    """Finds the unchanged chunks of one device. In each save: ``compare``, then ``note`` with the digests of all coded pieces.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    ``keys``: those of the node worker, whose digests the chunks are compared with.
+    """
+
+    def __init__(self, device: torch.device, keys: SecretKeys) -> None:
+        self._device, self._keys = device, keys
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device, priority=_SOON)
         self._serial = 0
@@ -57,7 +60,7 @@ class UnchangedChunks:
         self._chunks: list[Any] = []
         self._sizes = self._source = np.empty(0, np.int64)
         self._eligible = np.empty(0, bool)
-        self._last = np.empty(0, np.uint64)  # the first number of each piece's pair in the save before; 0 if it is not known
+        self._last = np.empty(0, np.uint64)  # ``raw_digest`` of each piece in the save before; 0 if it is not known
         self._now = self._last
         self._candidates = self._coded = np.empty(0, bool)
         self._digests: tuple[bytes, Digests] | None = None
@@ -76,16 +79,17 @@ class UnchangedChunks:
         numbers = np.flatnonzero(looked)
         if not len(numbers):
             return Remaining(pieces, followers)
-        pairs = self._pairs(looked, numbers, after)
+        digests, *halves = self._found(looked, numbers, after)
+        secret = np.stack(halves)
         same = np.zeros(len(numbers), bool)
         if base is not None and base.serial == self._serial:
-            known = np.frombuffer(base.pairs, "<u8").reshape(2, -1)[:, numbers]
-            same = (known == pairs).all(axis=0) & (known[1] != 0)
+            known = np.frombuffer(base.secret, "<u8").reshape(2, -1)[:, numbers]
+            same = (known == secret).all(axis=0) & known.any(axis=0)
         of_pieces = numbers < len(pieces)
-        self._now[numbers[of_pieces]] = pairs[0, of_pieces]
+        self._now[numbers[of_pieces]] = digests[of_pieces]
         self._coded[numbers[of_pieces & same]] = False
         which, number = (self._device.index or 0, self._serial), base.base if base is not None else 0
-        found = numbers.astype("<i8").tobytes(), pairs.astype("<u8").tobytes(), same.tobytes()
+        found = numbers.astype("<i8").tobytes(), *(some.astype("<u8").tobytes() for some in (digests, secret)), same.tobytes()
         messages: list[ComparedChunks | ChunkDigests] = [ChunkDigests(*which, number, *found)]
         if not self._described:
             messages.insert(0, ComparedChunks(*which, tuple(chunk.describe() for chunk in self._chunks)))
@@ -118,17 +122,17 @@ class UnchangedChunks:
         self._last = np.zeros(len(pieces), np.uint64)
         self._candidates, self._coded = np.ones(len(pieces), bool), np.ones(len(pieces), bool)
 
-    def _pairs(self, looked: _Flags, numbers: _Indices, after: torch.cuda.Event) -> _Numbers:
-        """Return the digest pairs of these chunks: uint64 [2, numbers]."""
+    def _found(self, looked: _Flags, numbers: _Indices, after: torch.cuda.Event) -> _Numbers:
+        """Return the digest pairs of these chunks: uint64 [3, numbers], the second number in two halves."""
         key = looked.tobytes()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
             if self._digests is None or self._digests[0] != key:
-                self._digests = key, Digests([self._chunks[i] for i in numbers], self._device, pair=True)
+                self._digests = key, Digests([self._chunks[i] for i in numbers], self._device, keys=self._keys)
             sums = self._digests[1].take()
             self._stream.record_event().synchronize()
-        pairs: _Numbers = finish(sums.numpy().view(np.uint64), self._sizes[numbers].astype(np.uint64))
-        return pairs
+        found: _Numbers = finish(sums.numpy().view(np.uint64), self._sizes[numbers].astype(np.uint64))
+        return found
 
     def _remaining(self, gone: _Flags) -> Remaining:
         """Return the chunks that are not ``gone``: the lists of the last save if they are equal, so that plans are reused."""

@@ -11,6 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ...storage.coding.derived import Derivation
+from ...storage.coding.digest import process_keys
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.log import about
 from ...storage.stores.settings import StoreAddress
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOW = (1 << 64) - 1
 _BASES = 3  # versions besides the newest that a process may still refer to, since it does not know of a newer one yet
 
 
@@ -115,7 +117,7 @@ class Session:
             self._host.grow(opening.coded)
             try:
                 rate = self._host.store_rate(opening.store)
-                self._connection.send(SessionOpened(ring.slots, ring.slot_size, rate, ring.kept), fd=ring.fd)
+                self._connection.send(SessionOpened(ring.slots, ring.slot_size, rate, process_keys().secret, ring.kept), fd=ring.fd)
                 if opening.process == "node":
                     self._coder = self._gpu_coder(ring)
                 self._receive()
@@ -212,9 +214,10 @@ class Session:
         """Add references for the chunks that have not changed, and note the digests of the others, which come later."""
         infos, base = self._compared[message.device].chunks, self._bases.get(message.base)
         numbers = np.frombuffer(message.numbers, "<i8").tolist()
-        pairs = np.frombuffer(message.pairs, "<u8").reshape(2, -1).T.tolist()
-        for number, (first, second), same in zip(numbers, pairs, message.same, strict=True):
-            chunk = draft(infos[number], self._number, raw_digest=first)
+        digests = np.frombuffer(message.digests, "<u8").tolist()
+        secret = np.frombuffer(message.secret, "<u8").reshape(2, -1).T.tolist()
+        for number, digest, (low, high), same in zip(numbers, digests, secret, message.same, strict=True):
+            chunk, second = draft(infos[number], self._number, raw_digest=digest), low | high << 64
             if same:
                 attempt.refer(self._opening.rank, chunk, second, base)
             else:
@@ -227,13 +230,13 @@ class Session:
             which = (base.id if base is not None else 0), compared.serial
             if self._sent.get(device) == which:
                 continue
-            pairs = np.zeros((2, len(compared.chunks)), "<u8")
+            secret = np.zeros((2, len(compared.chunks)), "<u8")
             if base is not None:
                 self._bases = dict([*self._bases.items()][-_BASES:]) | {base.id: base.chunks}
-                found = [base.chunks.pair(draft(info, 0)) for info in compared.chunks]
-                pairs[:] = np.array(found, "<u8").reshape(-1, 2).T
+                found = [base.chunks.second_of(draft(info, 0)) for info in compared.chunks]
+                secret[0], secret[1] = [one & _LOW for one in found], [one >> 64 for one in found]
             self._sent[device] = which
-            self._connection.send(BaseDigests(device, compared.serial, which[0], pairs.tobytes()))
+            self._connection.send(BaseDigests(device, compared.serial, which[0], secret.tobytes()))
 
     def _end(self, attempt: NodeAttempt, message: EndSave) -> None:
         attempt.stalled(message.stall)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ...storage.coding import delta, dtypes
 from ...storage.coding.chunk import ChunkEncoder, Coding
 from ...storage.coding.derived import Derivation
-from ...storage.coding.digest import digest_pair, stored_digest
+from ...storage.coding.digest import digest_pair, process_keys, stored_digest
 from ...storage.coding.kernels import Bytes
 from ...storage.coding.rounded import Rounded
 from ...storage.errors import SaveFailed
@@ -69,7 +69,7 @@ class ChunkWriter:
             raw: The chunk's elements.
         """
         try:
-            digest, second = digest_pair(raw)
+            digest, second = digest_pair(raw, process_keys())
             chunk = replace(chunk, raw_digest=digest)
             if (row := self._referenced(chunk, second)) is not None:
                 self._budget.release(raw.size)
@@ -217,5 +217,5 @@ def warm_up() -> None:
     one, when it builds its first table."""
     Fragment(0, (), (Value("", "", "", ()),)).dump()
     for dtype in ("bfloat16", "float32", "float64"):
-        digest_pair(raw := np.zeros(64 << 10, np.uint8))
+        digest_pair(raw := np.zeros(64 << 10, np.uint8), process_keys())
         encode(dtype, raw)

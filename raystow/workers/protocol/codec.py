@@ -15,7 +15,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from ...storage.coding.digest import stored_digest
+from ...storage.coding.digest import SECRET, stored_digest
 from ...storage.errors import ProtocolError, RaystowError
 from ...storage.limits import MAX_DIMENSIONS, MAX_NAME, MAX_ROWS
 
@@ -48,6 +48,9 @@ Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 
 Packed = Annotated[bytes, msgspec.Meta(max_length=16 * MAX_ROWS)]
 """Numbers of a column as bytes, at most 16 for each row."""
+
+Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET, max_length=SECRET)]
+"""What ``storage.coding.digest.SecretKeys`` are made from."""
 
 
 class MessagePart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

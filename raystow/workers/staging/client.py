@@ -66,7 +66,7 @@ class Staging:
             failed.pop_all()
         opened, descriptor = answer[0], answer[1]
         self._slots = StagingSlots(Ring(descriptor, opened.slots, opened.slot_size, kept=opened.kept), self._connection.post)
-        self._devices = gpu.DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened.store_rate)
+        self._devices = gpu.DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened)
         self._orders: queue.SimpleQueue[SaveOrder | StagingPlan | None] = queue.SimpleQueue()
         self._open: dict[int, SaveOrder] = {}
         self._told: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows

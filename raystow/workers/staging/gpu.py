@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...storage.clock import SYSTEM
+from ...storage.coding.digest import SecretKeys
 from ...storage.errors import ClusterError
 from ..gpu.encode_request import EncodeRequest, EncodingRefused
-from ..protocol.messages import BaseDigests, DeviceAnswer, Message, StageDerived
+from ..protocol.messages import BaseDigests, DeviceAnswer, Message, SessionOpened, StageDerived
 from .plan import ChunkSource, SaveOrder, StagingPlan
 from .staging_slots import StagingSlots
 
@@ -35,8 +36,8 @@ class DeviceStaging:
     ``answers`` receives the node worker's messages about devices.
     """
 
-    def __init__(self, slots: StagingSlots, post: Callable[[Message], None], codec: str, process: str, store_rate: float) -> None:
-        self._slots, self._post, self._codec, self._process, self._store_rate = slots, post, codec, process, store_rate
+    def __init__(self, slots: StagingSlots, post: Callable[[Message], None], codec: str, process: str, opened: SessionOpened) -> None:
+        self._slots, self._post, self._codec, self._process, self._opened = slots, post, codec, process, opened
         self.answers: queue.SimpleQueue[DeviceAnswer | None] = queue.SimpleQueue()
         self.bases: dict[int, BaseDigests] = {}
         """By device, the digests of the version that its chunks may refer to."""
@@ -121,7 +122,8 @@ class DeviceStaging:
             take=slots.take_soon,
             release=slots.release,
             free=lambda: slots.free,
-            store=self._store_rate,
+            store=self._opened.store_rate,
+            keys=SecretKeys(self._opened.secret),
         )
 
     def _answer(self) -> DeviceAnswer:

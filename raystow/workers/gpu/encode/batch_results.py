@@ -19,7 +19,7 @@ class BatchResults:
     """The results of one save: for each batch int64 [FOUND, jobs], see ``word_kernels.split``."""
 
     def __init__(self, plan: EncodePlan, sources: Sequence[Source]) -> None:
-        self._plan, self._sources = plan, sources
+        self._plan, self._count = plan, len(sources)
         self._on_device = torch.zeros(FOUND * len(sources), dtype=torch.int64, device=plan.chunks.device)
         self._pinned = torch.empty(FOUND * len(sources), dtype=torch.int64, pin_memory=True)
         self._on_host = self._pinned.numpy()
@@ -35,26 +35,10 @@ class BatchResults:
 
     def digests(self) -> npt.NDArray[np.uint64]:
         """Return ``raw_digest`` of all sources before ``finish`` (uint64 [sources]), once all have been read."""
-        digests = np.zeros(len(self._sources), np.uint64)
+        digests = np.zeros(self._count, np.uint64)
         for batch in self._plan.batches:
             digests[self._plan.order[batch.first : batch.last]] = self._rows(batch)[0].view(np.uint64)
         return digests
-
-    def rounding_sources(self) -> dict[int, int]:
-        """Return the numbers of the sources whose rounded words are hashed as well, by the ``id`` of the source."""
-        return {id(self._sources[job.index]): job.index for job in self._plan.jobs if job.followed}
-
-    def rounded(self) -> npt.NDArray[np.int64]:
-        """Return, for those sources, the digest of the rounded words before ``finish``, and whether any word is a NaN.
-
-        Returns:
-            int64 [2, sources], complete once all have been read.
-        """
-        found = np.zeros((2, len(self._sources)), np.int64)
-        for batch in self._plan.batches:
-            if batch.followed:
-                found[:, self._plan.order[batch.first : batch.last]] = self._rows(batch)[3:]
-        return found
 
     def _rows(self, batch: Batch) -> npt.NDArray[np.int64]:
         rows: npt.NDArray[np.int64] = self._on_host[FOUND * batch.first : FOUND * batch.last].reshape(FOUND, -1)

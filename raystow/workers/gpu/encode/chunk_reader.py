@@ -53,7 +53,6 @@ class ChunkReader:
                 rotate=batch.rotate,
                 packed=batch.packed,
                 results=self.results.on_device(batch),
-                followed=batch.followed,
             )
             found = self.results.to_host(batch)
             return ReadBatch(number, batch, stream.record_event(), found, copies)

@@ -1,4 +1,7 @@
-"""Checks on the GPU which chunks can be derived from others and need not be stored: see ``storage.coding.derived``."""
+"""Checks on the GPU which chunks can be derived from others and need not be stored: see ``storage.coding.derived``.
+
+Every word is compared: digests of tensors that somebody has chosen may be equal.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.cuda import Event
 
@@ -18,13 +21,11 @@ from .. import kernel_args
 from ..digests import Digests
 from ..encode_request import DerivedPair
 from ..kernels import copy_kernels, word_kernels
-from .encoder import Encoder
 
 _PRIORITY = 0  # of the stream: lower than the reading, on which all copies to the host wait
 _LAUNCH = 8  # chunks that one launch compares: a longer launch would delay the coder, and thereby the reading
 
 Pairs = Sequence[DerivedPair]
-_Indices = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -32,17 +33,14 @@ class DerivedCheck:
     """The result of ``DerivedChecker.check``. The first access waits for the device, and must come before ``encode`` returns.
 
     Args:
-        pairs: First copies (``copies`` is their number), then pairs whose source the encoder rounds, then the others.
-        sums: The digests, before ``finish``, of all pieces and then of the sources of the copies (int64, pinned memory).
-        rounded: Returns ``BatchResults.rounded`` of the sources that the encoder rounds.
-        misses: For each of the other pairs 1 if the piece is not its source rounded (int64, pinned memory).
+        pairs: All pairs.
+        sums: The digests, before ``finish``, of their pieces (int64, pinned memory).
+        misses: For each pair 1 if the piece is not its source, copied or rounded (int64, pinned memory).
         done: The event after which ``sums`` and ``misses`` are complete.
     """
 
     pairs: Pairs
-    copies: int
     sums: torch.Tensor
-    rounded: Callable[[], _Indices]
     misses: torch.Tensor
     done: Event | None
 
@@ -54,85 +52,86 @@ class DerivedCheck:
     @property
     def derived(self) -> list[DerivedChunk]:
         """The messages for chunks that can be derived."""
-        found = zip(self.pairs, self._missed, self.sums[: len(self.pairs)].tolist(), strict=True)
+        found = zip(self.pairs, self._missed, self.sums.tolist(), strict=True)
         return [pair.derived(finish(total, pair.piece.nbytes)) for pair, missed, total in found if not missed]
 
     @functools.cached_property
     def _missed(self) -> list[bool]:
         if self.done is not None:
             self.done.synchronize()
-        own, sources = np.split(self.sums.numpy(), [len(self.pairs)])
-        copies = own[: self.copies] != sources
-        digests, nans = self.rounded()
-        rounded = (own[self.copies : self.copies + len(digests)] != digests) | (nans != 0)
-        return [*copies.tolist(), *rounded.tolist(), *self.misses.bool().tolist()]
+        missed: list[bool] = self.misses.bool().tolist()
+        return missed
+
+
+class _Batch(NamedTuple):
+    """Pairs compared by one launch: rows of the table, and arguments of ``word_kernels.compare``."""
+
+    some: slice
+    width: int
+    rounded: str
+    largest: int
 
 
 class DerivedChecker:
-    """Checks ``followers`` on one device, save after save.
+    """Checks ``followers`` on one device, save after save."""
 
-    ``encoder`` reads their sources meanwhile, and hashes the rounded words of those whose ``followed`` requests it. Other sources
-    are read here.
-    """
-
-    def __init__(self, device: torch.device, followers: Pairs, encoder: Encoder | None = None) -> None:
-        self.followers, self._device, self._encoder = followers, device, encoder
-        self.plan = None if encoder is None else encoder.plan
-        hashed = {} if encoder is None or encoder.plan is None else encoder.results.rounding_sources()
-
-        def is_hashed(one: DerivedPair) -> bool:
-            return id(one.source) in hashed and one.source.followed == _rounded(one)
-
-        self._ordered = sorted(followers, key=lambda one: (_rounded(one) != "", not is_hashed(one), _rounded(one)))
-        self._copies = sum(not _rounded(follower) for follower in followers)
-        self._hashed = np.array([hashed[id(one.source)] for one in self._ordered if is_hashed(one)], np.int64)
-        compared = self._ordered[self._copies + len(self._hashed) :]
+    def __init__(self, device: torch.device, followers: Pairs) -> None:
+        self.followers, self._device = followers, device
+        self._ordered = sorted(followers, key=_kind)
         self._stream = torch.cuda.Stream(device, priority=_PRIORITY)
+        rows = np.array([_row(one) for one in self._ordered], np.int64)
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            of = [one.piece for one in self._ordered] + [one.source for one in self._ordered[: self._copies]]
-            self._digests = Digests(of, device)
-            rows = np.array([(one.source.origin, one.piece.address, one.piece.nbytes // 2) for one in compared], np.int64)
-            self._table = kernel_args.upload(rows.reshape(-1, 3), device)
-        self._batches, end = list[tuple[str, slice, int]](), 0
-        for dtype, alike in itertools.groupby(compared, _rounded):
+            self._digests = Digests([one.piece for one in self._ordered], device)
+            self._table = kernel_args.upload(rows, device)
+        self._batches, end = list[_Batch](), 0
+        for (rounded, width, scattered), alike in itertools.groupby(self._ordered, _kind):
             begin, end = end, end + len(list(alike))
-            for first in range(begin, end, _LAUNCH):
-                some = slice(first, min(first + _LAUNCH, end))
-                self._batches.append((dtype, some, int(rows[some, 2].max())))
+            step = 1 if scattered else _LAUNCH  # so that there is one pair of copies at a time
+            for first in range(begin, end, step):
+                some = slice(first, min(first + step, end))
+                self._batches.append(_Batch(some, width, rounded, int(rows[some, 2].max())))
 
     def check(self, *, after: Event) -> DerivedCheck:
         """Begin to check, after a CUDA event."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
             misses = torch.zeros(len(self._table), dtype=torch.int64, device=self._device)
-            for dtype, some, largest in self._batches:
-                word_kernels.compare(self._table[some], largest, dtype=dtype, misses=misses[some])
+            for batch in self._batches:
+                table, copies = self._table[batch.some], list[torch.Tensor]()
+                if _kind(pair := self._ordered[batch.some.start])[2]:
+                    copies = [pair.source.gather(), pair.piece.gather()]
+                    row = np.array([[*(copy.data_ptr() for copy in copies), batch.largest]], np.int64)
+                    table = kernel_args.upload(row, self._device)
+                word_kernels.compare(
+                    table, batch.largest, width=batch.width, rounded=batch.rounded, misses=misses[batch.some]
+                )
+                del copies  # their memory is used again on this stream only
             missed = copy_kernels.to_host(misses)
-            sums = self._digests.take()
-            return DerivedCheck(self._ordered, self._copies, sums, self._rounding_results, missed, self._stream.record_event())
-
-    def _rounding_results(self) -> _Indices:
-        """Return ``BatchResults.rounded`` of the sources that the encoder rounds."""
-        if self._encoder is None:
-            return np.empty((2, 0), np.int64)
-        return self._encoder.results.rounded()[:, self._hashed]
+            return DerivedCheck(self._ordered, self._digests.take(), missed, self._stream.record_event())
 
 
-def check_derived(
-    checkers: dict[int, DerivedChecker], device: int, followers: Pairs, *, after: Event, encoder: Encoder | None = None
-) -> DerivedCheck:
-    """Begin to check ``followers``, with the checker of the last save if they and the encoder's plan are the same."""
+def check_derived(checkers: dict[int, DerivedChecker], device: int, followers: Pairs, *, after: Event) -> DerivedCheck:
+    """Begin to check ``followers``, with the checker of the last save if they are the same."""
     if not followers:
         nothing = torch.empty(0, dtype=torch.int64)
-        return DerivedCheck([], 0, nothing, lambda: np.empty((2, 0), np.int64), nothing, None)
+        return DerivedCheck([], nothing, nothing, None)
     last = checkers.get(device)
-    plan = None if encoder is None else encoder.plan
-    if last is None or last.followers is not followers or last.plan is not plan:
-        checkers[device] = DerivedChecker(torch.device("cuda", device), followers, encoder)
+    if last is None or last.followers is not followers:
+        checkers[device] = DerivedChecker(torch.device("cuda", device), followers)
     return checkers[device].check(after=after)
 
 
-def _rounded(follower: DerivedPair) -> str:
-    """Return the dtype that its source is rounded to; empty if it is a copy."""
-    dtype = follower.piece.dtype.name
-    return dtype if follower.source.dtype.name != dtype else ""
+def _kind(pair: DerivedPair) -> tuple[str, int, bool]:
+    """The dtype that its source is rounded to, empty if the piece is a copy; bytes of a word; whether the words as they are
+    stored must be gathered. Pairs of one kind can be compared by one launch."""
+    piece, source = pair.piece, pair.source
+    if piece.dtype.name != source.dtype.name:
+        return piece.dtype.name, piece.dtype.width, False
+    return "", piece.dtype.width, piece.address is None or source.address is None
+
+
+def _row(pair: DerivedPair) -> tuple[int, int, int]:
+    """What ``word_kernels.compare`` needs. Addresses of what is gathered are filled in later."""
+    piece, source = pair.piece, pair.source
+    of = source.origin if piece.dtype.name != source.dtype.name else source.address
+    return of or 0, piece.address or 0, piece.nbytes // piece.dtype.width

@@ -45,7 +45,7 @@ class Limits:
 class Batch:
     """Jobs ``first`` to ``last`` (exclusive), which are read by one launch of ``word_kernels.split``.
 
-    ``width``, ``rotate``, ``packed``, ``largest`` and ``followed`` are arguments of the launch.
+    ``width``, ``rotate``, ``packed`` and ``largest`` are arguments of the launch.
     """
 
     first: int
@@ -61,7 +61,6 @@ class Batch:
     after: int  # the number of batches whose raw planes must have left device memory before
     group: int  # the group that codes its other planes; -1 if there are none
     after_group: int  # the number of groups that must have been coded before, so that there is memory for those planes
-    followed: str
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,6 @@ class EncodePlan:
                     after=after,
                     group=group,
                     after_group=after_group,
-                    followed=head.followed,
                 )
             )
         self._close_group(len(self.jobs))

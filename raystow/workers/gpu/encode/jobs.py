@@ -18,7 +18,6 @@ class Job:
         index: The position of its source in the request.
         stream: Bytes of a plane in each coded stream; 0 if the chunk is stored raw, as a single plane.
         high: Numbers of its planes that are coded.
-        followed: The dtype of chunks that may be derived from this one by rounding; empty if there are none.
     """
 
     index: int
@@ -28,7 +27,6 @@ class Job:
     dtype: DType
     stream: int = 0
     high: tuple[int, ...] = ()
-    followed: str = ""
 
     @staticmethod
     def of(index: int, source: Source, stream: int) -> Job:
@@ -36,7 +34,7 @@ class Job:
         place = source.name, source.address, source.nbytes, source.dtype
         if not stream or source.nbytes < SMALL:
             return Job(index, *place)
-        return Job(index, *place, stream, source.planes, source.followed)
+        return Job(index, *place, stream, source.planes)
 
     @property
     def coded(self) -> bool:
@@ -69,7 +67,7 @@ class Job:
         return -(-self.plane // self.stream) if self.coded else 0
 
     @property
-    def kind(self) -> tuple[bool, int, bool, bool, tuple[int, ...], str, str]:
+    def kind(self) -> tuple[bool, int, bool, bool, tuple[int, ...], str]:
         """The sort key of jobs: those of one kind can be read by one launch.
 
         Jobs without coding come first, and those with most coding last, since coding goes on while later chunks are read. The
@@ -77,4 +75,4 @@ class Job:
         """
         scattered, last = self.address is None, self.name.rpartition(".")[2]
         role = "" if last.isdecimal() else last
-        return self.coded, -self.width, self.dtype.rotate, scattered, self.high, self.followed, role
+        return self.coded, -self.width, self.dtype.rotate, scattered, self.high, role

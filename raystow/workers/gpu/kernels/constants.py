@@ -32,7 +32,7 @@ BLOCKS = 1 << 12
 TRANSFORM: dict[str, Value] = {"SLICE": SLICE, "GROUP": GROUP, "BLOCK": BLOCK, "BLOCKS": BLOCKS}
 _USES: dict[str, Value] = {
     **dict.fromkeys(("ROTATE", "SPLIT", "JOIN", "ADD", "SAMPLE", "PAIR"), False),
-    **dict.fromkeys(("ROUND", "FOLLOWED"), ""),
+    "ROUND": "",
 }
 
 

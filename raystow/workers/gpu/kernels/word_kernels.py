@@ -11,7 +11,7 @@ import functools
 import numpy as np
 import torch
 
-from ....storage.coding.digest import BLOCK, SECOND_WORD_KEYS, WORD_KEYS, block_key
+from ....storage.coding.digest import BLOCK, WORD_KEYS, SecretKeys, block_key
 from ..kernel_args import COLUMNS, Addressed, Table, in_parts, part
 from .constants import BLOCKS, COMPARE, GROUP, SLICE, Value, transform
 from .library import Kernel
@@ -19,16 +19,18 @@ from .library import Kernel
 _TRANSFORM, _COMPARE = Kernel("words.transform"), Kernel("words.compare")
 _REACH = BLOCK * 4 * GROUP  # bytes that the programs of one group read together
 
-FOUND = 5
+FOUND = 3
 """Rows of the results of ``split``."""
 
 
-@functools.cache
-def _keys(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the digest's keys of words and of blocks, int64 on the device, each followed by those of the second digest."""
-    words = np.concatenate([WORD_KEYS, SECOND_WORD_KEYS])
-    blocks = np.array([block_key(b, second=second) for second in (False, True) for b in range(BLOCKS)], np.uint64)
-    return torch.from_numpy(words.view(np.int64)).to(device), torch.from_numpy(blocks.view(np.int64)).to(device)
+@functools.lru_cache(maxsize=16)
+def _keys(device: torch.device, secret: SecretKeys | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys of words and of blocks, int64 on the device: the public ones, and then the secret ones."""
+    found = [WORD_KEYS, np.array([block_key(b) for b in range(BLOCKS)], np.uint64)]
+    if secret is not None:
+        found = [np.concatenate([public, more.reshape(-1)]) for public, more in zip(found, (secret.words, secret.blocks), strict=True)]
+    words, blocks = (torch.from_numpy(some.view(np.int64)).to(device) for some in found)
+    return words, blocks
 
 
 def split(
@@ -39,7 +41,6 @@ def split(
     rotate: bool,
     packed: bool,
     results: Addressed,
-    followed: str = "",
 ) -> None:
     """Split the words of each chunk into its planes, on the current stream.
 
@@ -47,13 +48,11 @@ def split(
         table: int64 [chunks, COLUMNS]; ``packed`` is the result of ``can_pack`` for it.
         largest: Bytes of the largest chunk.
         results: int64 [FOUND * chunks], zeros: ``FOUND`` rows, which receive ``raw_digest`` before ``finish``; the result of
-            ``sample``; 1 if the lowest bit of any rotated word is set; with ``followed`` the digest of the rounded words before
-            ``finish``, and 1 if any word is a NaN.
-        followed: Round float32 words to this dtype (bfloat16 or float16), as ``coding.derived.derive`` does.
+            ``sample``; 1 if the lowest bit of any rotated word is set.
     """
     n = len(table)
     rows = [part(results, n * row, n) for row in range(FOUND)]
-    _run(table, largest, *rows, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True, FOLLOWED=followed)
+    _run(table, largest, *rows, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True)
 
 
 def join(table: Table, largest: int, *, width: int, rotate: bool, packed: bool, digests: Table) -> None:
@@ -80,14 +79,15 @@ def digest(
     width: int,
     packed: bool,
     digests: torch.Tensor,
-    second: torch.Tensor | None = None,
+    keys: SecretKeys | None = None,
 ) -> None:
-    """Compute the digests of ``join`` for existing words, and into ``second`` (int64 [chunks], zeros) those of ``digest_pair``.
+    """Compute the digests of ``join`` for existing words, or with ``keys`` those of ``digest_pair``: ``digests`` (zeros) are int64
+    [1, chunks] or [3, chunks].
 
-    With ``second``, addresses and sizes must be multiples of four bytes.
+    With ``keys``, addresses and sizes must be multiples of four bytes.
     """
-    assert second is None or packed or width >= 4
-    _run(table, largest, digests, second, W=width, PACKED=packed, PAIR=second is not None)
+    assert keys is None or packed or width >= 4
+    _run(table, largest, *digests, keys=keys, W=width, PACKED=packed, PAIR=keys is not None)
 
 
 def sample(table: Table, largest: int, *, width: int, packed: bool, samples: torch.Tensor) -> None:
@@ -101,27 +101,27 @@ def _run(
     sums: Table,
     samples: Table | None = None,
     odds: Table | None = None,
-    rounded_sums: Table | None = None,
-    nans: Table | None = None,
+    keys: SecretKeys | None = None,
     **use: Value,
 ) -> None:
     """``use``: constants of ``sources.words.transform``; what is not given is off."""
     if len(table):
-        keys, block_keys = _keys(table.device)
+        word_keys, block_keys = _keys(table.device, keys)
         slices = 1 if use.get("SAMPLE") else BLOCK // SLICE
         programs = slices * max(1, -(-largest // _REACH))
-        results = [(sums if one is None else one, 1) for one in (sums, samples, odds, rounded_sums, nans)]
+        results = [(sums if one is None else one, 1) for one in (sums, samples, odds)]
         for rows, *found in in_parts((table, COLUMNS), *results):
-            _TRANSFORM.launch((programs, len(rows)), rows, keys, block_keys, *found, **transform(**use))
+            _TRANSFORM.launch((programs, len(rows)), rows, word_keys, block_keys, *found, **transform(**use))
 
 
-def compare(table: torch.Tensor, largest: int, *, dtype: str, misses: torch.Tensor) -> None:
-    """Set ``misses`` (int64 [rows], zeros) to 1 for each row in which some word is not the other word rounded.
+def compare(table: torch.Tensor, largest: int, *, width: int, rounded: str = "", misses: torch.Tensor) -> None:
+    """Set ``misses`` (int64 [rows], zeros) to 1 for each row in which some word is not the other word, or not the other word
+    ``rounded`` to this dtype (bfloat16 or float16).
 
-    ``table``: the address of float32 words, the address of words of ``dtype`` (bfloat16 or float16), their number; ``largest``:
-    the largest number. See ``coding.derived.followed``.
+    ``table``: the address of the other words (float32 if they are rounded), that of words of ``width`` bytes, and their number;
+    ``largest``: the largest number. See ``coding.derived.followed``.
     """
     if len(table):
         programs = max(1, -(-largest // COMPARE["SPAN"]))
         for rows, found in in_parts((table, 3), (misses, 1)):
-            _COMPARE.launch((programs, len(rows)), rows, found, **COMPARE, BF16=dtype == "bfloat16")
+            _COMPARE.launch((programs, len(rows)), rows, found, **COMPARE, W=width, ROUND=rounded)

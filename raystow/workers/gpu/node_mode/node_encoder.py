@@ -62,7 +62,6 @@ class _SlotChunk:
     address: int
     nbytes: int
     planes: tuple[int, ...]
-    followed: str = ""  # the training process checks derived chunks
 
     @property
     def name(self) -> str:

@@ -44,7 +44,7 @@ COORDINATOR_REQUESTS = (
 MESSAGES = tuple(Message.__subclasses__())
 """All messages."""
 
-PROTOCOL = "2.0cae5f08f4963e8e"
+PROTOCOL = "2.a821dc1e4fa3a9a1"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -42,12 +42,13 @@ class ComparedChunks(Message, frozen=True):
 
 
 class ChunkDigests(Message, frozen=True):
-    """Digest pairs of some compared chunks as they are in this save (see ``storage.coding.digest.digest_pair``).
+    """Digests of some compared chunks as they are in this save (see ``storage.coding.digest.digest_pair``).
 
     Args:
         base: The version of ``BaseDigests`` that they were compared with; 0 for none.
         numbers: int64 [chunks], which of the compared chunks these are.
-        pairs: uint64 [2, chunks].
+        digests: uint64 [chunks], ``raw_digest``.
+        secret: uint64 [2, chunks], the lower and upper half of the second number, with the keys of ``SessionOpened``.
         same: A byte for each chunk: 1 if the base has the same bytes, so that none will be sent.
     """
 
@@ -55,18 +56,19 @@ class ChunkDigests(Message, frozen=True):
     serial: int
     base: int
     numbers: Packed
-    pairs: Packed
+    digests: Packed
+    secret: Packed
     same: Packed
 
 
 class BaseDigests(Message, frozen=True):
-    """What chunks may refer to. ``pairs``: uint64 [2, chunks], those of all compared chunks in version ``base``; a second number
-    of 0 says that it has no such chunk."""
+    """What chunks may refer to. ``secret``: as that of ``ChunkDigests``, of all compared chunks as they are in version ``base``;
+    0 if it has no such chunk."""
 
     device: int
     serial: int
     base: int
-    pairs: Packed
+    secret: Packed
 
 
 class BatchBytes(MessagePart, frozen=True):

@@ -9,7 +9,7 @@ from ....storage.errors import Fenced, OutcomeUnknown, RaystowError, SaveFailed
 from ....storage.format.root import Entry
 from ....storage.limits import MAX_NAME
 from ....storage.stores.settings import StoreAddress
-from ..codec import Column, Digest, JsonText, Message, MessagePart, Shape, Table, Text
+from ..codec import Column, Digest, JsonText, Message, MessagePart, Secret, Shape, Table, Text
 from .coordinator import Begin
 
 Values = Column[tuple[Text, Text, JsonText]]
@@ -55,12 +55,17 @@ class OpenSession(Message, frozen=True):
 
 class SessionOpened(Message, frozen=True):
     """The answer, sent with the descriptor of the ring. ``store_rate``: bytes per second that the store has taken, 0 if
-    unknown. ``kept``: see ``Ring``."""
+    unknown. ``secret``: of the node worker's keys for digests (``storage.coding.digest.SecretKeys``). It is in no other message,
+    and not in the ``repr``. ``kept``: see ``Ring``."""
 
     slots: int
     slot_size: int
     store_rate: float
+    secret: Secret
     kept: int = 0
+
+    def __repr__(self) -> str:
+        return f"SessionOpened({self.slots}, {self.slot_size}, {self.store_rate}, kept={self.kept})"
 
 
 class BeginSave(Message, frozen=True):

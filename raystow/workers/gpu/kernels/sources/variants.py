@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -56,10 +55,10 @@ def variants() -> Iterator[Variant]:
         yield Variant("deflate.code", coded, {**of.DEFLATE, "RUNS": runs}, 2, frozenset({"tables"}))
     streams = dict.fromkeys(("sources", "sizes", "targets", "most", "decoded"), POINTER) | {"status": "*i32", "scratch": LONG}
     yield Variant("inflate.decode", streams | {"head_low": LONG, "head_high": LONG}, of.INFLATE, 1)
-    for half in (True, False):
-        yield Variant("words.compare", {"table": POINTER, "misses": POINTER}, {**of.COMPARE, "BF16": half})
+    for width, dtype in (*((width, "") for width in (1, 2, 4, 8)), (2, "bfloat16"), (2, "float16")):
+        yield Variant("words.compare", {"table": POINTER, "misses": POINTER}, {**of.COMPARE, "W": width, "ROUND": dtype})
     keys = ("keys", "block_keys")
-    summed = dict.fromkeys(("table", *keys, "digests", "samples", "odds", "rounded_digests", "nans"), POINTER)
+    summed = dict.fromkeys(("table", *keys, "digests", "samples", "odds"), POINTER)
     for constants in _transforms():
         yield Variant("words.transform", summed, constants, aligned=frozenset(keys))
 
@@ -78,7 +77,5 @@ def _transforms() -> Iterator[Constants]:
             yield of.transform(**same, PAIR=True)
         if not packed:
             yield of.transform(**same, JOIN=True, ADD=True)
-    for dtype, rotated in itertools.product(("bfloat16", "float16"), (False, True)):
-        yield of.transform(W=4, PACKED=False, ROTATE=rotated, SPLIT=True, FOLLOWED=dtype)
     for dtype in ("bfloat16", "float16"):
         yield of.transform(W=2, PACKED=False, ROUND=dtype)

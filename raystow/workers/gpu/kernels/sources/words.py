@@ -57,14 +57,9 @@ def rounded(x, BF16: tl.constexpr):
 
 
 @triton.jit
-def _mixed(v):
-    """``storage.coding.kernels.mixed`` of 32-bit words, as int64."""
-    v = v ^ ((v >> 16) & 0xFFFF)
-    v = v * -2048144789
-    v = v ^ ((v >> 13) & 0x7FFFF)
-    v = v * -1028477387
-    v = v ^ ((v >> 16) & 0xFFFF)
-    return v.to(tl.int64) & 0xFFFFFFFF
+def _exchanged(v):
+    """``storage.coding.kernels.exchanged`` of 32-bit words, as int64."""
+    return (((v >> 16) & 0xFFFF) | (v << 16)).to(tl.int64) & 0xFFFFFFFF
 
 
 @triton.jit
@@ -85,15 +80,12 @@ def transform(
     digests,
     samples,
     odds,
-    rounded_digests,
-    nans,
     W: tl.constexpr,
     ROTATE: tl.constexpr,
     SPLIT: tl.constexpr,
     JOIN: tl.constexpr,
     ADD: tl.constexpr,
     ROUND: tl.constexpr,
-    FOLLOWED: tl.constexpr,
     PACKED: tl.constexpr,
     SAMPLE: tl.constexpr,
     PAIR: tl.constexpr,
@@ -105,10 +97,9 @@ def transform(
     """Process the same ``SLICE`` words of 32 bits of each of the digest blocks ``first`` to ``first + GROUP`` of one chunk.
 
     The sum of ``word * key(block)`` over the blocks is multiplied by ``key(word)`` once at the end. ``PACKED``: words of one
-    or two bytes are read four or two at a time. ``SAMPLE``: only the first slice of each block is read. ``FOLLOWED``: the words
-    rounded to this dtype are hashed as well; two rounded words form a word of the digest, and two blocks one block, with other
-    keys in each half. ``PAIR``: the second number of ``digest_pair`` is added to ``samples``; its keys follow the others in both
-    tables, and it needs whole words of 32 bits.
+    or two bytes are read four or two at a time. ``SAMPLE``: only the first slice of each block is read. ``PAIR``: the two halves of
+    the second number of ``digest_pair`` are added to ``samples`` and ``odds``; their keys follow the others in both tables, and
+    they need whole words of 32 bits.
     """
     ITEM: tl.constexpr = 4 if PACKED and W < 4 else W  # bytes of an item: what a lane reads at a time
     LANES: tl.constexpr = 4 * SLICE // ITEM
@@ -133,9 +124,8 @@ def transform(
         odd = tl.zeros((LANES,), tl.int32)
         second_low = tl.zeros((LANES,), tl.int64)
         second_high = tl.zeros((LANES,), tl.int64)
-        even = tl.zeros((LANES,), tl.int64)
-        uneven = tl.zeros((LANES,), tl.int64)
-        nan = tl.zeros((LANES,), tl.int32)
+        third_low = tl.zeros((LANES,), tl.int64)
+        third_high = tl.zeros((LANES,), tl.int64)
         for g in range(GROUP):
             block = first + g
             at = (block * BLOCK + part * SLICE).to(tl.int64) * 4 // ITEM + lane
@@ -180,19 +170,17 @@ def transform(
                         plane = tl.load(row + 2 + p).to(tl.pointer_type(tl.uint8))
                         tl.store(plane + at, ((t >> (8 * p)) & 255).to(tl.uint8), mask=inside)
                     odd = odd | (t & 1).to(tl.int32)
-            if FOLLOWED != "":
-                half = rounded(v, FOLLOWED == "bfloat16").to(tl.int64) * tl.load(block_keys + block // 2)
-                even += tl.where(block % 2 == 0, half, 0)
-                uneven += tl.where(block % 2 == 0, 0, half)
-                nan = nan | ((v & 0x7FFFFFFF) > 0x7F800000).to(tl.int32)
             low += (v.to(tl.int64) & 0xFFFFFFFF) * key
             if ITEM == 8:
                 high += ((v >> 32) & 0xFFFFFFFF) * key
             if PAIR:
                 second_key = tl.load(block_keys + BLOCKS + block)
-                second_low += _mixed(v.to(tl.int32)) * second_key
+                third_key = tl.load(block_keys + 2 * BLOCKS + block)
+                second_low += (v.to(tl.int64) & 0xFFFFFFFF) * second_key
+                third_low += _exchanged(v.to(tl.int32)) * third_key
                 if ITEM == 8:
-                    second_high += _mixed((v >> 32).to(tl.int32)) * second_key
+                    second_high += ((v >> 32) & 0xFFFFFFFF) * second_key
+                    third_high += _exchanged((v >> 32).to(tl.int32)) * third_key
         word = keys + part * SLICE
         total = _total(low, high, word, lane, ITEM)
         if SAMPLE:
@@ -201,28 +189,35 @@ def transform(
             tl.atomic_add(digests + chunk, total)
         if PAIR:
             tl.atomic_add(samples + chunk, _total(second_low, second_high, word + BLOCK, lane, ITEM))
+            tl.atomic_add(odds + chunk, _total(third_low, third_high, word + 2 * BLOCK, lane, ITEM))
         if SPLIT:
             if part == 0:
                 tl.atomic_add(samples + chunk, total)
             if tl.max(odd) != 0:
                 tl.store(odds + chunk, 1)
-        if FOLLOWED != "":
-            halves = keys + part * (SLICE // 2)
-            total = _total(even, even, halves, lane, 2) + _total(uneven, uneven, halves + BLOCK // 2, lane, 2)
-            tl.atomic_add(rounded_digests + chunk, total)
-            if tl.max(nan) != 0:
-                tl.store(nans + chunk, 1)
 
 
 @triton.jit
-def compare(table, misses, BF16: tl.constexpr, SPAN: tl.constexpr):
-    """Check whether words are float32 rounded to bfloat16 or float16."""
+def compare(table, misses, W: tl.constexpr, ROUND: tl.constexpr, SPAN: tl.constexpr):
+    """Check whether words of ``W`` bytes are those of another table, or float32 rounded to ``ROUND`` (bfloat16 or float16)."""
     row = table + tl.program_id(1) * 3
     n = tl.load(row + 2)
     at = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
     inside = at < n
-    x = tl.load(tl.load(row).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
-    found = tl.load(tl.load(row + 1).to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0).to(tl.int32)
-    missed = (rounded(x, BF16) != found) | ((x & 0x7FFFFFFF) > 0x7F800000)  # nothing is derived from a NaN
+    if ROUND != "":
+        x = tl.load(tl.load(row).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
+        found = tl.load(tl.load(row + 1).to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0).to(tl.int32)
+        missed = (rounded(x, ROUND == "bfloat16") != found) | ((x & 0x7FFFFFFF) > 0x7F800000)  # nothing is derived from a NaN
+    else:
+        if W == 1:
+            word = tl.pointer_type(tl.int8)
+        elif W == 2:
+            word = tl.pointer_type(tl.int16)
+        elif W == 4:
+            word = tl.pointer_type(tl.int32)
+        else:
+            word = tl.pointer_type(tl.int64)
+        x = tl.load(tl.load(row).to(word) + at, mask=inside, other=0)
+        missed = x != tl.load(tl.load(row + 1).to(word) + at, mask=inside, other=0)
     if tl.max((missed & inside).to(tl.int32)) != 0:
         tl.store(misses + tl.program_id(1), 1)
