@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from chunk_sources import Follower, Source
+from colliding_tensors import colliding_tensors
 from local_cluster import LocalCluster
 
 import raystow
@@ -48,6 +49,22 @@ def test_the_gpu_and_the_cpu_find_the_same_derived_chunks() -> None:
     nothing = check_derived({}, 0, [], after=torch.cuda.current_stream().record_event())
     assert not nothing.derived
     assert not nothing.strays
+
+
+def test_tensors_of_equal_digests_are_not_derived(tmp_path: Path) -> None:
+    """Neither as a copy, nor as the rounded master copy."""
+    one, other = (torch.from_numpy(value).cuda() for value in colliding_tensors())
+    half = other.view(torch.bfloat16)
+    state = {"w.half": half, "optim.half": one.view(torch.bfloat16).float(), "w.copy": other, "w.first": one}
+    with LocalCluster(str(tmp_path), memory=256 << 20) as cluster:
+        version = cluster.save(state, step=1)
+        assert all(info.stored for info in version.tensors().values())
+        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        raystow.restore_latest(cluster.uri, into=into)
+        assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
+        again = cluster.save({**state, "w.half": one.view(torch.bfloat16), "w.copy": one}, step=2)
+        assert not again.tensors()["w.half"].stored
+        assert not again.tensors()["w.copy"].stored
 
 
 def mixed(stray: int | None = None) -> dict[str, torch.Tensor]:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from colliding_tensors import colliding_tensors
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.storage.coding.digest import digest_pair
+from raystow.storage.coding.digest import SecretKeys, digest_pair, finish
 from raystow.storage.retention.policy import Policy
 from raystow.storage.version import Version
 
@@ -58,6 +59,23 @@ def test_frozen_tensors_are_stored_once(tmp_path: Path, codec: str) -> None:
         cluster.repository.plan_retention(Policy(keep_last=1)).execute()
         cluster.repository.plan_collection(grace=0).execute()
         check(cluster, cluster.repository.latest(), state)
+
+
+@pytest.mark.parametrize("codec", ["deflate", "raw", "cpu"])
+@pytest.mark.parametrize("place", ["training", "node"])
+def test_tensors_of_colliding_public_digests_are_stored(tmp_path: Path, codec: str, place: str) -> None:
+    """Also from the third save on, in which the training process compares chunks itself."""
+    if (codec, place) == ("cpu", "node"):
+        pytest.skip("this codec encodes nothing on a GPU")
+    one, other = (torch.from_numpy(value).cuda() for value in colliding_tensors())
+    frozen = torch.randn(MIB, device="cuda")
+    with LocalCluster(str(tmp_path), codec=codec, process=place, delta="auto", memory=256 * MIB) as cluster:
+        for step, value in enumerate((one, other, other, other, one, one, other)):
+            state = {"w": value, "half": value.view(torch.bfloat16), "frozen": frozen}
+            version = cluster.save(state, step=step)
+            check(cluster, version, state)
+            assert references(version) >= ({"frozen"} if step else set())
+            assert ("w" in references(version)) == (step in (2, 3, 5))
 
 
 def test_unchanged_chunks_are_not_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,16 +132,15 @@ def test_always_changing_tensors_are_compared_in_two_saves(tmp_path: Path, monke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 @pytest.mark.parametrize("n", [4, 28, 4096, 100_004, 4 * MIB])
 def test_the_gpu_and_the_cpu_compute_the_same_digests(dtype: torch.dtype, n: int) -> None:
-    from raystow.storage.coding.digest import finish
     from raystow.workers.gpu import kernel_args
     from raystow.workers.gpu.kernels import word_kernels
 
     raw = torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8, device="cuda")
     row = torch.zeros((1, kernel_args.COLUMNS), dtype=torch.int64)
     row[0, 0], row[0, 1] = raw.data_ptr(), n
-    sums = torch.zeros((2, 1), dtype=torch.int64, device="cuda")
     packed = kernel_args.can_pack(row.numpy(), dtype.itemsize)
-    how = {"width": dtype.itemsize, "packed": packed, "digests": sums[0], "second": sums[1]}
-    word_kernels.digest(row.cuda(), raw.nbytes, **how)
-    found = tuple(finish(total & ((1 << 64) - 1), raw.nbytes) for total in sums.flatten().tolist())
-    assert found == digest_pair(raw.cpu().numpy())
+    for keys in (SecretKeys(bytes(range(32))), SecretKeys(bytes(32))):
+        sums = torch.zeros((3, 1), dtype=torch.int64, device="cuda")
+        word_kernels.digest(row.cuda(), raw.nbytes, width=dtype.itemsize, packed=packed, digests=sums, keys=keys)
+        first, low, high = (int(finish(total & ((1 << 64) - 1), raw.nbytes)) for total in sums.flatten().tolist())
+        assert (first, low | high << 64) == digest_pair(raw.cpu().numpy(), keys)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cli_runner import run, run_json, without_packs
+from colliding_tensors import colliding_tensors
 from local_cluster import LocalCluster
 
 from raystow.orchestrator.save import assignment
@@ -99,12 +100,28 @@ def test_a_changed_layout_is_reported_and_deep_compares_it(tmp_path, monkeypatch
     row = by_name(quick)["w"]
     assert (row["what"], row["changed_bytes"], row["share"], quick["different"]) == ("layout", None, None, True)
     text = run("diff", tmp_path, 1, 2).stdout
-    assert "layout differs: the tensor is in other chunks; --deep compares the bytes" in text
+    assert "layout differs: other chunks or other stored bytes; --deep compares the tensors" in text
     assert run("diff", tmp_path, 1, 2, "--exit-code").exit_code == 7
     deep = run_json("diff", tmp_path, 1, 2, "--deep", "--exit-code")
     assert (deep["different"], deep["summary"]["same"]) == (False, 1)
     row = by_name(run_json("diff", tmp_path, 1, 3, "--deep"))["w"]
     assert (row["changed_elements"], row["max_difference"]) == (1, 0.25)
+
+
+def test_tensors_of_colliding_digests_are_read_by_deep(tmp_path):
+    """The 64-bit digests in the manifests are equal. A frozen tensor is referenced by later versions, and is the same."""
+    frozen, (one, other) = torch.randn(20_000), map(torch.from_numpy, colliding_tensors())
+    with LocalCluster(str(tmp_path), delta="auto") as local:
+        for step, value in enumerate((one, other, other)):
+            local.save({"w": value, "frozen": frozen}, step=step)
+    quick = run_json("diff", tmp_path, 1, 2)
+    assert (quick["different"], quick["summary"]["layout"], quick["summary"]["same"]) == (True, 1, 1)
+    assert run("diff", tmp_path, 1, 2, "--exit-code").exit_code == 7
+    for later in (2, 3):
+        deep = run_json("diff", tmp_path, 1, later, "--deep", "--exit-code", code=7)
+        assert by_name(deep)["w"]["changed_elements"] == 128
+        assert deep["summary"] == {"added": 0, "removed": 0, "changed": 1, "layout": 0, "same": 1}
+    assert run("diff", tmp_path, 2, 3, "--exit-code").exit_code == 0
 
 
 def test_the_text_output_fits_80_columns(folder):

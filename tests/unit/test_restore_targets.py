@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from colliding_tensors import colliding_tensors
 from local_cluster import LocalCluster
 
 import raystow
@@ -92,6 +93,29 @@ def test_tied_targets_with_equal_elements_are_filled(make: Callable[..., Any]) -
     bf16 = torch.zeros(SHAPE, dtype=torch.bfloat16)
     version.restore({"emb": bf16, "deep": [{"head": bf16}]}, strict=False, cast=True)
     assert torch.equal(bf16, torch.as_tensor(weight).bfloat16())
+
+
+def test_tied_targets_with_colliding_digests_are_refused() -> None:
+    one, other = map(torch.from_numpy, colliding_tensors())
+    version, target = save({"a": one, "b": other, "c": one}), torch.zeros_like(one)
+    with pytest.raises(raystow.StateError, match="the version holds different elements for them"):
+        version.restore({"a": target, "b": target}, strict=False)
+    assert not target.any()
+    version.restore({"a": target, "c": target}, strict=False)
+    assert torch.equal(target, one)
+
+
+def test_tied_targets_are_filled_however_they_are_stored() -> None:
+    first, second = (torch.randn(SHAPE) for _ in range(2))
+    last = first + 1e-4
+    with LocalCluster(f"memory://shared-targets-{next(_NAMES)}", delta=9) as cluster:
+        cluster.save({"a": first, "b": second}, step=1)
+        version = cluster.save({"a": last, "b": last}, step=2)
+        bases = [version.chunks[name][0].coding.base for name in "ab"]
+        assert bases == [1, 1], "both are deltas, to different elements"
+        target = torch.zeros(SHAPE)
+        raystow.open(cluster.uri).version(2).restore({"a": target, "b": target})
+    assert torch.equal(target, last)
 
 
 def test_equal_bits_of_other_values_are_not_tied() -> None:

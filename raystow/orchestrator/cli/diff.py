@@ -33,9 +33,9 @@ def diff(
     """Compare the tensors of two versions.
 
     Compares the digests of chunks and reads no pack: CHANGED are the bytes of the chunks that differ. `layout differs`: the
-    tensor is split into other chunks, for example after a change of the world size, and only --deep can compare it. --deep
-    reads these and the changed chunks, counts the elements that differ by their bits, and prints the greatest absolute
-    difference of floats.
+    tensor is split into other chunks, for example after a change of the world size, or stored in another way, and only --deep
+    can compare it. --deep reads these and the changed chunks, counts the elements that differ by their bits, and prints the
+    greatest absolute difference of floats.
 
     Example:  raystow diff s3://bucket/runs/llama best latest
     """
@@ -73,7 +73,7 @@ def _compared(target: Target, before: Version, after: Version, found: list[Diffe
     with contextlib.ExitStack() as stack:
         for version in (before, after):
             stack.enter_context(target.repository.lease(version))
-        advance = stack.enter_context(progress_bar("comparing", work(found), quiet=quiet))
+        advance = stack.enter_context(progress_bar("comparing", work(after, found), quiet=quiet))
         return compare(before, after, found, advance)
 
 
@@ -90,7 +90,7 @@ def _print_summary(counts: dict[Change, int], values: dict[Change, list[str]]) -
     parts = [f"{number:,} {words.get(what.value, what.value)}" for what, number in counts.items() if number]
     out.print(f"{count(sum(counts.values()), 'tensor')}: {', '.join(parts) or 'none in either version'}")
     if any(number for what, number in counts.items() if what.value == "layout"):
-        out.print("layout differs: the tensor is in other chunks; --deep compares the bytes")
+        out.print("layout differs: other chunks or other stored bytes; --deep compares the tensors")
     names = [_SIGNS[what.value] + name for what, of in values.items() for name in of]
     if names:
         more = f", and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""

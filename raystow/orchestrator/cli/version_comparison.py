@@ -15,7 +15,7 @@ from ...storage.coding.dtypes import DType
 from ...storage.coding.kernels import Bytes
 from ...storage.format.boxes import Box
 from ...storage.format.manifest import Chunk
-from ...storage.version import TensorInfo, Version
+from ...storage.version import Version
 from .output import dimensions
 from .slabs import TensorBox, boxes_of, read_slab
 from .version_files import value_texts
@@ -27,7 +27,8 @@ _BLOCK = 1 << 20  # elements that are compared at a time, so that temporaries st
 
 
 class Change(str, Enum):
-    """What happened to a tensor. ``LAYOUT``: its chunks have other boxes, so only its bytes can tell."""
+    """What happened to a tensor. ``LAYOUT``: its chunks have other boxes, or their elements are stored in another way, so only
+    its bytes can tell."""
 
     ADDED = "added"
     REMOVED = "removed"
@@ -55,8 +56,9 @@ class Difference:
     """A tensor of either version.
 
     ``how``: its old and new dtype or shape if they differ. ``nbytes``: raw bytes in the later version, of a removed tensor in the
-    earlier one. ``changed``: bytes that differ or, until they are read, of the chunks that differ; None if manifests cannot tell.
-    ``boxes``: the changed chunks; None if the layouts differ. ``deviation``: the result of a comparison of the bytes.
+    earlier one. ``changed``: bytes that differ or, until they are read, of the chunks that may differ; None if manifests cannot
+    tell. ``boxes``: the chunks that may have changed; None if the boxes differ. ``deviation``: the result of a comparison of the
+    bytes.
     """
 
     name: str
@@ -72,7 +74,7 @@ class Difference:
     @property
     def comparable(self) -> bool:
         """Whether reading the bytes tells more: both versions have it, in one shape and dtype, and it may have changed."""
-        return not self.how and (self.what is Change.LAYOUT or (self.what is Change.CHANGED and bool(self.boxes)))
+        return not self.how and self.what in (Change.LAYOUT, Change.CHANGED)
 
     @property
     def weight(self) -> int:
@@ -90,7 +92,7 @@ def differences(before: Version, after: Version) -> list[Difference]:
             info = version.tensors()[name]
             found.append(Difference(name, what, info.dtype, info.nbytes, len(version.chunks[name]), changed=info.nbytes))
         else:
-            found.append(_difference(name, old[name], new[name], before.chunks[name], after.chunks[name]))
+            found.append(_difference(name, before, after))
     return found
 
 
@@ -111,17 +113,25 @@ def changed_values(before: Version, after: Version) -> dict[Change, list[str]]:
     }
 
 
-def _difference(name: str, old: TensorInfo, new: TensorInfo, before: Sequence[Chunk], after: Sequence[Chunk]) -> Difference:
+def _difference(name: str, before: Version, after: Version) -> Difference:
+    old, new, rows = before.tensors()[name], after.tensors()[name], after.chunks[name]
     pairs = ((old.dtype, new.dtype), (dimensions(old.shape), dimensions(new.shape)))
     if how := ", ".join(f"{a} -> {b}" for a, b in pairs if a != b):
-        return Difference(name, Change.CHANGED, new.dtype, new.nbytes, len(after), how, new.nbytes)
-    digests = {chunk.box: chunk.raw_digest for chunk in before}
-    if digests.keys() != {chunk.box for chunk in after}:
-        return Difference(name, Change.LAYOUT, new.dtype, new.nbytes, len(after), changed=None, boxes=None)
-    changed = [chunk for chunk in after if chunk.raw_digest != digests[chunk.box]]
-    what = Change.CHANGED if changed else Change.SAME
-    boxes, nbytes = tuple(chunk.box for chunk in changed), sum(chunk.nbytes for chunk in changed)
-    return Difference(name, what, new.dtype, new.nbytes, len(after), changed=nbytes, boxes=boxes)
+        return Difference(name, Change.CHANGED, new.dtype, new.nbytes, len(rows), how, new.nbytes)
+    known = {chunk.box: chunk for chunk in before.chunks[name]}
+    if known.keys() != {chunk.box for chunk in rows}:
+        return Difference(name, Change.LAYOUT, new.dtype, new.nbytes, len(rows), changed=None, boxes=None)
+    differ = {chunk.box for chunk in rows if chunk.raw_digest != known[chunk.box].raw_digest}
+    may = [chunk for chunk in rows if chunk.box in differ or _proof(before, known[chunk.box]) != _proof(after, chunk)]
+    what = Change.CHANGED if differ else Change.LAYOUT if may else Change.SAME
+    boxes, nbytes = tuple(chunk.box for chunk in may), sum(chunk.nbytes for chunk in may)
+    return Difference(name, what, new.dtype, new.nbytes, len(rows), changed=None if what is Change.LAYOUT else nbytes, boxes=boxes)
+
+
+def _proof(version: Version, chunk: Chunk) -> tuple[object, ...]:
+    """What proves that the chunks of two versions are equal: the 64 bits of ``raw_digest`` do not, since whoever chooses tensors
+    can make them equal."""
+    return (version.bases.referenced(chunk)[1] if chunk.is_reference else chunk).proof
 
 
 def compare(before: Version, after: Version, found: Sequence[Difference], progress: Callable[[int], None]) -> list[Difference]:
@@ -131,7 +141,7 @@ def compare(before: Version, after: Version, found: Sequence[Difference], progre
         before: The earlier version.
         after: The later version.
         found: The result of ``differences``.
-        progress: Called with bytes that were compared; their sum is ``work(found)``.
+        progress: Called with bytes that were compared; their sum is ``work(after, found)``.
 
     Returns:
         ``found``, with ``deviation`` and final ``what`` and ``changed`` of the compared tensors.
@@ -156,9 +166,9 @@ def compare(before: Version, after: Version, found: Sequence[Difference], progre
     return [_settled(one, sums.get(one.name, Deviation())) if one.comparable else one for one in found]
 
 
-def work(found: Sequence[Difference]) -> int:
+def work(after: Version, found: Sequence[Difference]) -> int:
     """Return the raw bytes of each version that ``compare`` compares."""
-    return sum(one.weight for one in found if one.comparable)
+    return sum(box.nbytes for box in _boxes(after, found))
 
 
 def deviate(old: Bytes, new: Bytes, format: DType) -> Deviation:
@@ -190,7 +200,7 @@ def _distance(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> tuple[f
 
 
 def _boxes(after: Version, found: Sequence[Difference]) -> Iterator[TensorBox]:
-    """The changed chunks of each tensor; where the layouts differ, boxes of whole rows."""
+    """The chunks of each tensor that may have changed; where their boxes differ, boxes of whole rows."""
     for one in found:
         if not one.comparable:
             continue

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from ..save.shards import Shard, bits, pending
 from ..save.state_tree import Elements, Path, State, replace, show
 from .plan import Progress, silent
 from .shared_containers import check_containers
-from .targets import RestoreTarget, distinct, stored
+from .targets import RestoreTarget, StoredElements, distinct
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ class Fill:
 
     def add(self, shard: Shard, chunks: list[Chunk]) -> None:
         """Fill this rank's part of a tensor from these chunks."""
-        self._tensors[self._target(shard, lambda: stored(chunks, (shard.offset, shard.extent)))] = shard, chunks
+        elements = StoredElements(shard.leaf.name, chunks, (shard.offset, shard.extent), self._reader)
+        self._tensors[self._target(shard, lambda: elements)] = shard, chunks
 
     def add_number(self, shard: Shard, number: Elements) -> None:
         """Fill a tensor without dimensions with one of the same dtype in host memory."""
@@ -81,7 +82,7 @@ class Fill:
             assign(target.local, number)
         replace(self._into, self.values)
 
-    def _target(self, shard: Shard, content: Callable[[], Hashable]) -> RestoreTarget:
+    def _target(self, shard: Shard, content: Callable[[], object]) -> RestoreTarget:
         return RestoreTarget(show(shard.leaf.path, self._what), shard.local, content)
 
     def _fill_and_convert(self, some: Sequence[tuple[Shard, list[Chunk]]], progress: Progress) -> None:

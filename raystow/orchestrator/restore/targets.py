@@ -11,10 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...storage.coding import dtypes
+from ...storage.coding.digest import stored_digest
 from ...storage.coding.kernels import Words
 from ...storage.errors import StateError
 from ...storage.format.boxes import Box, overlap
 from ...storage.format.manifest import Chunk
+from ...storage.reader import PackReader, Request
 from ..save.shards import overlaps
 from ..save.state_tree import Elements
 
@@ -28,13 +31,43 @@ class RestoreTarget:
 
     where: str
     local: Elements
-    content: Callable[[], Hashable]
+    content: Callable[[], object]
 
 
-def stored(chunks: Sequence[Chunk], box: Box) -> Hashable:
-    """The stored elements of a box as the ``content`` of a target: they are equal if dtype, place and all digests are."""
-    rows = ((row.offset, row.extent, row.raw_digest) for row in chunks if overlap(box, row.box) is not None)
-    return chunks[0].dtype, chunks[0].shape, box, tuple(sorted(rows))
+@dataclass(frozen=True, eq=False)
+class StoredElements:
+    """The elements of a box in a version. Two are equal if their elements are: by what the manifest proves, or by reading both.
+
+    Digests of 64 bits say only that there is something to prove: whoever chooses tensors can make those equal.
+    """
+
+    name: str
+    chunks: Sequence[Chunk]
+    box: Box
+    reader: PackReader
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StoredElements) or self._rows(_digest) != other._rows(_digest):
+            return False
+        return self._rows(_proof) == other._rows(_proof) or self._read() == other._read()
+
+    def _rows(self, what: Callable[[Chunk], object]) -> object:
+        first, rows = self.chunks[0], [row for row in self.chunks if overlap(self.box, row.box) is not None]
+        return first.dtype, first.shape, self.box, {row.box: what(row) for row in rows}
+
+    def _read(self) -> bytes:
+        """BLAKE3 of the elements."""
+        raw = np.empty(self.box[1], f"V{dtypes.dtype(self.chunks[0].dtype).itemsize}")
+        self.reader.fill([Request(self.name, self.chunks, self.box, raw)])
+        return stored_digest(raw.reshape(-1).view(np.uint8))
+
+
+def _digest(row: Chunk) -> object:
+    return row.raw_digest
+
+
+def _proof(row: Chunk) -> object:
+    return row.proof
 
 
 def distinct(targets: Sequence[RestoreTarget]) -> list[RestoreTarget]:

@@ -171,6 +171,13 @@ class Chunk(msgspec.Struct, frozen=True):
         return dtypes.dtype(self.dtype if self.derivation is None else self.derivation.dtype)
 
     @property
+    def proof(self) -> tuple[object, ...]:
+        """Equal for chunks of one repository only if their elements are: BLAKE3 of the stored bytes, and all that decodes them.
+        Equal elements may be stored in several ways."""
+        beneath = None if self.coding.base is None else (self.source, self.box)
+        return self.dtype, self.words.name, self.extent, self.coding, self.stored_digest, beneath
+
+    @property
     def decoded(self) -> int:
         """Bytes after decoding."""
         return math.prod(self.extent) * self.words.itemsize
