@@ -125,7 +125,9 @@ def _difference(name: str, before: Version, after: Version) -> Difference:
     may = [chunk for chunk in rows if chunk.box in differ or _proof(before, known[chunk.box]) != _proof(after, chunk)]
     what = Change.CHANGED if differ else Change.LAYOUT if may else Change.SAME
     boxes, nbytes = tuple(chunk.box for chunk in may), sum(chunk.nbytes for chunk in may)
-    return Difference(name, what, new.dtype, new.nbytes, len(rows), changed=None if what is Change.LAYOUT else nbytes, boxes=boxes)
+    return Difference(
+        name, what, new.dtype, new.nbytes, len(rows), changed=None if what is Change.LAYOUT else nbytes, boxes=boxes
+    )
 
 
 def _proof(version: Version, chunk: Chunk) -> tuple[object, ...]:

@@ -86,7 +86,7 @@ class SecretKeys:
 
 @functools.cache
 def process_keys() -> SecretKeys:
-    """The keys of this process, drawn at random at the first call. Another process has others unless this one sends its secret."""
+    """The keys of this process, drawn at random at the first call. Others have them only if this process sends its secret."""
     return SecretKeys(bytes.fromhex("".join(SYSTEM.token() for _ in range(SECRET // 8))))
 
 
@@ -124,20 +124,20 @@ def raw_digest(raw: Bytes) -> int:
 def digest_pair(raw: Bytes, keys: SecretKeys) -> tuple[int, int]:
     """``raw_digest``, and a second number of 128 bits with secret keys. Chunks of one size with equal pairs are taken for equal.
 
-    The second number are two sums as that of ``raw_digest``, each with its own keys: the first (the lower 64 bits) of the words,
-    the second of the words with their halves exchanged.
+    The second number consists of two sums like that of ``raw_digest``, each with its own keys: the lower 64 bits are of the
+    words, the upper ones of the words with their halves exchanged.
 
-    Whoever chooses two different chunks of one size, and does not know the keys, makes the second numbers equal with a probability
-    of at most 2**-69. Let ``d[b, i]`` be the differences of the words, and 2**v the highest power of two that divides all.
+    Whoever chooses two different chunks of one size without knowing the keys makes their second numbers equal with a probability
+    of at most 2**-69. Let ``d[b, i]`` be the differences of the words.
 
-    - One sum: ``sum(word_key[i] * e[i])`` with ``e[i] = sum(block_key[b] * d[b, i])`` is 0. Take a difference that 2**(v+1) does
-      not divide. Of the 2**63 odd values of its block's key, at most 2**(u-v-1) parts in one make ``e[i]`` divisible by 2**u, and
-      then at most one of 2**(63-u) word keys makes the sum 0. Summed over ``u``: at most (64 - v) * 2**(v-63). If all differences
-      are in one block: 2**(v-63).
-    - Both sums: v is at most 31 for one, and at most 15 for the other if the lowest 16 bits of all words are equal or all that
-      differs; v of both add up to at most 46. The keys are independent: at most 33 * 49 * 2**-80.
+    - One sum is ``sum(word_key[i] * e[i])`` with ``e[i] = sum(block_key[b] * d[b, i])``. Take a ``d[b, i]`` that 2**(v+1) does
+      not divide. Over the odd keys of its block, 2**u divides ``e[i]`` with a probability of at most 2**(v+1-u). Over the odd keys of
+      its word, the sum is 0 then with at most 2**(u-63). For all u from v + 1 to 64, this is at most (64-v) * 2**(v-63).
+    - The v of the two sums add up to 46 at most, 31 + 15: a difference in the highest bit of a word is one in bit 15 of the other
+      form. The keys of the sums are independent, so both are 0 with at most 33 * 49 * 2**(46-126).
 
-    An attacker has one attempt for each chunk of a save, and gains nothing from a failed one: 2**40 attempts succeed with 2**-29.
+    This suffices, since nobody can search for such chunks: an attempt is a chunk of a save, and a failed one teaches nothing.
+    2**40 attempts succeed with 2**-29.
     """
     words = _words(raw)
     sums = np.empty((3, max(1, -(-words.size // BLOCK))), np.uint64)

@@ -125,7 +125,7 @@ def unpack7(packed: Bytes, plane: Bytes) -> None:
 
 @compiled
 def weighted_sum_triples(words: Words, keys: Words, sums: Words) -> None:
-    """As ``weighted_sums``, three times in one pass: with each row of ``keys`` into the same row of ``sums`` (both uint64 [3, ...]).
+    """As ``weighted_sums``, three times in one pass: with each row of ``keys`` into the same row of ``sums`` (uint64 [3, n]).
 
     The third sum is of words with their halves exchanged.
     """

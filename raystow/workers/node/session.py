@@ -117,7 +117,9 @@ class Session:
             self._host.grow(opening.coded)
             try:
                 rate = self._host.store_rate(opening.store)
-                self._connection.send(SessionOpened(ring.slots, ring.slot_size, rate, process_keys().secret, ring.kept), fd=ring.fd)
+                self._connection.send(
+                    SessionOpened(ring.slots, ring.slot_size, rate, process_keys().secret, ring.kept), fd=ring.fd
+                )
                 if opening.process == "node":
                     self._coder = self._gpu_coder(ring)
                 self._receive()

@@ -36,7 +36,9 @@ class DeviceStaging:
     ``answers`` receives the node worker's messages about devices.
     """
 
-    def __init__(self, slots: StagingSlots, post: Callable[[Message], None], codec: str, process: str, opened: SessionOpened) -> None:
+    def __init__(
+        self, slots: StagingSlots, post: Callable[[Message], None], codec: str, process: str, opened: SessionOpened
+    ) -> None:
         self._slots, self._post, self._codec, self._process, self._opened = slots, post, codec, process, opened
         self.answers: queue.SimpleQueue[DeviceAnswer | None] = queue.SimpleQueue()
         self.bases: dict[int, BaseDigests] = {}

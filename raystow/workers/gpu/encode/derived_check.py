@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,9 +102,7 @@ class DerivedChecker:
                     copies = [pair.source.gather(), pair.piece.gather()]
                     row = np.array([[*(copy.data_ptr() for copy in copies), batch.largest]], np.int64)
                     table = kernel_args.upload(row, self._device)
-                word_kernels.compare(
-                    table, batch.largest, width=batch.width, rounded=batch.rounded, misses=misses[batch.some]
-                )
+                word_kernels.compare(table, batch.largest, width=batch.width, rounded=batch.rounded, misses=misses[batch.some])
                 del copies  # their memory is used again on this stream only
             missed = copy_kernels.to_host(misses)
             return DerivedCheck(self._ordered, self._digests.take(), missed, self._stream.record_event())

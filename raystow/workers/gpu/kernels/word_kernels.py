@@ -28,7 +28,9 @@ def _keys(device: torch.device, secret: SecretKeys | None) -> tuple[torch.Tensor
     """Return the keys of words and of blocks, int64 on the device: the public ones, and then the secret ones."""
     found = [WORD_KEYS, np.array([block_key(b) for b in range(BLOCKS)], np.uint64)]
     if secret is not None:
-        found = [np.concatenate([public, more.reshape(-1)]) for public, more in zip(found, (secret.words, secret.blocks), strict=True)]
+        found = [
+            np.concatenate([public, more.reshape(-1)]) for public, more in zip(found, (secret.words, secret.blocks), strict=True)
+        ]
     words, blocks = (torch.from_numpy(some.view(np.int64)).to(device) for some in found)
     return words, blocks
 
@@ -81,10 +83,9 @@ def digest(
     digests: torch.Tensor,
     keys: SecretKeys | None = None,
 ) -> None:
-    """Compute the digests of ``join`` for existing words, or with ``keys`` those of ``digest_pair``: ``digests`` (zeros) are int64
-    [1, chunks] or [3, chunks].
+    """Compute the digests of ``join`` for existing words, or with ``keys`` both numbers of ``digest_pair``.
 
-    With ``keys``, addresses and sizes must be multiples of four bytes.
+    ``digests``: int64 [1, chunks], with keys [3, chunks], zeros. With keys, addresses and sizes are multiples of four bytes.
     """
     assert keys is None or packed or width >= 4
     _run(table, largest, *digests, keys=keys, W=width, PACKED=packed, PAIR=keys is not None)

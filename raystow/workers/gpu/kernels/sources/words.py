@@ -97,7 +97,7 @@ def transform(
     """Process the same ``SLICE`` words of 32 bits of each of the digest blocks ``first`` to ``first + GROUP`` of one chunk.
 
     The sum of ``word * key(block)`` over the blocks is multiplied by ``key(word)`` once at the end. ``PACKED``: words of one
-    or two bytes are read four or two at a time. ``SAMPLE``: only the first slice of each block is read. ``PAIR``: the two halves of
+    or two bytes are read four or two at a time. ``SAMPLE``: only the first slice of each block is read. ``PAIR``: the halves of
     the second number of ``digest_pair`` are added to ``samples`` and ``odds``; their keys follow the others in both tables, and
     they need whole words of 32 bits.
     """
