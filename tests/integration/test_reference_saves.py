@@ -88,7 +88,7 @@ def test_a_changed_dtype_name_or_bit_is_stored(uri: str) -> None:
 
 
 def test_tensors_of_colliding_public_digests_are_both_stored(uri: str) -> None:
-    """Whoever chooses weights could otherwise make a save refer to an old chunk."""
+    """An attacker who chooses weights could otherwise make a save refer to an old chunk."""
     one, other = map(torch.from_numpy, colliding_tensors())
     states = [{"w": value, "frozen": FROZEN["layer0"]} for value in (one, other)]
     with LocalCluster(uri, delta="auto") as cluster:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from polling import wait_until
 
+from raystow.storage.coding.digest import process_keys
 from raystow.storage.errors import SaveFailed
 from raystow.storage.format.root import Entry
 from raystow.storage.stores.settings import StoreAddress
@@ -290,6 +291,7 @@ def session_ring(scripted: ScriptedConnection) -> np.ndarray:
     """Return the memory of the ring, as the training process maps it."""
     opened = scripted.sent[0]
     assert isinstance(opened, SessionOpened)
+    assert opened.secret == process_keys().secret, "a training process compares chunks with the same keys"
     assert scripted.descriptor is not None
     return Ring(scripted.descriptor, opened.slots, opened.slot_size).memory
 

@@ -131,8 +131,8 @@ def _difference(name: str, before: Version, after: Version) -> Difference:
 
 
 def _proof(version: Version, chunk: Chunk) -> tuple[object, ...]:
-    """What proves that the chunks of two versions are equal: the 64 bits of ``raw_digest`` do not, since whoever chooses tensors
-    can make them equal."""
+    """What proves that the chunks of two versions are equal: the 64 bits of ``raw_digest`` do not, since those of chosen tensors
+    can be equal."""
     return (version.bases.referenced(chunk)[1] if chunk.is_reference else chunk).proof
 
 

@@ -38,7 +38,7 @@ class RestoreTarget:
 class StoredElements:
     """The elements of a box in a version. Two are equal if their elements are: by what the manifest proves, or by reading both.
 
-    Digests of 64 bits say only that there is something to prove: whoever chooses tensors can make those equal.
+    Digests of 64 bits say only that there is something to prove: those of chosen tensors can be equal.
     """
 
     name: str

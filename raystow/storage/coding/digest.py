@@ -2,8 +2,8 @@
 
 *Of the raw bytes*: ``raw_digest``, 64 bits, a sum of products that a GPU computes at memory speed in any order. It
 proves that the coded bytes are those that were read, and the decoded ones those that were coded. Its keys are public, so it
-is no protection from an attacker: whoever chooses two tensors can make their digests equal in less than a second. It never
-decides whether two chunks are equal.
+is no protection from an attacker, who finds two tensors with equal digests in less than a second. It never decides whether
+two chunks are equal.
 
 *Of the raw bytes, to find equal chunks*: the second number of ``digest_pair``, 128 bits, with secret keys. It is never stored
 or shown, and leaves the node in no message.
@@ -81,7 +81,9 @@ class SecretKeys:
 
     def _expanded(self, purpose: bytes, count: int) -> npt.NDArray[np.uint64]:
         data = blake3(purpose, key=self.secret).digest(16 * count)
-        return np.frombuffer(data, "<u8").reshape(2, count).astype(np.uint64) | np.uint64(1)
+        keys: npt.NDArray[np.uint64] = np.frombuffer(data, "<u8").reshape(2, count).astype(np.uint64)
+        keys |= np.uint64(1)
+        return keys
 
 
 @functools.cache
@@ -127,12 +129,12 @@ def digest_pair(raw: Bytes, keys: SecretKeys) -> tuple[int, int]:
     The second number consists of two sums like that of ``raw_digest``, each with its own keys: the lower 64 bits are of the
     words, the upper ones of the words with their halves exchanged.
 
-    Whoever chooses two different chunks of one size without knowing the keys makes their second numbers equal with a probability
-    of at most 2**-69. Let ``d[b, i]`` be the differences of the words.
+    An attacker who chooses two different chunks of one size without knowing the keys makes their second numbers equal with a
+    probability of at most 2**-69. Let ``d[b, i]`` be the differences of the words.
 
     - One sum is ``sum(word_key[i] * e[i])`` with ``e[i] = sum(block_key[b] * d[b, i])``. Take a ``d[b, i]`` that 2**(v+1) does
-      not divide. Over the odd keys of its block, 2**u divides ``e[i]`` with a probability of at most 2**(v+1-u). Over the odd keys of
-      its word, the sum is 0 then with at most 2**(u-63). For all u from v + 1 to 64, this is at most (64-v) * 2**(v-63).
+      not divide. Over the odd keys of its block, 2**u divides ``e[i]`` with a probability of at most 2**(v+1-u). Over the odd
+      keys of its word, the sum is 0 then with at most 2**(u-63). For all u from v + 1 to 64, this is at most (64-v) * 2**(v-63).
     - The v of the two sums add up to 46 at most, 31 + 15: a difference in the highest bit of a word is one in bit 15 of the other
       form. The keys of the sums are independent, so both are 0 with at most 33 * 49 * 2**(46-126).
 

@@ -63,7 +63,7 @@ class DerivedCheck:
         return missed
 
 
-class _Batch(NamedTuple):
+class _Comparison(NamedTuple):
     """Pairs compared by one launch: rows of the table, and arguments of ``word_kernels.compare``."""
 
     some: slice
@@ -83,13 +83,13 @@ class DerivedChecker:
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._digests = Digests([one.piece for one in self._ordered], device)
             self._table = kernel_args.upload(rows, device)
-        self._batches, end = list[_Batch](), 0
+        self._batches, end = list[_Comparison](), 0
         for (rounded, width, scattered), alike in itertools.groupby(self._ordered, _kind):
             begin, end = end, end + len(list(alike))
             step = 1 if scattered else _LAUNCH  # so that there is one pair of copies at a time
             for first in range(begin, end, step):
                 some = slice(first, min(first + step, end))
-                self._batches.append(_Batch(some, width, rounded, int(rows[some, 2].max())))
+                self._batches.append(_Comparison(some, width, rounded, int(rows[some, 2].max())))
 
     def check(self, *, after: Event) -> DerivedCheck:
         """Begin to check, after a CUDA event."""

@@ -102,6 +102,7 @@ def _run(
     sums: Table,
     samples: Table | None = None,
     odds: Table | None = None,
+    *,
     keys: SecretKeys | None = None,
     **use: Value,
 ) -> None:
