@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray._private.services import get_ray_address_from_environment
+from ray._private.state import state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.exceptions import RayError
@@ -86,6 +87,17 @@ def announce_end(connection: RayConnection, node: str, seconds: float, reason: s
     accepted, why = connection.ask(drain, _ANSWER)
     if not accepted:
         raise ClusterError(f"Ray does not accept the notice: {why}", subject=f"node {node}")
+
+
+def alive_nodes() -> set[str]:
+    """The ids of the nodes alive. Waits for the head node without a deadline."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def leaving_nodes() -> set[str]:
+    """The ids of the nodes that will be removed, by notice of a cloud, an autoscaler or ``announce_end``. Waits as
+    ``alive_nodes``."""
+    return {*state.get_draining_nodes()}
 
 
 def survey() -> dict[str, float]:

@@ -37,7 +37,7 @@ from ..restore.planner import RestoreOptions
 from ..save.planner import Planner, plan_save
 from ..save.state_tree import State, contains_placeholders
 from . import exit_notice
-from .due_steps import DueSteps
+from .due_steps import DueSteps, next_save
 from .failure_reports import FailureReports
 from .failures import Failures
 from .node_connection import NodeConnection
@@ -139,11 +139,11 @@ class Checkpointer:
         self._saves, self._planner, self._closed = itertools.count(1), Planner(self._lossy), False
         self._journal: Journal | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
-        self._due_steps = DueSteps(self._next_save, self._log)
         keep = self._memory.cache_seconds
         self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=self._on_fenced, keep=keep)
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
         reports = FailureReports(self._startup.report_failure, self._log)
+        self._due_steps = DueSteps(functools.partial(next_save, self._startup, on_fenced), self._log)
         self._outcomes = SaveOutcomes(self._startup, self._store, self.failures, reports, told)
         self._in_flight = SavesInFlight(limit, self._timeout, self._outcomes.conclude, self._log)
         self._node = NodeConnection(self._startup, (self._memory, self._compression, self._replication), codec=self._codec)
@@ -165,15 +165,16 @@ class Checkpointer:
         facts = {"rank": f"{self.rank} of {self.world_size}", "steps in flight": self._in_flight.steps() or "none"}
         return {**facts, "failed saves": self.failures.total, **({"state": "closed"} if self._closed else {})}
 
-    def due(self, step: int) -> bool:
-        """Tell whether to save this step, as ``interval`` asks for. All ranks get the same answer.
+    def due(self, step: int, interval: Interval | None = None) -> bool:
+        """Tell whether to save this step: as ``interval`` asks for, once for each notice from Ray that a rank's node will be
+        removed, and after ``save_now``. All ranks get the same answer.
 
-        Call it on every rank with the same steps, in ascending order; after a restore they may begin anew. By steps, the answer
-        is computed; else the coordinator chooses steps ahead of time, so that a call rarely waits. If the coordinator cannot be
-        reached, no step is due, since no save could become durable.
+        Call it on every rank with the same steps, in ascending order; after a restore they may begin anew. If the coordinator does
+        not answer for 20 s, only steps of ``Interval(steps=)`` are due until it does.
 
         Args:
             step: The step, as it would be given to ``save``.
+            interval: Instead of the constructor's.
 
         Returns:
             Whether to save.
@@ -183,10 +184,13 @@ class Checkpointer:
             Fenced: Another run has taken over the repository.
         """
         self._check_open()
-        step = integer("step", step, least=0)
-        if self._interval.steps is not None:
-            return step > 0 and step % self._interval.steps == 0
-        return self._due_steps.due(step)
+        step, interval = integer("step", step, least=0), self._interval if interval is None else interval
+        due = self._due_steps.due(step, interval)
+        return due or (interval.steps is not None and step > 0 and step % interval.steps == 0)
+
+    def save_now(self) -> None:
+        """Let ``due`` tell all ranks to save within about two seconds. Any rank may call it, in any thread or signal handler."""
+        self._due_steps.request()
 
     def save(self, state: State, *, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
         """Start to save ``state``. Every rank saves the same steps in the same order.
@@ -494,7 +498,3 @@ class Checkpointer:
         if not pending.staged(0):
             record(STAGED, SYSTEM.monotonic() - pending.begun, repository=self.uri)
         pending._staged.set()
-
-    def _next_save(self, first: int) -> messages.NextSave:
-        who, asked = (self.rank, self._startup.member.incarnation, self.world_size), self._interval
-        return self._port.next_save(messages.AskNextSave(*who, first, asked.seconds, asked.mtbf, asked.budget, self._on_fenced))

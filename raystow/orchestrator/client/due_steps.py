@@ -1,4 +1,4 @@
-"""Asks the coordinator ahead at which step to save, so that ``Checkpointer.due`` rarely waits."""
+"""Asks the coordinator ahead at which step to save, so that ``Checkpointer.due`` rarely waits for long."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ from collections.abc import Callable
 from ...storage import background
 from ...storage.errors import Fenced, RaystowError
 from ...storage.log import Log
-from ...workers.protocol.messages import NextSave
+from ...workers.protocol.messages import AskNextSave, NextSave, OnFenced
+from ..argument_checks import LONGEST
+from .options import Interval
+from .startup import Startup
 
 _PATIENCE = 20.0  # seconds that the training waits for a coordinator that does not answer, once
+
+
+def next_save(startup: Startup, on_fenced: OnFenced, first: int, interval: Interval, requested: bool) -> NextSave:
+    """Ask the coordinator for its decision: see ``DueSteps``."""
+    member, node = startup.member, startup.connection.node
+    who = member.rank, member.incarnation, member.world_size
+    asked = interval.seconds if interval.steps is None else LONGEST, interval.mtbf, interval.budget
+    return startup.port.next_save(AskNextSave(*who, first, *asked, on_fenced, node, requested))
 
 
 def _on_a_thread(run: Callable[[], None]) -> None:
@@ -19,11 +30,15 @@ def _on_a_thread(run: Callable[[], None]) -> None:
 
 
 class DueSteps:
-    """The due steps of one rank. ``ask(first)`` returns the coordinator's decision for the steps from ``first`` on."""
+    """The due steps of one rank.
+
+    ``ask(first, interval, requested)`` returns the coordinator's decision for the steps from ``first`` on. ``requested``: whether
+    a save was requested here, and no step was due since.
+    """
 
     def __init__(
         self,
-        ask: Callable[[int], NextSave],
+        ask: Callable[[int, Interval, bool], NextSave],
         log: logging.Logger | Log,
         *,
         patience: float = _PATIENCE,
@@ -33,22 +48,28 @@ class DueSteps:
         self._ask, self._log, self._patience, self._start = ask, log, patience, start
         self._answer: concurrent.futures.Future[NextSave] | None = None
         self._told = -1, False
-        self._lost = False
+        self._lost = self._requested = False
 
-    def due(self, step: int) -> bool:
-        """Whether to save this step."""
+    def request(self) -> None:
+        """Request a save. May be called from a signal handler or another thread."""
+        self._requested = True
+
+    def due(self, step: int, interval: Interval) -> bool:
+        """Whether to save this step by time, by request, or since a node will be removed."""
         if step == self._told[0]:
             return self._told[1]
         if self._answer is None or step < self._told[0]:  # the first question, or the training went back
-            self._ask_ahead(step)
-        decision, due = self._decision(step), False
+            self._ask_ahead(step, interval)
+        decision, due = self._decision(step, interval), False
         if decision is not None and decision.step <= step:
             due = decision.save
-            self._ask_ahead(step + 1)
+            if due:
+                self._requested = False  # the save that follows is later than the request
+            self._ask_ahead(step + 1, interval)
         self._told = step, due
         return due
 
-    def _decision(self, step: int) -> NextSave | None:
+    def _decision(self, step: int, interval: Interval) -> NextSave | None:
         """The answer to the newest question; None, with one warning, while the coordinator cannot be reached."""
         assert self._answer is not None
         try:
@@ -58,20 +79,20 @@ class DueSteps:
         except (RaystowError, concurrent.futures.TimeoutError) as error:
             if not self._lost:
                 why = str(error) or f"no answer within {self._patience:.0f} s"
-                self._log.warning("no step is due until the coordinator says when to save: %s", why)
+                self._log.warning("steps are due only by Interval.steps until the coordinator says when to save: %s", why)
             self._lost = True
             if self._answer.done():
-                self._ask_ahead(step + 1)
+                self._ask_ahead(step + 1, interval)
             return None
         self._lost = False
         return decision
 
-    def _ask_ahead(self, first: int) -> None:
+    def _ask_ahead(self, first: int, interval: Interval) -> None:
         answer = self._answer = concurrent.futures.Future()
 
         def run() -> None:
             try:
-                answer.set_result(self._ask(first))
+                answer.set_result(self._ask(first, interval, self._requested))
             except Exception as error:
                 answer.set_exception(error)
 

@@ -88,7 +88,7 @@ class CoordinatorActor:
         self._choices: tuple[object, dict[str, RestoreChoice]] = (None, {})  # by attempt, since this change of the rounds
         self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
         self._keeper: asyncio.Task[None] | None = None
-        self._census = NodeCensus(lambda: {node["NodeID"] for node in ray.nodes() if node["Alive"]})
+        self._census = NodeCensus(ray_cluster.alive_nodes, ray_cluster.leaving_nodes)
         self._chores: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None  # deletes the objects of abandoned attempts
         self._look: asyncio.Task[RaystowError | None] | None = None  # whether the repository is still there

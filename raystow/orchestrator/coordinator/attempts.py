@@ -49,7 +49,7 @@ class Coordinator:
         self._group: DeltaGroup | None = None  # of the newest whole version
         self._metrics_differ = False  # a warning has said it
         self._lost: VersionRecord | None = None  # of the newest attempt that was aborted after all was staged
-        self._schedule, self.costs = SaveSchedule(clock), SaveCosts(clock.now())
+        self.schedule, self.costs = SaveSchedule(clock), SaveCosts(clock.now())
         self.changes = 0
         """The number of phase changes of all attempts."""
         self.aborted_in_a_row = 0
@@ -129,7 +129,7 @@ class Coordinator:
     def next_save(self, ask: AskNextSave) -> NextSave:
         """A rank asks when to save. All ranks that ask for the same step get the same answer."""
         self.check_member(ask)
-        return self._schedule.next(ask.first, self.costs.interval(ask, ask.world_size, self._clock.now()))
+        return self.schedule.next(ask, self.costs.interval(ask, ask.world_size, self._clock.now()))
 
     def begin(self, begin: Begin) -> Ticket:
         """A rank starts to save a step. Returns the ticket of its attempt, which the first rank opens."""

@@ -165,6 +165,8 @@ class AskNextSave(Message, frozen=True):
         mtbf: Mean seconds between failures; None: as observed.
         budget: The largest share of the time that saves may take.
         on_fenced: See ``Begin``.
+        node: The rank's.
+        requested: Whether a save was requested on this rank, and no step was due since.
     """
 
     rank: int
@@ -175,6 +177,8 @@ class AskNextSave(Message, frozen=True):
     mtbf: float | None = None
     budget: float | None = None
     on_fenced: OnFenced = "raise"
+    node: Text = ""
+    requested: bool = False
 
 
 class NextSave(Message, frozen=True):
