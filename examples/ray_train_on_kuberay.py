@@ -22,7 +22,6 @@ from torch.distributed.fsdp import fully_shard
 import raystow
 
 EVERY = 100  # steps between saves
-LOOK = 10  # steps between checks for a preemption notice; a check takes a few milliseconds on all workers
 
 
 def train(config: dict[str, Any]) -> None:
@@ -37,7 +36,8 @@ def train(config: dict[str, Any]) -> None:
         fully_shard(layer, mesh=init_device_mesh(device.type, (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    with raystow.Checkpointer(config["uri"]) as checkpointer:  # the end of the block waits for the last save
+    every = raystow.Interval(steps=EVERY)
+    with raystow.Checkpointer(config["uri"], interval=every) as checkpointer:  # the end of the block waits for the last save
         checkpointer.guard(optimizer)  # an optimizer step waits until the tensors have been read
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optim": moments, "step": 0}
@@ -46,7 +46,6 @@ def train(config: dict[str, Any]) -> None:
         else:
             optimizer.state.clear()  # get_state_dict has counted a step
 
-        leaving = None  # the last notice
         for step in range(state["step"] + 1, config["steps"] + 1):
             seed = torch.Generator(device).manual_seed(1000 * step + rank)
             data = torch.randn(8, 128, width, device=device, generator=seed)
@@ -55,13 +54,12 @@ def train(config: dict[str, Any]) -> None:
             loss.backward()
             optimizer.step()
 
-            notice = ray.train.get_preemption_info() if step % LOOK == 0 else leaving  # the same for all workers
-            if step % EVERY == 0 or step == config["steps"] or notice != leaving:  # the same steps on every rank
+            due = checkpointer.due(step)  # the same on all workers; also when a node will be removed
+            if due or step == config["steps"]:
                 weights, moments = get_state_dict(model, optimizer)
                 state = {"model": weights, "optim": moments, "step": step}
                 distributed.all_reduce(loss.detach())  # in place: the sum over all ranks
                 checkpointer.save(state, step=step, metrics={"loss": loss.item() / world})
-            leaving = notice
 
 
 if __name__ == "__main__":

@@ -8,14 +8,21 @@ from typing import Any
 
 import torch
 
+import raystow
 from raystow.orchestrator.save.state_tree import flatten
 from raystow.storage.errors import SaveFailed
 
 
 class MemoryRun:
-    """Keeps the state and the metrics of each step. It restores only into the tensors of the save."""
+    """Keeps the state and the metrics of each step. It restores only into the tensors of the save.
 
-    def __init__(self) -> None:
+    ``notice``: the number of the step at which a notice is seen. ``looks``: whether requests are seen, as the coordinator sees
+    them about once a second.
+    """
+
+    def __init__(self, *, notice: int = 0, looks: bool = True) -> None:
+        self._notice, self._looks, self._asked = notice, looks, False
+        self._told, self._calls = (-1, False), 0
         self.saved: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
         self.waited: list[int] = []
         self.error: SaveFailed | None = None
@@ -24,6 +31,18 @@ class MemoryRun:
         flatten(state)
         assert all(type(value) in (bool, int, float) for value in metrics.values())
         self.saved[step] = copy.deepcopy(state), metrics
+
+    def save_now(self) -> None:
+        self._asked = True
+
+    def due(self, step: int, interval: raystow.Interval) -> bool:
+        assert interval.steps is not None
+        assert step < interval.steps
+        if step != self._told[0]:
+            self._calls += 1
+            self._told = step, (self._asked and self._looks) or self._calls == self._notice
+            self._asked = self._asked and not self._told[1]
+        return self._told[1]
 
     def fence(self) -> None:
         pass
@@ -40,18 +59,6 @@ class MemoryRun:
         assert _tensors(into) == _tensors(saved)
         _fill(into, saved)
         return SimpleNamespace(attempt="first")
-
-
-class PreemptedRun(MemoryRun):
-    """The look with this number tells that a node will be removed."""
-
-    def __init__(self, look: int) -> None:
-        super().__init__()
-        self._look, self._looks = look, 0
-
-    def preempted(self) -> bool:
-        self._looks += 1
-        return self._looks == self._look
 
 
 def _tensors(state: dict[str, Any]) -> set[str]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-import torch.distributed as dist
 from drill_cluster import DEADLINE, DrillCluster
 from drill_report import Drill, Stopwatch
 from polling import wait_until
@@ -24,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 NOTICE = 60.0
 """Seconds between the notice and the end of the node."""
+NEVER = raystow.Interval(steps=10**9)
 
 
 def drain(address: str, node: str) -> None:
@@ -35,15 +35,14 @@ def drain(address: str, node: str) -> None:
 
 
 def train_until_notice(rank: Rank) -> int:
-    """Train; when rank 0 detects a draining node, save on all ranks, and return the step when the save is durable."""
-    while True:
+    """Train until a save is due because of the notice; return the step when the save is durable."""
+    due = False
+    while not due:
         rank.train(rank.step + 1)
-        notice = torch.tensor(float(rank.rank == 0 and bool(ray._private.state.state.get_draining_nodes())))
-        dist.all_reduce(notice)
-        if notice.item():
-            rank.save()
-            rank.result()
-            return rank.step
+        due = rank.checkpointer.due(rank.step, NEVER)
+    rank.save()
+    rank.result()
+    return rank.step
 
 
 def test_a_save_on_notice_is_durable_before_the_node_is_gone(
@@ -83,11 +82,11 @@ def test_a_save_on_notice_is_durable_before_the_node_is_gone(
 
 
 def train_in_ray_train(config: dict[str, Any]) -> None:
-    """Count steps, and save when ``get_preemption_info`` reports a notice, as workers of Ray Train do."""
+    """Count steps, and save because of a notice only."""
     import ray.train
 
-    folder, notified = Path(config["folder"]), False
-    with raystow.Checkpointer(config["uri"], timeout=60.0) as checkpointer:
+    folder = Path(config["folder"])
+    with raystow.Checkpointer(config["uri"], timeout=60.0, interval=NEVER) as checkpointer:
         state = {"w": torch.zeros(1000), "step": 0}
         if checkpointer.restore_latest(into=state) is None:
             checkpointer.save(state, step=0).result(60)  # starts the node worker: a draining node starts none
@@ -98,14 +97,13 @@ def train_in_ray_train(config: dict[str, Any]) -> None:
             state["w"] += 1
             state["step"] += 1
             SYSTEM.sleep(config["seconds"])  # simulates the duration of a real step
-            if not notified and ray.train.get_preemption_info() is not None:
-                notified = True
+            if checkpointer.due(state["step"]):
                 checkpointer.save(state, step=state["step"]).result(60)
         checkpointer.save(state, step=state["step"]).result(60)
     ray.train.report({})
 
 
-def test_ray_train_reports_a_notice_to_its_workers(cluster: DrillCluster, tmp_path: Path) -> None:
+def test_workers_of_ray_train_save_on_a_notice(cluster: DrillCluster, tmp_path: Path) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 

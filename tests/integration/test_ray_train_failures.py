@@ -126,9 +126,9 @@ def test_ranks_save_on_a_preemption_notice(spares: Spares, tmp_path: Path) -> No
         spares.add()
         kill(spares.cluster, doomed)
         result = fit.result(2 * DEADLINE)
-    assert version.step > 1
+    assert version.step > 2
     assert [step for step, _, _ in run.starts()] == [0, version.step]
-    assert agree(result, home(tmp_path)) == [1, version.step, 120]
+    assert agree(result, home(tmp_path)) == [version.step, 120]
 
 
 @pytest.mark.parametrize("name", TRAINERS)

@@ -11,12 +11,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import transformers
-from memory_run import MemoryRun, PreemptedRun
+from memory_run import MemoryRun
 from torch import nn
 from transformers_run import Net, same, train
 
 import raystow
-from raystow.orchestrator.integrations import save_requests, training_state
+from raystow.orchestrator.integrations import training_state
 from raystow.orchestrator.save import value_text
 from raystow.storage.errors import SaveFailed, StateError
 
@@ -80,12 +80,9 @@ def test_a_step_is_saved_after_its_evaluation(tmp_path: Path, strategy: str, eva
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("preempted", [False, True])
 @pytest.mark.parametrize(("strategy", "step"), [("steps", 3), ("steps", 6), ("steps", 4), ("epoch", 4)])
-def test_transformers_saves_at_once_when_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preempted: bool, strategy: str, step: int
-) -> None:
+def test_transformers_saves_at_once_when_asked(tmp_path: Path, preempted: bool, strategy: str, step: int) -> None:
     """Before an evaluation, and again after it; a resumed training ends as this one. Step 4 ends an epoch."""
-    monkeypatch.setattr(save_requests, "_INTERVAL", 0.0)
-    run = PreemptedRun(step) if preempted else MemoryRun()
+    run = MemoryRun(notice=step if preempted else 0)
     expected = train(run, 8, tmp_path, strategy, every=1000, asks_at=0 if preempted else step)
     assert run.saved.keys() == {step}
     if step in expected.seen:
@@ -97,7 +94,7 @@ def test_transformers_saves_at_once_when_asked(
 @pytest.mark.parametrize(("strategy", "step"), [("steps", 3), ("steps", 4), ("epoch", 4)])
 def test_transformers_saves_the_last_step_if_asked(tmp_path: Path, strategy: str, step: int) -> None:
     """Although it is not yet time to look for requests again."""
-    run = MemoryRun()
+    run = MemoryRun(looks=False)
     train(run, 8, tmp_path, strategy, every=1000, asks_at=step, stops=True)
     assert run.saved.keys() == {step}
     assert same(train(MemoryRun(), 8, tmp_path, strategy), train(run, 8, tmp_path, strategy, every=1000))
@@ -256,9 +253,8 @@ class Asking(pl.Callback):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("step", [3, 4], ids=["within an epoch", "at its end"])
 @pytest.mark.parametrize("preempted", [False, True])
-def test_lightning_saves_at_once_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, preempted: bool) -> None:
-    monkeypatch.setattr(save_requests, "_INTERVAL", 0.0)
-    run = PreemptedRun(step) if preempted else MemoryRun()
+def test_lightning_saves_at_once_when_asked(tmp_path: Path, step: int, preempted: bool) -> None:
+    run = MemoryRun(notice=step if preempted else 0)
     fit(run, 4, tmp_path, Asking(-1 if preempted else step), every_n_epochs=1000)
     assert run.saved.keys() == {step}
 
@@ -267,7 +263,7 @@ def test_lightning_saves_at_once_when_asked(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("batches", [3, 5])
 def test_lightning_saves_when_asked_before_the_first_step(tmp_path: Path, batches: int) -> None:
     """Also if gradients are accumulated then; and at the end, although it is not yet time to look for requests again."""
-    run = MemoryRun()
+    run = MemoryRun(looks=batches > 3)
     callback = raystow.lightning.Checkpointing(run, every_n_epochs=1000)
     callback.save_now()
     data = torch.utils.data.DataLoader(torch.ones(batches, 4))
@@ -288,7 +284,7 @@ class Stopping(pl.Callback):
 @pytest.mark.parametrize("batches", [3, 9])
 def test_lightning_saves_the_last_step_if_asked(tmp_path: Path, batches: int) -> None:
     """Although it is not yet time to look for requests again."""
-    run = MemoryRun()
+    run = MemoryRun(looks=False)
     callback = raystow.lightning.Checkpointing(run, every_n_epochs=1000)
     data = torch.utils.data.DataLoader(torch.ones(batches, 4))
     quiet_trainer(tmp_path, 4, callback, Stopping()).fit(Module(), data)

@@ -45,7 +45,7 @@ def drain(
             return Drained(tuple(sorted(durable)), tuple(sorted(seen - durable)))
         if waited >= seconds:
             what = f"no version that was started after the notice within {seconds:.0f} s"
-            remedy = "let the training poll ray.train.get_preemption_info() and save; earlier versions are not lost"
+            remedy = "let the training save when Checkpointer.due says so; earlier versions are not lost"
             raise DeadlineExceeded(what, subject=", ".join(sorted(waiting)), remedy=remedy)
         clock.sleep(_LOOK)
 

@@ -65,10 +65,10 @@ class Checkpointing(TrainerCallback):
         self._engine: TrainerEngine | None = None
         self._others: list[TrainerCallback] = []
         self._ended = self._due = self._asked = False
-        self._requests = SaveRequests(getattr(checkpointer, "preempted", None))
+        self._requests = SaveRequests(checkpointer)
 
     def save_now(self) -> None:
-        """Ask for a save at one of the next optimizer steps, within about a second of them.
+        """Ask for a save at one of the next optimizer steps, within about two seconds of them, or at the last one.
 
         One rank is enough. It may be called from a signal handler or another thread.
         """

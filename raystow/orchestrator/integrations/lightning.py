@@ -77,12 +77,12 @@ class Checkpointing(Callback):
         self._epochs = None if every_n_epochs is None else integer("every_n_epochs", every_n_epochs, least=1, instead="None")
         self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
         self._journal: Journal | None = None
-        self._due, self._requests = False, SaveRequests(getattr(checkpointer, "preempted", None))
+        self._due, self._requests = False, SaveRequests(checkpointer)
         self._generators: State | None = None
         self._last = _LastCallback(self._after_step, self._after_epoch)
 
     def save_now(self) -> None:
-        """Ask for a save at one of the next optimizer steps, within about a second of them.
+        """Ask for a save at one of the next optimizer steps, within about two seconds of them, or at the last one.
 
         One rank is enough. It may be called from a signal handler or another thread.
         """

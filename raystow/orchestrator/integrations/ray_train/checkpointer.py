@@ -31,7 +31,6 @@ from .storage import repository_in, store_in
 from .train_sync import TrainSync, VersionReport
 
 if TYPE_CHECKING:
-    from ray.train import PreemptionInfo
     from ray.train.v2._internal.execution.storage import StorageContext
 
 logger = logging.getLogger(__name__)
@@ -77,7 +76,6 @@ class Checkpointer(checkpointer.Checkpointer):
         super().__init__(uri, **{"retention": Policy(), **options})
         self._storage, self._validation = storage, validation
         self._slots = threading.BoundedSemaphore(_QUEUE)
-        self._notice: PreemptionInfo | None = None
         self._run = run
         self._outcomes.concluded = self._wake
 
@@ -157,21 +155,6 @@ class Checkpointer(checkpointer.Checkpointer):
         broadcast_from_rank_zero(len(reports))
         for version in reports:
             self._report(version)
-
-    def preempted(self) -> bool:
-        """Tell whether a preemption of one of the run's nodes was announced since the last call: the time to ``save``.
-
-        Takes some milliseconds; with short steps, call it at every tenth. ``ray.train.get_preemption_info()`` has the details.
-
-        Returns:
-            True once for each notice.
-
-        Raises:
-            Unsupported: Ray Train is too old.
-        """
-        _need("get_preemption_info")
-        before, self._notice = self._notice, ray.train.get_preemption_info()
-        return self._notice is not None and self._notice != before
 
     def close(self) -> None:
         """Wait for the saves in flight, report the last versions to Train, and drop the versions that Train drops for them.
