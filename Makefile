@@ -79,7 +79,7 @@ test-frameworks: export DS_ACCELERATOR := cpu
 test-frameworks: $(FRAMEWORKS)/ready $(VERL)/ready  ## tests with training frameworks, in environments of their own (MARK=slow: the slow ones)
 	for env in $(FRAMEWORKS) $(VERL); do $$env/bin/python -m pytest tests/unit/test_public_docstrings.py || exit; done
 	$(FRAMEWORKS)/bin/python -m pytest -m "$(MARK)" tests/integration/test_torch*.py tests/integration/test_deepspeed*.py
-	$(VERL)/bin/python -m pytest -m "$(MARK)" tests/integration/test_verl.py
+	$(VERL)/bin/python -m pytest -m "$(MARK)" tests/integration/test_verl.py tests/integration/test_peft.py
 
 # An environment on top of .venv: what these frameworks pin stays out of it, and torch and Ray are not installed twice.
 .venv-%/below: $(READY) pyproject.toml

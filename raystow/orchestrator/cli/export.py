@@ -63,15 +63,16 @@ def export(
     ] = None,
     dtype: Annotated[FloatType | None, typer.Option(metavar="DTYPE", help="Convert to float32, bfloat16 or float16.")] = None,
     files: Annotated[Path | None, options.folder(help="Copy this folder's config and tokenizer files.")] = None,
+    keep_names: Annotated[bool, typer.Option("--keep-names", help="Export names of PEFT and of wrappers, too.")] = False,
     max_shard_size: Annotated[int, options.size(help="Split model.safetensors between tensors above this size.")] = "5GB",  # type: ignore[assignment]
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Upload the folder to the Hugging Face Hub.")] = None,
     json: Json = False,
 ) -> None:
     """Write a model for Hugging Face's libraries, or the whole state for torch.
 
-    With --hf, writes model.safetensors, or numbered files with an index, in bounded memory. The prefix that names have in the
-    state, such as "model.", is removed. Tied weights are written once. --dtype is also set in config.json. --push requires
-    huggingface_hub, and creates a private repository if there is none.
+    With --hf, writes model.safetensors, or numbered files with an index, in bounded memory, without the prefix that names have in
+    the state, such as "model.". If --files has adapter_config.json, writes only the LoRA adapter, as adapter_model.safetensors.
+    --push requires huggingface_hub, and creates a private repository if there is none.
 
     With --torch, writes the nested state with the plain values of rank 0 by one torch.save. It must fit into memory.
 
@@ -82,8 +83,8 @@ def export(
     to = hf or torch
     if to is None or (hf is not None and torch is not None):
         raise typer.BadParameter("give either --hf or --torch")
-    if hf is None and (prefix, dtype, files, push) != (None, None, None, None):
-        raise typer.BadParameter("--prefix, --dtype, --files and --push apply to --hf")
+    if hf is None and (prefix, dtype, files, keep_names, push) != (None, None, None, False, None):
+        raise typer.BadParameter("--prefix, --dtype, --files, --keep-names and --push apply to --hf")
     target = open_target(uri)
     chosen = target.version(version)
     start, hub = target.repository.clock.monotonic(), None
@@ -92,6 +93,8 @@ def export(
             done = _torch_file(to, chosen, quiet=json)
         else:
             plan = plan_folder(chosen, prefix=prefix, dtype=dtype and dtype.value, source=files, limit=max_shard_size)
+            if not keep_names:
+                plan.refuse_unloadable()
             if push is not None:
                 hub = HubRepository(push)  # an error comes before anything is written
             done = _hf_folder(to, plan, quiet=json)

@@ -1,4 +1,4 @@
-"""Writes the weights of a version as a folder that ``from_pretrained`` of Hugging Face's libraries loads."""
+"""Writes the weights of a version, or a LoRA adapter, as a folder that ``from_pretrained`` of Hugging Face's libraries loads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from pathlib import Path
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
 from ...storage.real_paths import input_path, real_path, regular_file, small_file
-from ...storage.version import Version
-from . import version_files
+from ...storage.version import TensorInfo, Version
+from . import adapter_names, version_files
 from .output_dir import durable_file
 from .safetensors_file import SafetensorsFile, group_files
 from .tied_weights import tied_weights
 from .weight_prefix import refuse_unloadable, weights_below
 
 _CONFIG = "config.json"
+_MODEL, _ADAPTER = "model", "adapter_model"  # the names of files of weights, without their ends
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "*.md", "LICENSE*")
 _NOT_COPIED = (".*", "*.index.json", "trainer_state.json")
 
@@ -31,7 +32,8 @@ class HfFolder:
 
     Attributes:
         version: The version with the weights.
-        prefix: What its names have before those in the files.
+        prefix: What its names have before those of the model.
+        names: Its name of each name in the files.
         files: The files of weights.
         tied: The names that are left out, each with the name of the same weight.
         copied: Other files, such as config and tokenizer: names and real paths.
@@ -40,6 +42,7 @@ class HfFolder:
 
     version: Version
     prefix: str
+    names: Mapping[str, str]
     files: list[SafetensorsFile]
     tied: Mapping[str, str]
     copied: Mapping[str, Path]
@@ -49,7 +52,7 @@ class HfFolder:
     def raw(self) -> int:
         """The bytes of the tensors in the version."""
         infos = self.version.tensors()
-        return sum(infos[self.prefix + tensor.name].nbytes for file in self.files for tensor in file.tensors)
+        return sum(infos[self.names[tensor.name]].nbytes for file in self.files for tensor in file.tensors)
 
     def write(self, folder: Path, progress: Callable[[int], None]) -> None:
         """Fill an empty folder. Memory is bounded by the slab of ``version_files``."""
@@ -60,13 +63,18 @@ class HfFolder:
             with regular_file(path) as source, durable_file(folder / name) as sink:
                 shutil.copyfileobj(source, sink)
         for file in self.files:
-            version_files.write_file(folder / file.name, file, self.version, progress, prefix=self.prefix)
+            version_files.write_file(folder / file.name, file, self.version, progress, names=self.names)
         if len(self.files) > 1:
             version_files.write_index(folder, self.files)
 
+    def refuse_unloadable(self) -> None:
+        """Raise ``StateError`` for names of weights that no model of Transformers has."""
+        if self.files[0].group == _MODEL:
+            refuse_unloadable(self.names, self.prefix)
+
 
 def plan_folder(version: Version, *, prefix: str | None, dtype: str | None, source: Path | None, limit: int) -> HfFolder:
-    """Decide what a folder contains.
+    """Decide what a folder contains: an adapter in one file if there is a config of one, else the model.
 
     Args:
         version: The version with the weights.
@@ -76,24 +84,33 @@ def plan_folder(version: Version, *, prefix: str | None, dtype: str | None, sour
         limit: The bytes of a file; a larger tensor has a file of its own.
 
     Raises:
-        StateError: The weights are not found, have names that no model has or a dtype that safetensors lacks; ``source`` is not
-            a folder, or a link in it leads out of it.
+        StateError: The weights are not found or have a dtype that safetensors lacks; ``source`` is not a folder, or a link in it
+            leads out of it; or the adapter is not one that PEFT would write.
     """
     prefix, weights = weights_below(version, prefix)
-    refuse_unloadable(weights, prefix)
     copied = _files_to_copy(source) if source is not None else {}
-    tied = tied_weights(source / _CONFIG, version, weights, prefix) if source is not None and _CONFIG in copied else {}
-    weights = {name: info for name, info in weights.items() if name not in tied}
-    if dtype is not None:
-        for name, info in weights.items():
-            if info.dtype in dtypes.MANTISSA:
-                nbytes = info.nbytes // dtypes.dtype(info.dtype).itemsize * dtypes.dtype(dtype).itemsize
-                weights[name] = replace(info, dtype=dtype, nbytes=nbytes)
-    files = group_files("model", weights, limit=limit)
+    config = copied.get(adapter_names.CONFIG)
+    if config is None:
+        tied = tied_weights(source / _CONFIG, version, weights, prefix) if source is not None and _CONFIG in copied else {}
+        names = {name: prefix + name for name in weights if name not in tied}
+        group = _MODEL
+    else:
+        found = adapter_names.adapter_names(weights, _fields(config))
+        tied, names = {}, {name: prefix + of for name, of in found.items()}
+        group, limit = _ADAPTER, sum(info.nbytes for info in weights.values()) + 1
+    infos = version.tensors()
+    files = group_files(group, {name: _converted(infos[of], dtype) for name, of in names.items()}, limit=limit)
     for tensor in (tensor for file in files for tensor in file.tensors if tensor.mapped):
         what = f"safetensors has no {tensor.info.dtype}"
-        raise StateError(what, subject=prefix + tensor.name, remedy="`raystow restore` writes it as another dtype")
-    return HfFolder(version, prefix, files, tied, copied, dtype)
+        raise StateError(what, subject=names[tensor.name], remedy="`raystow restore` writes it as another dtype")
+    return HfFolder(version, prefix, names, files, tied, copied, dtype)
+
+
+def _converted(info: TensorInfo, dtype: str | None) -> TensorInfo:
+    if dtype is None or info.dtype not in dtypes.MANTISSA:
+        return info
+    nbytes = info.nbytes // dtypes.dtype(info.dtype).itemsize * dtypes.dtype(dtype).itemsize
+    return replace(info, dtype=dtype, nbytes=nbytes)
 
 
 def _files_to_copy(source: Path) -> dict[str, Path]:
@@ -112,8 +129,12 @@ def _files_to_copy(source: Path) -> dict[str, Path]:
 
 def _with_dtype(config: Path, dtype: str) -> dict[str, object]:
     """The fields of a config.json with the dtype of the files, if it names any: it is the one that from_pretrained loads."""
+    fields = _fields(config)
+    return fields | {key: dtype for key in ("dtype", "torch_dtype") if key in fields}
+
+
+def _fields(config: Path) -> dict[str, object]:
     try:
-        fields = dict(json.loads(small_file(config)))
+        return dict(json.loads(small_file(config)))
     except (ValueError, TypeError, RecursionError) as error:
         raise StateError("is not a JSON object", subject=str(config)) from error
-    return fields | {key: dtype for key in ("dtype", "torch_dtype") if key in fields}

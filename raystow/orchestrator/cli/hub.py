@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...storage.errors import StoreError, Unsupported
 
-_WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+_WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"]
 """Files that a folder replaces even if it has none of the same name: from_pretrained could load them instead of its own."""
 
 

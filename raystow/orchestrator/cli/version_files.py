@@ -6,9 +6,10 @@ Memory is bounded by one slab and the reader's buffers, whatever the size of the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -26,7 +27,14 @@ SLAB = 128 << 20
 """Bytes that are decoded into memory before they are written."""
 
 
-def write_file(path: Path, file: SafetensorsFile, version: Version, progress: Callable[[int], None], *, prefix: str = "") -> None:
+def write_file(
+    path: Path,
+    file: SafetensorsFile,
+    version: Version,
+    progress: Callable[[int], None],
+    *,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Write one safetensors file, slab by slab; numbers that were saved in another dtype than the file's are converted.
 
     Args:
@@ -34,14 +42,14 @@ def write_file(path: Path, file: SafetensorsFile, version: Version, progress: Ca
         file: Its layout.
         version: The version to read.
         progress: Is called with the decoded bytes of each chunk.
-        prefix: The version's names are the file's after this prefix.
+        names: The version's name of each of the file's; by default the same.
 
     Raises:
         StateError: A number is too large for the dtype of the file.
     """
     reader, buffer = version.reader(), np.empty(SLAB, np.uint8)
     metadata = {"raystow.version": str(version.id), "raystow.step": str(version.step)}
-    targets = {prefix + tensor.name: tensor.info for tensor in file.tensors}
+    targets = {names.get(tensor.name, tensor.name): tensor.info for tensor in file.tensors}
     saved = {name: replace(info, dtype=version.chunks[name][0].dtype) for name, info in targets.items()}
     boxes = (box for name, info in saved.items() for box in boxes_of(name, info, SLAB // 2))
     with durable_file(path) as sink:

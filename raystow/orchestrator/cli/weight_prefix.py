@@ -23,6 +23,7 @@ _ADAPTER = re.compile(
 _INNER = re.compile(r"(.*\.)?(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 """What torch adds to the names of a wrapped part of a model."""
 
+_OWN = "if the code of the model has such names, add --keep-names"
 _LISTED = 8  # candidates in an error
 
 
@@ -62,11 +63,12 @@ def refuse_unloadable(names: Iterable[str], prefix: str) -> None:
     """Raise ``StateError`` for names that no model of Transformers has: it would leave out their weights with a warning only."""
     for name in sorted(names):
         if _ADAPTER.match(name):
-            remedy = "restore it into the PEFT model, and call its save_pretrained, or merge_and_unload and save the result"
+            adapter = "export the adapter by --files with a folder that has adapter_config.json; or restore into the PEFT model"
+            remedy = f"{adapter}, call merge_and_unload, and save the result; {_OWN}"
             raise StateError("is a name of PEFT, which from_pretrained does not load", subject=prefix + name, remedy=remedy)
         if _INNER.match(name):
             what = "is a name of a wrapped module, which from_pretrained does not load"
-            remedy = "restore it into the wrapped model, and save the model without wrappers"
+            remedy = f"restore it into the wrapped model, and save the model without wrappers; {_OWN}"
             raise StateError(what, subject=prefix + name, remedy=remedy)
 
 

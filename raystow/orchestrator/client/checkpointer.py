@@ -168,8 +168,8 @@ class Checkpointer:
     def due(self, step: int, interval: Interval | None = None) -> bool:
         """Tell whether to save this step: by ``interval``, when Ray will remove a rank's node, or after ``save_now``.
 
-        All ranks get the same answer. Call it on every rank with the same steps, in ascending order; after a restore they may begin
-        anew. If the coordinator does not answer for 20 s, only steps of ``Interval(steps=)`` are due until it does.
+        All ranks get the same answer. Call it on every rank with the same steps, in ascending order; after a restore they may
+        begin anew. If the coordinator does not answer for 20 s, only steps of ``Interval(steps=)`` are due until it does.
 
         Args:
             step: The step, as it would be given to ``save``.

@@ -17,8 +17,8 @@ class NodeCensus:
         self._open: tuple[asyncio.Task[tuple[set[str], set[str]]], set[str]] | None = None  # the answer; the nodes known before
 
     async def look(self, core: Coordinator, seconds: float) -> None:
-        """Ask Ray, and note its answer once it is there: a frozen head node does not answer, and neither commits nor deadlines wait
-        for it, but for ``seconds`` once. A node that saves since Ray was asked is alive."""
+        """Ask Ray, and note its answer once it is there: a frozen head node does not answer, and neither commits nor deadlines
+        wait for it, but for ``seconds`` once. A node that saves since Ray was asked is alive."""
         asked_now = self._open is None
         if self._open is None:
             self._open = asyncio.create_task(asyncio.to_thread(self._ask, core.schedule.in_use)), core.nodes

@@ -1,5 +1,5 @@
-"""The steps at which a run saves, chosen ahead, so that every rank gets the same answer without waiting for another: by time, when a
-node of a rank will be removed, and when a rank requests it.
+"""The steps at which a run saves by time, by request of a rank, or since the node of a rank will be removed. They are chosen
+ahead, so that every rank gets the same answer without waiting for another.
 
 A rank asks for the next step at which it must do something: save, or ask again. The first rank that asks decides for all; the
 others are told the same. A decision looks ahead by at most half of the time that is left, and by no more steps than were
