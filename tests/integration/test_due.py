@@ -56,10 +56,20 @@ def _begin(self: Rank, uri: str) -> None:
     self.begin(uri, made.rank, made.world_size, {"interval": raystow.Interval(mtbf=1e-3)})
 
 
-def test_steps_are_due_without_the_coordinator(tmp_path: Path) -> None:
-    (rank,) = start(str(tmp_path), 1, interval=raystow.Interval(steps=3))
+def test_steps_are_due_by_number_and_on_request_of_one_rank(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2, interval=raystow.Interval(steps=3))
 
     def due(self: Rank) -> list[int]:
         return [step for step in range(10) if self.checkpointer.due(step)]
 
-    assert every([rank], "do", due) == [[3, 6, 9]]
+    def requested(self: Rank) -> int:
+        step, never = 10, raystow.Interval(steps=10**9)
+        if self.checkpointer.rank == 1:
+            self.checkpointer.save_now()
+        while not self.checkpointer.due(step, never):
+            SYSTEM.sleep(0.002 * (self.checkpointer.rank + 1))
+            step += 1
+        return step
+
+    assert every(ranks, "do", due) == [[3, 6, 9]] * 2
+    assert len(set(every(ranks, "do", requested))) == 1
