@@ -39,6 +39,9 @@ class NoVersions:
     def wait(self) -> None:
         pass
 
+    def due(self, step: int, interval: raystow.Interval) -> bool:
+        return False
+
     def journal(self, model: nn.Module, *optimizers: torch.optim.Optimizer, durable_every: int = 0) -> Journal:
         self.journals.append(self._box.journal(model, *optimizers, **({"every": durable_every} if durable_every else {})))
         return self.journals[-1]
