@@ -172,6 +172,16 @@ def test_a_failed_read_is_retried(server: Scripted, store: CloudStore, name: str
     assert len(server.requests) == 2
 
 
+@pytest.mark.parametrize("server", [[(501, "NotImplemented")], [(507, "")]], indirect=True)
+@pytest.mark.parametrize("kind", [AzureStore, GcsStore])
+def test_a_final_answer_is_not_asked_for_again(server: Scripted, kind: type[CloudStore]) -> None:
+    for name, operation in operations(kind("bucket", "run")).items():
+        server.requests.clear()
+        with pytest.raises(StoreError, match=r"50[17]"):
+            operation()
+        assert len(server.requests) <= (2 if name == "put large" else 1), name  # its parts are sent at the same time
+
+
 @pytest.mark.parametrize("server", [[(416, "InvalidRange")]], indirect=True)
 def test_a_range_past_the_end_raises_damaged(server: Scripted, store: CloudStore) -> None:
     with pytest.raises(Damaged, match="az://bucket/run/k"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 
 import boto3
 import pytest
@@ -16,6 +17,7 @@ from raystow.orchestrator.cli.checks.finding import Status
 from raystow.orchestrator.cli.checks.store import check_store
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import StoreError
+from raystow.storage.object_store import ObjectStore
 from raystow.storage.repository import create_repository
 from raystow.storage.stores import open_store
 from raystow.storage.stores.request_limits import RequestLimits
@@ -171,6 +173,34 @@ def test_a_versioned_bucket_is_named_by_doctor_and_gc(backend: str) -> None:
     ended = CliRunner().invoke(build(), ["gc", uri, "--grace", "0s", "--yes"])
     assert ended.exit_code == 0
     assert "NoncurrentVersionExpiration" in " ".join(ended.output.split())
+
+
+@pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (507, "XMinioStorageFull")])
+@pytest.mark.parametrize(
+    ("request_line", "operation"),
+    [
+        ("PUT .*/k", lambda store: store.put("k", [b"x"])),
+        (r"POST .*/k\?uploads", lambda store: store.put("k", [bytes(6 << 20)])),
+        ("PUT .*partNumber=2", lambda store: store.put("k", [bytes(6 << 20)])),
+        ("POST .*uploadId", lambda store: store.put("k", [bytes(6 << 20)])),
+        ("GET .*/k", lambda store: store.get_range("k", 0, 9)),
+        ("GET .*/k", lambda store: store.get("k", max_bytes=9)),
+        ("HEAD .*/k", lambda store: store.get_range("k", 0, 0)),
+        ("GET .*list-type", lambda store: list(store.list(""))),
+    ],
+)
+def test_a_final_answer_is_not_asked_for_again(
+    backend: str, uri: str, refusal: Refusal, request_line: str, operation: Callable[[ObjectStore], object]
+) -> None:
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+
+    def policy(method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+        return refusal if re.match(request_line, f"{method} {path}") else None
+
+    with picky_s3(backend, policy) as server:
+        with pytest.raises(StoreError, match=f"with {refusal[0]}"):
+            operation(S3Store(bucket, prefix, limits=PARTS))
+        assert len(server.refused) == 1
 
 
 @pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (507, "XMinioStorageFull"), (507, "")])

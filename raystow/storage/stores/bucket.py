@@ -14,13 +14,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import obstore
-from obstore.exceptions import BaseError
 
 from ..errors import NotFound, StateError, StoreError
 from ..gc_pause import uncollected
 from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged
 from . import checks
+from .attempts import FAILURES, Attempts
 from .forks import mark_used
 from .request_limits import DEFAULT_LIMITS, RequestLimits
 from .settings import StoreSettings
@@ -37,9 +37,11 @@ _MOST_PARTS = 10_000
 
 @dataclass(frozen=True)
 class BucketClients:
-    """``send`` is for uploads, ``fetch`` for reads, ``swap`` for conditional writes, without any retry."""
+    """``send`` is for uploads, ``fetch`` for reads, ``swap`` for conditional writes, all without any retry. ``send_parts``
+    repeats single parts of an upload."""
 
     send: ObstoreClient
+    send_parts: ObstoreClient
     fetch: ObstoreClient
     swap: Any
 
@@ -157,10 +159,11 @@ class Bucket(ABC, Generic[_Clients]):
         if length == 0:
             # HTTP has no empty range.
             with self.answers.obstore_errors("HEAD", subject):
-                left = max(0, start - obstore.head(self._clients.fetch, self._below + key)["size"])
+                head = self._attempts().result_of(lambda: obstore.head(self._clients.fetch, self._below + key))
+                left = max(0, start - head["size"])
         else:
             with self.answers.obstore_errors(GET_OF_RANGE, subject):
-                for piece in self._pieces(self._below + key, start, length):
+                for piece in self._received(self._below + key, start, length):
                     left -= len(piece)
                     if left < 0:
                         raise checks.too_large(subject, f"at least {length - left}", length)
@@ -169,6 +172,21 @@ class Bucket(ABC, Generic[_Clients]):
                         break
         if left:
             raise checks.ends_early(subject, start, length)
+
+    def _received(self, path: str, start: int, length: int) -> Iterator[Buffer]:
+        """The bytes of a range, in pieces. After a failure only those are requested that did not arrive."""
+        attempts, end = self._attempts(), start + length
+        while True:
+            try:
+                for piece in self._pieces(path, start, end - start):
+                    start += len(piece)
+                    yield piece
+                return
+            except FAILURES as error:
+                attempts.after(error)
+
+    def _attempts(self) -> Attempts:
+        return Attempts(self.answers, self._limits, self.uri)
 
     def _pieces(self, path: str, start: int, length: int) -> Iterator[Buffer]:
         """The body of the answer to a request for a range."""
@@ -186,26 +204,28 @@ class Bucket(ABC, Generic[_Clients]):
         with self.answers.obstore_errors("PUT", self._subject(key)):
             try:
                 self._send(self._below + key, views)
-            except (BaseError, OSError) as error:
+            except FAILURES as error:
                 if not self.answers.is_spoilt(error):
                     raise
                 record(RETRIES, repository=self.uri)
                 self._send(self._below + key, views)  # safe: whatever the first one has come to, this replaces it by the same
 
     def _send(self, path: str, views: list[memoryview]) -> None:
-        total = sum(view.nbytes for view in views)
+        attempts, total = self._attempts(), sum(view.nbytes for view in views)
         if total <= self._limits.single_put_bytes:
             whole = views[0] if len(views) == 1 else b"".join(views)
-            obstore.put(self._clients.send, path, whole, use_multipart=False)
+            attempts.result_of(lambda: obstore.put(self._clients.send, path, whole, use_multipart=False))
             return
-        obstore.put(
-            self._clients.send,
-            path,
-            views,
-            use_multipart=True,
-            chunk_size=max(self._limits.part_bytes, -(-total // _MOST_PARTS // _MIB) * _MIB),
-            max_concurrency=self._limits.concurrency,
-        )
+        size = max(self._limits.part_bytes, -(-total // _MOST_PARTS // _MIB) * _MIB)
+        most, client = self._limits.concurrency, self._clients.send
+        while True:
+            try:
+                obstore.put(client, path, views, use_multipart=True, chunk_size=size, max_concurrency=most)
+                return
+            except FAILURES as error:
+                attempts.after(error)
+                if not self.answers.is_silence(error):
+                    client = self._clients.send_parts
 
     def __reduce__(self) -> tuple[object, ...]:
         return functools.partial(type(self), self._bucket, self._prefix, **self._sent()), ()

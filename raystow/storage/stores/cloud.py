@@ -18,12 +18,14 @@ from obstore.exceptions import BaseError
 from ..errors import NotFound, StoreError, StoreUnavailable
 from ..object_store import ObjectInfo, Tagged, Unfinished
 from . import checks
+from .attempts import FAILURES
 from .bucket import Bucket, BucketClients
+from .request_limits import ONCE
 from .settings import StoreSettings, place_named
 from .store_answers import CONDITIONAL_PUT
 
 if TYPE_CHECKING:
-    from obstore import PutMode, UpdateVersion
+    from obstore import ObjectMeta, PutMode, UpdateVersion
 
 _DELETE_BATCH = 256  # Azure's limit
 _CHUNK = 1 << 20
@@ -77,16 +79,19 @@ class CloudStore(Bucket[BucketClients]):
         return config
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
-        subject, data = self._subject(key), bytearray()
+        subject = self._subject(key)
         with self.answers.obstore_errors("GET", subject):
-            answer = obstore.get(self._clients.fetch, self._below + key)
-            size = answer.meta["size"]
-            if size > max_bytes:
-                raise checks.too_large(subject, size, max_bytes)
-            for chunk in answer.stream(min_chunk_size=_CHUNK):
-                data += memoryview(chunk)
-                if len(data) > size:
-                    break
+            return self._attempts().result_of(lambda: self._whole(self._below + key, max_bytes, subject))
+
+    def _whole(self, path: str, max_bytes: int, subject: str) -> Tagged:
+        answer, data = obstore.get(self._clients.fetch, path), bytearray()
+        size = answer.meta["size"]
+        if size > max_bytes:
+            raise checks.too_large(subject, size, max_bytes)
+        for chunk in answer.stream(min_chunk_size=_CHUNK):
+            data += memoryview(chunk)
+            if len(data) > size:
+                break
         if len(data) != size:
             raise StoreUnavailable(f"GET returned {len(data)} bytes of {size}", subject=subject, remedy="try again")
         return Tagged(bytes(data), self._required_tag(answer.meta, "GET", subject))
@@ -115,22 +120,36 @@ class CloudStore(Bucket[BucketClients]):
         # obstore lists folders: what follows the last slash is compared in ``_listed``.
         folder = (self._below + prefix).rpartition("/")[0]
         with self.answers.obstore_errors("LIST", subject):
-            pages = obstore.list(self._clients.fetch, folder or None)
-            yield from self._listed(((e["path"], e["size"], e["last_modified"]) for page in pages for e in page), prefix)
+            yield from self._listed(((e["path"], e["size"], e["last_modified"]) for e in self._entries(folder)), prefix)
+
+    def _entries(self, folder: str) -> Iterator[ObjectMeta]:
+        """What a folder contains. After a failure the listing goes on behind the last entry."""
+        last, attempts = None, self._attempts()
+        while True:
+            try:
+                for page in obstore.list(self._clients.fetch, folder or None, offset=last):
+                    yield from page
+                    last, attempts = page[-1]["path"] if page else last, self._attempts()
+                return
+            except FAILURES as error:
+                attempts.after(error)
 
     def delete(self, keys: Iterable[str]) -> None:
         remaining = iter(keys)
         while batch := [self._below + checks.checked_key(key) for key in islice(remaining, _DELETE_BATCH)]:
             try:
                 with self.answers.obstore_errors("DELETE", self.uri):
-                    obstore.delete(self._clients.fetch, batch)
+                    self._delete(batch)
             except NotFound:  # of one: obstore does not report the others
                 for path in batch:
                     with (
                         contextlib.suppress(NotFound),
                         self.answers.obstore_errors("DELETE", f"{self.scheme}://{self._bucket}/{path}"),
                     ):
-                        obstore.delete(self._clients.fetch, path)
+                        self._delete([path])
+
+    def _delete(self, paths: list[str]) -> None:
+        self._attempts().result_of(lambda: obstore.delete(self._clients.fetch, paths))
 
     def unfinished(self) -> Iterator[Unfinished]:
         """Nothing: obstore does not list uploads in parts. They are never visible as objects."""
@@ -145,11 +164,13 @@ class CloudStore(Bucket[BucketClients]):
             config = self._configuration() if settings is None else self._given_configuration(settings)
             http = {"allow_http": str(config.get(self.endpoint_field, "")).startswith("http://")}
             make = functools.partial(self.client, self._bucket, config=config)
-            reading = {**limits.read_timeouts, **http}
+            sending = {**limits.upload_timeouts, **http}
+            fetch = make(client_options={**limits.read_timeouts, **http}, retry_config=ONCE)
             return BucketClients(
-                send=make(client_options={**limits.upload_timeouts, **http}, retry_config=limits.retries),
-                fetch=make(client_options=reading, retry_config=limits.retries),
-                swap=make(client_options=reading, retry_config={**limits.retries, "max_retries": 0}),
+                send=make(client_options=sending, retry_config=ONCE),
+                send_parts=make(client_options=sending, retry_config=limits.retries),
+                fetch=fetch,
+                swap=fetch,
             )
         except (BaseError, OSError, ValueError) as error:  # their texts may hold parts of credentials
             what = f"the configuration does not make a client: {type(error).__name__}"

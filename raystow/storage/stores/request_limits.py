@@ -20,7 +20,7 @@ class RequestLimits:
     Every call ends. A request of boto3 ends after ``attempts`` times ``connect_seconds`` + ``request_seconds`` and the pauses
     between, and an attempt ends sooner if no byte comes for ``stall_seconds``. A request of obstore (a part, a range) ends after
     ``retry_seconds`` + ``request_seconds``: it is retried until ``retry_seconds`` are over. ``request_seconds`` is below
-    ``retry_seconds``, so that a stalled request gets a second try.
+    ``retry_seconds``, so that a stalled request gets a second try. After ``silent_attempts`` without an answer there is none.
 
     A read through obstore without an answer for ``suspect_seconds`` is sent through boto3 instead when the process has grown by
     ``suspect_bytes`` meanwhile: boto3's answers are bounded here, and obstore reads the bodies of errors to their end.
@@ -30,6 +30,7 @@ class RequestLimits:
     stall_seconds: float = 30.0
     request_seconds: float = 90.0
     attempts: int = 5
+    silent_attempts: int = 5
     retry_seconds: float = 120.0
     single_put_bytes: int = 16 * _MIB
     part_bytes: int = 16 * _MIB
@@ -39,9 +40,14 @@ class RequestLimits:
     suspect_bytes: int = 256 * _MIB
 
     @property
+    def silent_seconds(self) -> float:
+        """The seconds after which no request is sent again to a server that cannot be connected to."""
+        return (self.silent_attempts - 1) * self.stall_seconds
+
+    @property
     def retries(self) -> RetryConfig:
-        """The ``retry_config`` of obstore: by time and not by number, since a server that is busy is so for a while, and answers
-        at once."""
+        """The ``retry_config`` of obstore for parts of an upload that is repeated: by time and not by number, since a server that
+        is busy is so for a while, and answers at once."""
         return {"max_retries": _NO_LIMIT, "retry_timeout": timedelta(seconds=self.retry_seconds)}
 
     @property
@@ -57,3 +63,6 @@ class RequestLimits:
 
 
 DEFAULT_LIMITS = RequestLimits()
+
+ONCE: RetryConfig = {"max_retries": 0}
+"""The ``retry_config`` of all other clients of obstore."""

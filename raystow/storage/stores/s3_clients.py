@@ -31,13 +31,13 @@ from obstore.store import S3Store as ObstoreS3
 from ..errors import StoreError
 from . import bounded_http
 from .bucket import BucketClients
-from .request_limits import RequestLimits
+from .request_limits import ONCE, RequestLimits
 from .s3_errors import boto_errors
 from .s3_options import S3Options
 from .settings import S3Overrides, StoreSettings, place_named
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig
+    from obstore.store import ClientConfig, RetryConfig
 
 # botocore renews credentials ten minutes before they end at the latest, so a copy of them is good for less than that.
 _CREDENTIALS_LIVE = timedelta(minutes=9)
@@ -49,7 +49,7 @@ _UNSET = {"profile": (None, None, None, None), "config_file": _NOTHING, "credent
 
 @dataclass(frozen=True)
 class S3Clients(BucketClients):
-    """``decide``, for small requests, and ``swap`` are boto3 clients; ``send`` and ``fetch``, for large ones, are obstore's."""
+    """``decide``, for small requests, and ``swap`` are boto3 clients; the others, for large ones, are obstore's."""
 
     decide: Any
 
@@ -132,8 +132,9 @@ def connect(configuration: S3Configuration, limits: RequestLimits) -> S3Clients:
         return S3Clients(
             decide=_boto_client(configuration, limits, limits.attempts),
             swap=_boto_client(configuration, limits, 1),
-            send=_obstore_client(configuration, limits, limits.upload_timeouts),
-            fetch=_obstore_client(configuration, limits, limits.read_timeouts),
+            send=_obstore_client(configuration, limits.upload_timeouts, ONCE),
+            send_parts=_obstore_client(configuration, limits.upload_timeouts, limits.retries),
+            fetch=_obstore_client(configuration, limits.read_timeouts, ONCE),
         )
 
 
@@ -249,7 +250,7 @@ def _add_md5(params: Mapping[str, Any], **_: object) -> None:
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
-def _obstore_client(configuration: S3Configuration, limits: RequestLimits, timeouts: ClientConfig) -> ObstoreS3:
+def _obstore_client(configuration: S3Configuration, timeouts: ClientConfig, retries: RetryConfig) -> ObstoreS3:
     session, place = configuration.session, configuration.place
     host = place.endpoint.replace("://", f"://{place.bucket}.", 1) if place.virtual else place.endpoint
     config: dict[str, object] = {
@@ -272,7 +273,7 @@ def _obstore_client(configuration: S3Configuration, limits: RequestLimits, timeo
         place.bucket,
         config=config,  # type: ignore[arg-type]
         client_options=options,
-        retry_config=limits.retries,
+        retry_config=retries,
         credential_provider=Boto3CredentialProvider(session, ttl=_CREDENTIALS_LIVE),
     )
 

@@ -21,8 +21,13 @@ ANOTHER = "this store lacks an operation that raystow needs: use another"
 """A remedy."""
 
 _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})\b")
+_FINAL = 501, 505, 507
+"""Errors of a server that a repetition does not change: an unknown operation or version of HTTP, and a full disk."""
+_LATER = 408, 429
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _URL = re.compile(r"https?://[A-Za-z0-9.-]+(:\d+)?(?=[/?)\s\"']|$)")
+_PASSING_CODES = "InternalError", "SlowDown"  # some servers report them with status 200
+_SILENT = "Timeout", "Connect"
 _BROKEN = re.compile(r"\bkind: (Timeout|Connect|Request|Interrupted|Decode)\b")
 # Azurite's answer for a range that starts at the end; Azure's is 416.
 _AT_END = re.compile(r'CONTENT_RANGE header: "bytes 0--1/0"|, but object was only \d+ bytes long')
@@ -72,6 +77,22 @@ class StoreAnswers:
         if status in self.refused_status:
             return StoreError(what, subject=subject, remedy=self.refused_status[status])
         return StoreUnavailable(what, subject=subject, remedy="try again later")
+
+    def is_passing(self, error: BaseException) -> bool:
+        """Whether a repetition may succeed after this failure of obstore."""
+        text = str(error)
+        status, code = _STATUS.search(text), _CODE.search(text)
+        if code is not None and code[1] in self.refused:
+            return False
+        if status is not None:
+            return (number := int(status[1])) in _LATER or (number >= 500 and number not in _FINAL)
+        return _BROKEN.search(text) is not None or (code is not None and code[1] in _PASSING_CODES)
+
+    def is_silence(self, error: BaseException) -> bool:
+        """Whether the server did not answer at all."""
+        text = str(error)
+        broken = _BROKEN.search(text)
+        return broken is not None and broken[1] in _SILENT and _STATUS.search(text) is None
 
     def is_spoilt(self, error: BaseError | OSError) -> bool:
         """Whether the whole operation is worth another try after this failure of obstore."""
