@@ -14,6 +14,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 from ... import __version__
 from .exit_codes import EXIT_CODES, error_report, reporting
 from .interrupts import end_by_closed_pipe, interruptible, say_interrupted
+from .wait_notice import say_what_is_awaited
 
 COMMANDS = {
     "Get started": {"demo": "..demo.command", "doctor": ".doctor", "keygen": ".keygen"},
@@ -91,6 +92,7 @@ def build() -> typer.Typer:
 def main() -> None:
     """Run the command line of this process. SIGTERM and SIGHUP interrupt it as Ctrl-C does, so that commands clean up."""
     interruptible()
+    say_what_is_awaited()
     try:
         build()(prog_name="raystow")
     except KeyboardInterrupt:  # before the command began

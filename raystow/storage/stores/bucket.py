@@ -5,10 +5,12 @@ obstore takes buffers without a copy and works without the interpreter's lock.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -21,8 +23,9 @@ from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged
 from . import checks
 from .attempts import FAILURES, Attempts
+from .awaited import Awaited, awaiting, each
 from .forks import mark_used
-from .request_limits import DEFAULT_LIMITS, RequestLimits
+from .request_limits import RequestLimits, of_process
 from .settings import StoreSettings
 from .store_answers import GET_OF_RANGE, StoreAnswers
 
@@ -38,8 +41,9 @@ _MOST_PARTS = 10_000
 @dataclass(frozen=True)
 class BucketClients:
     """``send`` is for uploads, ``fetch`` for reads, ``swap`` for conditional writes, all without any retry. ``send_parts``
-    repeats single parts of an upload."""
+    repeats single parts of an upload. ``endpoint``: the server's URL; "" for the provider's own."""
 
+    endpoint: str
     send: ObstoreClient
     send_parts: ObstoreClient
     fetch: ObstoreClient
@@ -66,10 +70,10 @@ class Bucket(ABC, Generic[_Clients]):
         bucket: str,
         prefix: str = "",
         *,
-        limits: RequestLimits = DEFAULT_LIMITS,
+        limits: RequestLimits | None = None,
         given: Callable[[], StoreSettings] | None = None,
     ) -> None:
-        self._bucket, self._prefix, self._limits, self._given = bucket, prefix, limits, given
+        self._bucket, self._prefix, self._limits, self._given = bucket, prefix, limits or of_process(), given
         self._below = f"{prefix}/" if prefix else ""
         self._place = ""
         self._made: _Clients | None = None
@@ -158,18 +162,18 @@ class Bucket(ABC, Generic[_Clients]):
         checks.checked_range(subject, start, length)
         if length == 0:
             # HTTP has no empty range.
-            with self.answers.obstore_errors("HEAD", subject):
+            with self._request("HEAD", subject):
                 head = self._attempts().result_of(lambda: obstore.head(self._clients.fetch, self._below + key))
                 left = max(0, start - head["size"])
         else:
-            with self.answers.obstore_errors(GET_OF_RANGE, subject):
-                for piece in self._received(self._below + key, start, length):
-                    left -= len(piece)
-                    if left < 0:
-                        raise checks.too_large(subject, f"at least {length - left}", length)
-                    yield piece
-                    if not left:
-                        break
+            pieces = self._received(self._below + key, start, length)
+            for piece in each(pieces, lambda: self._request(GET_OF_RANGE, subject)):
+                left -= len(piece)
+                if left < 0:
+                    raise checks.too_large(subject, f"at least {length - left}", length)
+                yield piece
+                if not left:
+                    break
         if left:
             raise checks.ends_early(subject, start, length)
 
@@ -184,6 +188,16 @@ class Bucket(ABC, Generic[_Clients]):
                 return
             except FAILURES as error:
                 attempts.after(error)
+
+    @contextlib.contextmanager
+    def _request(self, operation: str, subject: str, seconds: float | None = None) -> Iterator[None]:
+        """Wait for obstore within the block: its errors become raystow's."""
+        with self.answers.obstore_errors(operation, subject), self._awaiting(operation, subject, seconds):
+            yield
+
+    def _awaiting(self, operation: str, subject: str, seconds: float | None = None) -> AbstractContextManager[None]:
+        longest = self._limits.unanswered_seconds if seconds is None else seconds
+        return awaiting(Awaited(operation, subject, self._clients.endpoint, longest))
 
     def _attempts(self) -> Attempts:
         return Attempts(self.answers, self._limits, self.uri)
@@ -201,7 +215,7 @@ class Bucket(ABC, Generic[_Clients]):
         """As the protocol says. The server makes the object visible only when it is whole: by the answer to one PUT, or to the
         completion of an upload in parts."""
         views = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
-        with self.answers.obstore_errors("PUT", self._subject(key)):
+        with self._request("PUT", self._subject(key), self._limits.unanswered_upload_seconds):
             try:
                 self._send(self._below + key, views)
             except FAILURES as error:

@@ -19,6 +19,7 @@ from ..errors import NotFound, StoreError, StoreUnavailable
 from ..object_store import ObjectInfo, Tagged, Unfinished
 from . import checks
 from .attempts import FAILURES
+from .awaited import each
 from .bucket import Bucket, BucketClients
 from .request_limits import ONCE
 from .settings import StoreSettings, place_named
@@ -80,7 +81,7 @@ class CloudStore(Bucket[BucketClients]):
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         subject = self._subject(key)
-        with self.answers.obstore_errors("GET", subject):
+        with self._request("GET", subject):
             return self._attempts().result_of(lambda: self._whole(self._below + key, max_bytes, subject))
 
     def _whole(self, path: str, max_bytes: int, subject: str) -> Tagged:
@@ -98,7 +99,7 @@ class CloudStore(Bucket[BucketClients]):
 
     def _swap(self, path: str, data: bytes, tag: str | None, subject: str) -> str:
         mode: PutMode = "create" if tag is None else self._with_tag(tag)
-        with self.answers.obstore_errors(CONDITIONAL_PUT, subject):
+        with self._request(CONDITIONAL_PUT, subject):
             result = obstore.put(self._clients.swap, path, data, mode=mode, use_multipart=False)
         return self._required_tag(result, CONDITIONAL_PUT, subject)
 
@@ -119,16 +120,16 @@ class CloudStore(Bucket[BucketClients]):
         subject = f"{self.uri}/{checks.checked_prefix(prefix)}"
         # obstore lists folders: what follows the last slash is compared in ``_listed``.
         folder = (self._below + prefix).rpartition("/")[0]
-        with self.answers.obstore_errors("LIST", subject):
-            yield from self._listed(((e["path"], e["size"], e["last_modified"]) for e in self._entries(folder)), prefix)
+        pages = each(self._pages(folder), lambda: self._request("LIST", subject))
+        yield from self._listed(((e["path"], e["size"], e["last_modified"]) for page in pages for e in page), prefix)
 
-    def _entries(self, folder: str) -> Iterator[ObjectMeta]:
+    def _pages(self, folder: str) -> Iterator[Sequence[ObjectMeta]]:
         """What a folder contains. After a failure the listing goes on behind the last entry."""
         last, attempts = None, self._attempts()
         while True:
             try:
                 for page in obstore.list(self._clients.fetch, folder or None, offset=last):
-                    yield from page
+                    yield page
                     last, attempts = page[-1]["path"] if page else last, self._attempts()
                 return
             except FAILURES as error:
@@ -138,17 +139,15 @@ class CloudStore(Bucket[BucketClients]):
         remaining = iter(keys)
         while batch := [self._below + checks.checked_key(key) for key in islice(remaining, _DELETE_BATCH)]:
             try:
-                with self.answers.obstore_errors("DELETE", self.uri):
+                with self._request("DELETE", self.uri):
                     self._delete(batch)
             except NotFound:  # of one: obstore does not report the others
                 for path in batch:
-                    with (
-                        contextlib.suppress(NotFound),
-                        self.answers.obstore_errors("DELETE", f"{self.scheme}://{self._bucket}/{path}"),
-                    ):
+                    subject = f"{self.scheme}://{self._bucket}/{path}"
+                    with contextlib.suppress(NotFound), self._request("DELETE", subject):
                         self._delete([path])
 
-    def _delete(self, paths: list[str]) -> None:
+    def _delete(self, paths: Sequence[str]) -> None:
         self._attempts().result_of(lambda: obstore.delete(self._clients.fetch, paths))
 
     def unfinished(self) -> Iterator[Unfinished]:
@@ -171,6 +170,7 @@ class CloudStore(Bucket[BucketClients]):
                 send_parts=make(client_options=sending, retry_config=limits.retries),
                 fetch=fetch,
                 swap=fetch,
+                endpoint=str(config.get(self.endpoint_field, "")),
             )
         except (BaseError, OSError, ValueError) as error:  # their texts may hold parts of credentials
             what = f"the configuration does not make a client: {type(error).__name__}"

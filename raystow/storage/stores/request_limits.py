@@ -45,6 +45,16 @@ class RequestLimits:
         return (self.silent_attempts - 1) * self.stall_seconds
 
     @property
+    def unanswered_seconds(self) -> float:
+        """How long a request takes that is never answered, all attempts included."""
+        return self.silent_attempts * (self.connect_seconds + self.stall_seconds)
+
+    @property
+    def unanswered_upload_seconds(self) -> float:
+        """The same for an upload."""
+        return self.silent_attempts * self.request_seconds
+
+    @property
     def retries(self) -> RetryConfig:
         """The ``retry_config`` of obstore for parts of an upload that is repeated: by time and not by number, since a server that
         is busy is so for a while, and answers at once."""
@@ -63,6 +73,24 @@ class RequestLimits:
 
 
 DEFAULT_LIMITS = RequestLimits()
+"""For trainings, which outlast a store that does not answer for some minutes."""
+
+COMMAND_LIMITS = RequestLimits(silent_attempts=2)
+"""For commands, whose users wait."""
+
+_of_process = DEFAULT_LIMITS
+
+
+def of_process() -> RequestLimits:
+    """Return the limits of stores that are opened without any."""
+    return _of_process
+
+
+def use(limits: RequestLimits) -> None:
+    """Let stores of this process that are opened from now on have these limits."""
+    global _of_process
+    _of_process = limits
+
 
 ONCE: RetryConfig = {"max_retries": 0}
 """The ``retry_config`` of all other clients of obstore."""

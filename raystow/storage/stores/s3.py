@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import obstore
@@ -19,8 +19,9 @@ from ..errors import StoreUnavailable
 from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import bounded_http, checks, endless_answers
+from .awaited import each
 from .bucket import Bucket
-from .request_limits import DEFAULT_LIMITS, RequestLimits
+from .request_limits import RequestLimits
 from .s3_clients import S3Clients, S3Configuration, connect
 from .s3_errors import ANSWERS, boto_errors
 from .settings import S3Overrides, StoreSettings
@@ -45,7 +46,7 @@ class S3Store(Bucket[S3Clients]):
         bucket: str,
         prefix: str = "",
         *,
-        limits: RequestLimits = DEFAULT_LIMITS,
+        limits: RequestLimits | None = None,
         given: Callable[[], StoreSettings] | None = None,
         overrides: S3Overrides = S3Overrides(),  # noqa: B008 (frozen)
     ) -> None:
@@ -55,8 +56,8 @@ class S3Store(Bucket[S3Clients]):
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         """As the protocol says; the tag is the ETag."""
         subject = self._subject(key)
-        for left in reversed(range(self._limits.attempts)):
-            with boto_errors("GET", subject), bounded_http.at_most(max_bytes):
+        for left in reversed(range(min(self._limits.attempts, self._limits.silent_attempts))):
+            with self._boto_request("GET", subject), bounded_http.at_most(max_bytes):
                 answer = self._clients.decide.get_object(Bucket=self._bucket, Key=self._below + key)
                 size, tag = int(answer["ContentLength"]), str(answer["ETag"])
             # Not ``with body``: that would hand out the raw stream, without botocore's check of length and checksum.
@@ -64,7 +65,7 @@ class S3Store(Bucket[S3Clients]):
                 if size > max_bytes:
                     raise checks.too_large(subject, size, max_bytes)
                 try:
-                    with boto_errors("GET", subject):
+                    with self._boto_request("GET", subject):
                         return Tagged(body.read(), tag)
                 except StoreUnavailable:  # boto3 tries again by itself only as long as there is no body
                     if not left:
@@ -85,7 +86,7 @@ class S3Store(Bucket[S3Clients]):
         return self._stream(answer, length)
 
     def _bounded_body(self, path: str, start: int, length: int) -> bytes:
-        with boto_errors(GET_OF_RANGE, f"s3://{self._bucket}/{path}"), bounded_http.at_most(length):
+        with self._boto_request(GET_OF_RANGE, f"s3://{self._bucket}/{path}"), bounded_http.at_most(length):
             area = f"bytes={start}-{start + length - 1}"
             answer = self._clients.decide.get_object(Bucket=self._bucket, Key=path, Range=area)
             with contextlib.closing(answer["Body"]) as body:
@@ -94,21 +95,20 @@ class S3Store(Bucket[S3Clients]):
 
     def _swap(self, path: str, data: bytes, tag: str | None, subject: str) -> str:
         condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
-        with boto_errors(CONDITIONAL_PUT, subject):
+        with self._boto_request(CONDITIONAL_PUT, subject):
             return str(self._clients.swap.put_object(Bucket=self._bucket, Key=path, Body=data, **condition)["ETag"])
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         subject = f"{self.uri}/{checks.checked_prefix(prefix)}"
-        with boto_errors("LIST", subject):
-            pages = self._clients.decide.get_paginator("list_objects_v2")
-            found = pages.paginate(Bucket=self._bucket, Prefix=self._below + prefix)
-            entries = (entry for page in found for entry in page.get("Contents", ()))
-            yield from self._listed(((e["Key"], e["Size"], e["LastModified"]) for e in entries), prefix)
+        found = self._clients.decide.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._below + prefix)
+        pages = ([(e["Key"], e["Size"], e["LastModified"]) for e in page.get("Contents", ())] for page in found)
+        received = each(pages, lambda: self._boto_request("LIST", subject))
+        yield from self._listed(chain.from_iterable(received), prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         remaining = iter(keys)
         while batch := [{"Key": self._below + checks.checked_key(key)} for key in islice(remaining, _DELETE_BATCH)]:
-            with boto_errors("DELETE", self.uri):
+            with self._boto_request("DELETE", self.uri):
                 answer = self._delete(batch)
             for failure in answer.get("Errors", ()):
                 code, subject = failure.get("Code", ""), f"s3://{self._bucket}/{failure.get('Key', '')}"
@@ -130,7 +130,7 @@ class S3Store(Bucket[S3Clients]):
 
     def keeps_deleted(self) -> bool:
         """Whether the bucket is versioned: then what is deleted still takes space. Raises ``StoreError`` if it is not known."""
-        with boto_errors("the question for versioning (s3:GetBucketVersioning)", self.uri):
+        with self._boto_request("the question for versioning (s3:GetBucketVersioning)", self.uri):
             answer = self._clients.decide.get_bucket_versioning(Bucket=self._bucket)
             return bool(answer.get("Status") == "Enabled")
 
@@ -139,20 +139,26 @@ class S3Store(Bucket[S3Clients]):
 
         Starts are in whole seconds, like the times of objects: else what was just begun would be later than the store's clock.
         """
-        with boto_errors("LIST of multipart uploads", self.uri):
-            pages = self._clients.decide.get_paginator("list_multipart_uploads")
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._below):
-                for entry in page.get("Uploads", ()):
-                    key = entry["Key"][len(self._below) :]
-                    if checks.is_key(key):
-                        yield Unfinished(key, entry["UploadId"], int(entry["Initiated"].timestamp()))
+        found = self._clients.decide.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=self._below)
+        pages = ([(e["Key"], e["UploadId"], e["Initiated"].timestamp()) for e in page.get("Uploads", ())] for page in found)
+        received = each(pages, lambda: self._boto_request("LIST of multipart uploads", self.uri))
+        for path, token, started in chain.from_iterable(received):
+            if checks.is_key(key := path[len(self._below) :]):
+                yield Unfinished(key, token, int(started))
 
     def abort(self, unfinished: Iterable[Unfinished]) -> None:
         """As the protocol says. A part that is on its way at this moment may still arrive: then the upload is listed again."""
         for write in unfinished:
             subject, client = self._subject(write.key), self._clients.decide
-            with boto_errors("the end of a multipart upload", subject), contextlib.suppress(client.exceptions.NoSuchUpload):
+            ended = contextlib.suppress(client.exceptions.NoSuchUpload)
+            with self._boto_request("the end of a multipart upload", subject), ended:
                 client.abort_multipart_upload(Bucket=self._bucket, Key=self._below + write.key, UploadId=write.token)
+
+    @contextlib.contextmanager
+    def _boto_request(self, operation: str, subject: str) -> Iterator[None]:
+        """Wait for boto3 within the block: its errors become raystow's."""
+        with boto_errors(operation, subject), self._awaiting(operation, subject):
+            yield
 
     def _sent(self) -> dict[str, Any]:
         if self._overrides.credentials:

@@ -16,22 +16,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 import boto3
 import botocore.session
 import msgspec
+from botocore.awsrequest import AWSRequest
+from botocore.client import BaseClient
 from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ConnectTimeoutError, ReadTimeoutError
 from botocore.loaders import JSONFileLoader, Loader
 from botocore.model import OperationModel
 from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.store import S3Store as ObstoreS3
 
+from ..clock import SYSTEM
 from ..errors import StoreError
 from . import bounded_http
 from .bucket import BucketClients
-from .request_limits import ONCE, RequestLimits
+from .request_limits import ONCE, RequestLimits, of_process
 from .s3_errors import boto_errors
 from .s3_options import S3Options
 from .settings import S3Overrides, StoreSettings, place_named
@@ -41,7 +45,9 @@ if TYPE_CHECKING:
 
 # botocore renews credentials ten minutes before they end at the latest, so a copy of them is good for less than that.
 _CREDENTIALS_LIVE = timedelta(minutes=9)
+_BEGUN = "raystow-begun"  # in the context of a request
 _AMAZON = ".amazonaws.com", ".amazonaws.com.cn"
+_Request: TypeAlias = Mapping[str, Mapping[str, float]]  # of botocore
 _FILES = "shared-credentials-file", "config-file"  # sources of keys, as botocore names them
 _NOTHING = (None, None, os.devnull, None)
 _UNSET = {"profile": (None, None, None, None), "config_file": _NOTHING, "credentials_file": _NOTHING}
@@ -132,6 +138,7 @@ def connect(configuration: S3Configuration, limits: RequestLimits) -> S3Clients:
         return S3Clients(
             decide=_boto_client(configuration, limits, limits.attempts),
             swap=_boto_client(configuration, limits, 1),
+            endpoint=configuration.place.endpoint,
             send=_obstore_client(configuration, limits.upload_timeouts, ONCE),
             send_parts=_obstore_client(configuration, limits.upload_timeouts, limits.retries),
             fetch=_obstore_client(configuration, limits.read_timeouts, ONCE),
@@ -153,7 +160,12 @@ def _session_of(settings: StoreSettings) -> boto3.Session:
 
 
 def _with_keys(core: botocore.session.Session, keys: Mapping[str, str], region: str | None) -> boto3.Session:
-    """A session with these keys, or with what the configuration names if there are none."""
+    """A session with these keys, or with what the configuration names if there are none. Requests for a role's credentials have
+    the limits of this process."""
+    limits = of_process()
+    times = {"connect_timeout": limits.connect_seconds, "read_timeout": limits.stall_seconds}
+    retries = {"mode": "standard", "total_max_attempts": min(limits.attempts, limits.silent_attempts)}
+    core.set_default_client_config(Config(**times, retries=retries))
     return boto3.Session(
         aws_access_key_id=keys.get("access_key"),
         aws_secret_access_key=keys.get("secret_key"),
@@ -238,10 +250,27 @@ def _boto_client(configuration: S3Configuration, limits: RequestLimits, attempts
     )
     client = session.client("s3", config=config, endpoint_url=place.endpoint, verify=place.certificates)
     bounded_http.bound(client, limits.request_seconds)
+    _end_in_silence(client, limits)
     client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
     if more:
         client.meta.events.register("provide-client-params.s3", add)
     return client
+
+
+def _end_in_silence(client: BaseClient, limits: RequestLimits) -> None:
+    """Let requests of a boto3 client end after ``silent_attempts`` without an answer. After other failures there are more."""
+
+    def begin(request: AWSRequest, **_: object) -> None:
+        request.context.setdefault(_BEGUN, SYSTEM.monotonic())
+
+    def end(attempts: int, caught_exception: BotoCoreError | None, request_dict: _Request, **_: object) -> None:
+        took = SYSTEM.monotonic() - request_dict["context"][_BEGUN]
+        enough = attempts >= limits.silent_attempts and took >= limits.silent_seconds
+        if enough and isinstance(caught_exception, ReadTimeoutError | ConnectTimeoutError):
+            raise caught_exception  # what a handler raises, the caller of the client gets
+
+    client.meta.events.register("request-created.s3", begin)
+    client.meta.events.register("needs-retry.s3", end)
 
 
 def _add_md5(params: Mapping[str, Any], **_: object) -> None:
