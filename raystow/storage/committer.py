@@ -49,7 +49,7 @@ class Committer:
             self.root = root  # not compared with the one before: the numbers of a repaired root may be lower
             return root if root.owner == owner else replace(root, epoch=root.epoch + 1, owner=owner)
 
-        root = self.catalog.register.update(take)
+        root = self.catalog.register.update(take, final=())
         self.fence = Fence(root.epoch, owner)
         self._pass(root.next_id)
         self._next_segment = max(self._next_segment, root.next_segment)
@@ -123,7 +123,8 @@ class Committer:
             return root.with_version(entry)
 
         try:
-            root = self.catalog.register.update(add, Claims(fence, rollbacks=self.rollbacks_at(entry.id)))
+            claims = Claims(fence, rollbacks=self.rollbacks_at(entry.id))
+            root = self.catalog.register.update(add, claims, final=())  # a full store: versions are deleted meanwhile
         except InvariantError as error:
             raise SaveFailed(error.what, subject=error.subject) from error
         except (Damaged, NotFound, StoreError) as error:  # a repair may make it a version: all of it is stored
@@ -156,7 +157,7 @@ class Committer:
             return replace(root, segments=(*root.segments, segment), next_segment=max(root.next_segment, segment.number + 1))
 
         try:
-            root = self.catalog.register.update(add, Claims(fence, rollbacks=rollbacks))
+            root = self.catalog.register.update(add, Claims(fence, rollbacks=rollbacks), final=())
         except InvariantError as error:
             raise SaveFailed(error.what, subject=error.subject) from error
         self.notice(root)

@@ -5,7 +5,8 @@
     ├── StoreError             the object store failed or refused
     │   ├── NotFound           there is no such object
     │   ├── PreconditionFailed a conditional write lost: read again
-    │   ├── StoreUnavailable   time-out, throttling, broken connection, full disk: try again later
+    │   ├── StoreUnavailable   time-out, throttling, broken connection: try again later
+    │   │   └── StoreFull      there is no space, or a quota is used up: free some
     │   └── UnsafeStore        the store cannot keep commits atomic: use another
     ├── NotARepository         there is no repository under this URI
     ├── Damaged                stored bytes are not what was written: use another version
@@ -61,6 +62,10 @@ class PreconditionFailed(StoreError):
 
 class StoreUnavailable(StoreError):
     """The store did not answer in time or could not do its work now."""
+
+
+class StoreFull(StoreUnavailable):
+    """The store has no space left, or the quota is used up."""
 
 
 class UnsafeStore(StoreError):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from .clock import Clock
-from .errors import Damaged, InvariantError, NotFound, PreconditionFailed, StoreUnavailable, Unsupported
+from .errors import Damaged, InvariantError, NotFound, PreconditionFailed, StoreError, StoreUnavailable, Unsupported
 from .object_store import ObjectStore
 
 
@@ -64,11 +64,12 @@ class Register(Generic[T]):
         data = self._readable(value)
         try:
             self._store.put_if(self._key, data, None)
-        except (PreconditionFailed, StoreUnavailable):
+        except (PreconditionFailed, StoreUnavailable) as error:
             try:
                 return self.read()  # this writer's value, if only the answer was lost, or another's
             except NotFound:
-                raise StoreUnavailable("the object could not be created", subject=self._key) from None
+                what = f"the object could not be created: {error.what}"
+                raise StoreUnavailable(what, subject=self._key, remedy=error.remedy) from None
         return value
 
     def _readable(self, value: T) -> bytes:
@@ -80,12 +81,13 @@ class Register(Generic[T]):
             raise InvariantError(f"readers would refuse what is to be written: {error.what}", subject=self._key) from error
         return data
 
-    def update(self, change: Callable[[T], T]) -> T:
+    def update(self, change: Callable[[T], T], *, final: tuple[type[StoreError], ...] = ()) -> T:
         """Replace the value by ``change(value)``; the value that contains the change.
 
         ``change`` may be called several times, each time with a newer value. It must return its argument itself if nothing is
         left to change (an own write had no answer, and others have written since), and may raise to give up. ``StoreUnavailable``
         after the deadline: then the change may or may not have been made. ``InvariantError`` if readers would refuse the value.
+        After errors that are ``final`` it does not try again.
         """
         give_up = self._clock.monotonic() + self._deadline
         ours: set[str] = set()
@@ -105,6 +107,10 @@ class Register(Generic[T]):
             except (PreconditionFailed, StoreUnavailable) as error:
                 # Lost, or won with a lost answer: reading again tells. A write that is still under way carries the old tag: of
                 # it and a retry at most one takes effect, and either is ours.
+                if isinstance(error, final):
+                    if (found := self.read()).write_id in ours:
+                        return found
+                    raise
                 if self._clock.monotonic() + pause > give_up:
                     what = f"not swapped within {self._deadline:.0f} s: {error.what}"
                     raise StoreUnavailable(what, subject=self._key, remedy=error.remedy) from error

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from . import invariants
 from .clock import Clock
-from .errors import Damaged, NotARepository, NotFound, RaystowError, StateError, StoreError
+from .errors import Damaged, NotARepository, NotFound, RaystowError, StateError, StoreError, StoreFull
 from .format import keys
 from .format.marker import Marker
 from .format.root import REPAIR, Root
@@ -62,8 +62,15 @@ class RootRegister:
         with _remedy():
             return self._register.create(root)
 
-    def update(self, change: Callable[[Root], Root], claims: Claims = Claims()) -> Root:  # noqa: B008  # immutable
+    def update(
+        self,
+        change: Callable[[Root], Root],
+        claims: Claims = Claims(),  # noqa: B008  # immutable
+        *,
+        final: tuple[type[StoreError], ...] = (StoreFull,),
+    ) -> Root:
         """Replace the root by ``change(root)``, as ``Register.update`` does. ``claims``: what else the change relies on.
+        ``final``: errors after which it is not tried again.
 
         Raises ``Fenced`` if another epoch is in charge, ``InvariantError`` if the change would break an invariant, and
         ``NotARepository`` or ``Damaged`` if there is no root any more: nothing was written.
@@ -80,7 +87,7 @@ class RootRegister:
 
         with _remedy():
             try:
-                root = self._register.update(checked)
+                root = self._register.update(checked, final=final)
             except NotFound:
                 self._check_root()
                 raise  # of the change

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 from page_cache import page_cached
 
-from raystow.storage.errors import Damaged, PreconditionFailed, StateError, StoreError, StoreUnavailable, UnsafeStore
+from raystow.storage.errors import Damaged, PreconditionFailed, StateError, StoreError, StoreFull, StoreUnavailable, UnsafeStore
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.stores import direct_io, durable, local, open_store
 from raystow.storage.stores.local import LOCK, LocalStore
@@ -105,8 +105,8 @@ else:
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
-        (errno.ENOSPC, StoreUnavailable),
-        (errno.EDQUOT, StoreUnavailable),
+        (errno.ENOSPC, StoreFull),
+        (errno.EDQUOT, StoreFull),
         (errno.EIO, StoreUnavailable),
         (errno.ESTALE, StoreUnavailable),
         (errno.EROFS, StoreError),

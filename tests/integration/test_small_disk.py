@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from raystow.orchestrator.cli.app import build
 from raystow.orchestrator.coordinator import housekeeping
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.committer import Committer
-from raystow.storage.errors import StoreUnavailable
+from raystow.storage.errors import StoreFull
 from raystow.storage.leases import Lease
 from raystow.storage.repository import create_repository
 from raystow.storage.retention.policy import Policy
@@ -85,13 +85,26 @@ def test_collecting_needs_no_space(small: Path) -> None:
     assert (ended.exit_code, orphans(repository)) == (0, [])
 
 
-def test_errors_of_a_full_disk_name_what_frees_space(small: Path) -> None:
-    repository = create_repository(str(small / "run"), clock=FakeClock())
-    save(Committer(repository, "me"), 0)
+def test_errors_of_a_full_disk_come_at_once_and_name_what_frees_space(small: Path) -> None:
+    repository = create_repository(str(small / "run"), clock=(clock := FakeClock()))
+    committer = Committer(repository, "me")
+    for seed in range(3):
+        save(committer, seed)
+    (_, middle, last), folder = repository.versions(), str(small / "new")
+    repository.pin(middle, "middle")
+    plan = repository.plan_retention(Policy(keep_last=1))
     fill(small)
-    with pytest.raises(StoreUnavailable) as caught:
-        repository.store.put("versions/x", [bytes(1 << 20)])
-    assert "raystow gc --grace 0s" in caught.value.remedy
-    with pytest.raises(StoreUnavailable) as caught:
-        repository.pin(repository.version(1), "best")
-    assert "raystow gc --grace 0s" in caught.value.remedy
+    begun = clock.monotonic()
+    writes: dict[str, Callable[[], object]] = {
+        "put": lambda: repository.store.put("versions/x", [bytes(1 << 20)]),
+        "create": lambda: create_repository(folder, clock=clock),
+        "pin": lambda: repository.pin(last, "best"),
+        "unpin": lambda: repository.unpin("middle"),
+        "prune": lambda: plan.execute(),
+        "rollback": lambda: repository.rollback(middle),
+        "verify": lambda: repository.record_verified(last),
+    }
+    for name, write in writes.items():
+        with pytest.raises(StoreFull, match=r"\(free space .* `raystow gc --grace 0s`"):
+            write()
+        assert clock.monotonic() == begun, name

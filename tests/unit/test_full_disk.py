@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import whole, write
+from fake_clock import FakeClock
 from local_cluster import LocalCluster
 
 import raystow
 from raystow.storage.clock import Clock
-from raystow.storage.committer import outcome_in
+from raystow.storage.committer import Committer, outcome_in
+from raystow.storage.errors import StoreFull
 from raystow.storage.object_store import Buffer
+from raystow.storage.repository import create_repository
 from raystow.storage.stores import durable
 
 KINDS = {
@@ -93,3 +97,29 @@ def test_a_real_full_file_system_fails_the_save(small_disk: Path) -> None:
             cluster.save({"w": np.random.default_rng(0).standard_normal(4 << 20)}, step=2)
         check(cluster.save(state(3), step=3), 3)
         assert os.statvfs(small_disk).f_bfree > used - 600  # in pages: the size of one more small save
+
+
+def test_a_pin_waits_for_no_space_and_a_commit_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = create_repository(str(tmp_path / "run"), clock=FakeClock())
+    committer = Committer(repository, "me")
+    version = write(committer, {"w": whole(np.zeros(3))})
+    put_if, full, written = repository.store.put_if, [0], [False]
+
+    def refuse(key: str, data: bytes, tag: str | None) -> str:
+        if not full[0]:
+            return put_if(key, data, tag)
+        full[0] -= 1
+        if written[0]:
+            put_if(key, data, tag)
+        raise StoreFull("no space", subject=key)
+
+    monkeypatch.setattr(repository.store, "put_if", refuse)
+    full[0] = 3
+    with pytest.raises(StoreFull):
+        repository.pin(version, "first")
+    assert full[0] == 2
+    write(committer, {"w": whole(np.ones(3))})
+    assert full[0] == 0
+    full[0], written[0] = 1, True  # the store fails after the swap
+    repository.pin(version, "first")
+    assert repository.root().pins == {"first": 1}

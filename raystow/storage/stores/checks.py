@@ -10,6 +10,9 @@ import re
 
 from ..errors import Damaged, NotFound, PreconditionFailed, StoreError
 
+FREES_SPACE = "`raystow gc --grace 0s` deletes dropped versions at once, `raystow prune` drops more"
+"""A remedy for a store without space."""
+
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,199}"
 _KEY = re.compile(rf"{_PART}(?:/{_PART})*")
 _PREFIX = re.compile(rf"(?:{_PART}/)*(?:{_PART})?")

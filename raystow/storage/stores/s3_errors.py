@@ -41,7 +41,6 @@ ANSWERS = StoreAnswers(
         "PermanentRedirect": _REGION,
         "AuthorizationHeaderMalformed": _REGION,
         "IllegalLocationConstraintException": _REGION,
-        "QuotaExceeded": "raise the bucket's quota, or remove old versions",
         "EntityTooLarge": "this store limits the size of objects: raise its limit",
         "ExcessHeaderValues": _CHECKSUM,
         "InvalidRequest": _CHECKSUM,

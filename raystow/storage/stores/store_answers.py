@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from obstore.exceptions import BaseError
 
-from ..errors import Damaged, NotFound, PreconditionFailed, StoreError, StoreUnavailable
+from ..errors import Damaged, NotFound, PreconditionFailed, StoreError, StoreFull, StoreUnavailable
+from .checks import FREES_SPACE
 
 CONDITIONAL_PUT = "conditional PUT"
 GET_OF_RANGE = "GET of a range"
@@ -23,6 +24,7 @@ ANOTHER = "this store lacks an operation that raystow needs: use another"
 _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})\b")
 _FINAL = 501, 505, 507
 """Errors of a server that a repetition does not change: an unknown operation or version of HTTP, and a full disk."""
+_FULL = "QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded"
 _LATER = 408, 429
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _URL = re.compile(r"https?://[A-Za-z0-9.-]+(:\d+)?(?=[/?)\s\"']|$)")
@@ -61,6 +63,8 @@ class StoreAnswers:
     def error(self, status: int, code: str, *, operation: str, subject: str) -> StoreError | NotFound | Damaged:
         """The error for an HTTP ``status`` and error ``code`` that answered ``operation`` on ``subject``."""
         what = f"{self.name} answered {operation} with {status or 'no status'} {code}".rstrip()
+        if status == 507 or code in _FULL:
+            return StoreFull(what, subject=subject, remedy=f"raise the quota, add disks, or free space: {FREES_SPACE}")
         if code in self.refused:
             return StoreError(what, subject=subject, remedy=self.refused[code])
         if operation == CONDITIONAL_PUT and (status == 412 or code in self.lost_races):
