@@ -7,16 +7,20 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 import boto3
+import numpy as np
 import pytest
+from builders import whole, write
 from picky_s3 import Policy, Refusal, picky_s3
 from s3_server import MOTO, make_bucket, moto
 from typer.testing import CliRunner
 
+import raystow
 from raystow.orchestrator.cli.app import build
 from raystow.orchestrator.cli.checks.finding import Status
 from raystow.orchestrator.cli.checks.store import check_store
 from raystow.storage.clock import SYSTEM
-from raystow.storage.errors import StoreError
+from raystow.storage.committer import Committer
+from raystow.storage.errors import StoreError, StoreFull
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.repository import create_repository
 from raystow.storage.stores import open_store
@@ -200,6 +204,16 @@ def test_a_final_answer_is_not_asked_for_again(
     with picky_s3(backend, policy) as server:
         with pytest.raises(StoreError, match=f"with {refusal[0]}"):
             operation(S3Store(bucket, prefix, limits=PARTS))
+        assert len(server.refused) == 1
+
+
+@pytest.mark.parametrize("refusal", [(507, ""), (403, "QuotaExceeded"), (400, "XMinioAdminBucketQuotaExceeded")])
+def test_a_pin_in_a_full_store_says_what_frees_space(backend: str, uri: str, refusal: Refusal) -> None:
+    repository = create_repository(uri)
+    version = write(Committer(repository, "me"), {"w": whole(np.zeros(3))})
+    with picky_s3(backend, lambda method, path, headers: refusal if method == "PUT" else None) as server:
+        with pytest.raises(StoreFull, match="raystow gc --grace 0s"):
+            raystow.open(uri).pin(version, "best")
         assert len(server.refused) == 1
 
 

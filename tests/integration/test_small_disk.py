@@ -18,6 +18,7 @@ from raystow.orchestrator.coordinator import housekeeping
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.committer import Committer
 from raystow.storage.errors import StoreFull
+from raystow.storage.format import keys
 from raystow.storage.leases import Lease
 from raystow.storage.repository import create_repository
 from raystow.storage.retention.policy import Policy
@@ -79,6 +80,7 @@ def test_collecting_needs_no_space(small: Path) -> None:
     for seed in range(3):
         save(committer, seed)
     repository.plan_retention(Policy(keep_last=1)).execute()
+    repository.store.put(keys.pack(9, "f" * 16, 0, "weights", 0), [b"of a save that was killed"])
     fill(small)
     assert "keep" in CliRunner().invoke(build(), ["gc", repository.uri, "--dry-run"]).output
     ended = CliRunner().invoke(build(), ["gc", repository.uri, "--grace", "0s", "--yes"])
@@ -104,7 +106,7 @@ def test_errors_of_a_full_disk_come_at_once_and_name_what_frees_space(small: Pat
         "rollback": lambda: repository.rollback(middle),
         "verify": lambda: repository.record_verified(last),
     }
-    for name, write in writes.items():
+    for name, change in writes.items():
         with pytest.raises(StoreFull, match=r"\(free space .* `raystow gc --grace 0s`"):
-            write()
+            change()
         assert clock.monotonic() == begun, name

@@ -45,6 +45,9 @@ class GarbageKind(enum.Enum):
     SEGMENT = "segment of the journal"
 
 
+_PASSED = GarbageKind.DROPPED, GarbageKind.FAILED
+
+
 @dataclass(frozen=True)
 class Garbage:
     """The objects of one attempt that is no version, or of a segment, whose number is ``id``. ``since``: seconds that it was left
@@ -122,23 +125,26 @@ class CollectionPlan:
         Raises:
             StoreError: The store fails. Run it again to delete the rest.
         """
-        due = self._spend()
-        held = self.catalog.leased() if due else set()
-        due = [g for g in due if (g.id, g.attempt) not in held]
+        store, gone = self.catalog.store, set[tuple[int, str]]()
+        store.delete(self.scraps)
+        store.abort(self.unfinished)
         objects = nbytes = 0
-        for g in due:
-            for batch in _batches(self.catalog.store, g):
-                self.catalog.store.delete([info.key for info in batch])
-                objects, nbytes = objects + len(batch), nbytes + sum(info.size for info in batch)
-                progress(len(batch))
-        self.catalog.store.delete(self.scraps)
-        self.catalog.store.abort(self.unfinished)
-        self._forget({(g.id, g.attempt) for g in due})
-        return Collected(len(due), objects, nbytes, len(self.scraps) + len(self.unfinished))
+        for in_need_of_a_swap in (False, True):  # in this order, since a full store may refuse the swap
+            due = self._spend([g for g in self.due if (g.kind not in _PASSED) == in_need_of_a_swap])
+            held = self.catalog.leased() if due else set()
+            for g in due:
+                if (g.id, g.attempt) in held:
+                    continue
+                for batch in _batches(store, g):
+                    store.delete([info.key for info in batch])
+                    objects, nbytes = objects + len(batch), nbytes + sum(info.size for info in batch)
+                    progress(len(batch))
+                gone.add((g.id, g.attempt))
+        self._forget(gone)
+        return Collected(len(gone), objects, nbytes, len(self.scraps) + len(self.unfinished))
 
-    def _spend(self) -> list[Garbage]:
+    def _spend(self, due: list[Garbage]) -> list[Garbage]:
         """Make sure that nothing that is due can be committed; that of which it is true."""
-        due = self.due
         if not due:
             return []
         past = 1 + max((g.id for g in due if g.kind is not GarbageKind.SEGMENT), default=0)
