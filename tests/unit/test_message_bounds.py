@@ -13,12 +13,13 @@ from msgspec import Meta, inspect
 from raystow.storage.errors import ProtocolError
 from raystow.storage.retention.policy import Policy
 from raystow.workers.protocol import messages
-from raystow.workers.protocol.codec import Column, Digest, Message, MessagePart, Shape, Table, Text, fingerprint
+from raystow.workers.protocol.codec import MAX_RANKS, Column, Digest, Message, MessagePart, Shape, Table, Text, fingerprint
 from raystow.workers.protocol.messages import (
     MESSAGES,
     PROTOCOL,
     Begin,
     BeginSave,
+    EntryInfo,
     check_greeting,
     check_protocol,
     decode,
@@ -145,6 +146,17 @@ def test_every_length_in_a_message_has_a_bound() -> None:
         if kind.max_length is None  # type: ignore[attr-defined]
     }
     assert unbounded == set()
+
+
+def test_every_number_of_ranks_has_a_bound() -> None:
+    """Who waits for ranks lists those that are missing: a number of 10**12 took all memory of the coordinator's machine."""
+    for kind in (*MESSAGES, EntryInfo):
+        fields = {field.name: field.type for field in msgspec.inspect.type_info(kind).fields}  # type: ignore[attr-defined]
+        found = fields.get("world_size")
+        assert found is None or isinstance(found, inspect.IntType)
+        assert found is None or (found.ge, found.le) == (1, MAX_RANKS)
+    with pytest.raises(ProtocolError, match="<= 1048576"):
+        decode(encode(Begin(0, 10**12, "i", 1, "n", 1, 1.0, 0, 0)), Begin)
 
 
 def test_the_fingerprint_depends_on_every_field_and_bound() -> None:

@@ -28,6 +28,7 @@ from .save_schedule import SaveSchedule
 logger = logging.getLogger(__name__)
 
 _MISSED = 16  # steps of which failed saves are remembered
+_OPEN = 1024  # saves of a run that may be open at a time: each call looks at all of them
 _RESTORES = 16  # restores that the next version reports
 
 
@@ -313,9 +314,8 @@ class Coordinator:
     def record(self, attempt: Attempt) -> VersionRecord:
         """The record that makes a complete attempt a version. Commit it, then call ``settled``."""
         results = attempt.stored if attempt.phase is Phase.READY else attempt.staged
-        return version_record(
-            self._committer, attempt, results, created=attempt.created or self._clock.now(), writer=self._writer
-        )
+        created = attempt.created or self._clock.now()
+        return version_record(self._committer, attempt, results, created=created, writer=self._writer)
 
     def settled(self, attempt: Attempt, outcome: Entry | RaystowError) -> None:
         """Note the result of a commit: the root's entry, or the error."""
@@ -407,12 +407,16 @@ class Coordinator:
     def _joinable(self, begin: Begin) -> Attempt | None:
         """The oldest attempt for the step that this rank is not part of, so that the saves of all ranks match in order; or the
         one that it joined with the same save, if the call is repeated."""
-        for attempt in self._open(Phase.GATHERING):
-            if attempt.step == begin.step and attempt.saves.get(begin.rank, begin.save) == begin.save:
-                return attempt
-        return None
+        rank, save, step = begin.rank, begin.save, begin.step
+        return next((a for a in self._open(Phase.GATHERING) if (a.step, a.saves.get(rank, save)) == (step, save)), None)
 
     def _new(self, begin: Begin) -> Attempt:
+        if len(self._open(*Phase)) >= _OPEN:
+            what, remedy = (
+                f"{_OPEN} saves are open: some ranks begin saves that others do not",
+                "save the same steps on all ranks",
+            )
+            raise SaveFailed(what, subject=f"save of step {begin.step}", remedy=remedy)
         id, token = self._committer.reserve()
         now = self._clock.monotonic()
         attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)

@@ -185,7 +185,9 @@ class Root:
             raise Damaged("the numbers of segments are not ascending", subject=keys.ROOT)
         optional = ("verified", "rollbacks", "next_segment")
         root = records.parse(Root, fields, keys.ROOT, optional=optional, versions=versions, rolled_back=rolled_back, **parsed)
-        for one in (*root.versions, *(each.entry for each in rolled_back), *root.dropped, *root.rewrites):
+        listed = (*root.versions, *(each.entry for each in rolled_back))
+        made: tuple[Entry | Dropped | Rewrite, ...] = (*listed, *root.dropped, *root.rewrites)
+        for one in made:
             _check_place("version", one.id, one.attempt, root.next_id)
         _check_bases(root)
         for segment in root.segments:

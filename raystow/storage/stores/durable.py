@@ -38,8 +38,13 @@ def write(root: Path, key: str, parts: Sequence[Buffer], clock: Clock, *, kept: 
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    # Every level up to the root: another process may have created a folder and not synced it yet. To sync a clean folder
-    # costs microseconds.
+    sync_folders(root, key)
+
+
+def sync_folders(root: Path, key: str) -> None:
+    """Make the name of a file durable, and those of its folders up to the root: another process may have created one and not
+    synced it yet. To sync a clean folder costs microseconds."""
+    folder = os.path.dirname(os.path.join(root, key))
     for _ in range(key.count("/") + 1):
         # A folder that is gone was emptied: the object was deleted since.
         with contextlib.suppress(FileNotFoundError):

@@ -13,6 +13,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from blake3 import blake3
 
@@ -23,6 +24,8 @@ from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import checks, durable, mounts
 from .file_lock import exclusive
 
+_Result = TypeVar("_Result")
+
 LOCK = ".raystow.lock"
 
 _CORES = os.cpu_count() or 1
@@ -30,6 +33,9 @@ WRITERS = max(8, min(12, _CORES * 3 // 4), _CORES // 2)
 """Threads that write objects in parallel. On 16 cores, a save of 6.17 GB into ``/dev/shm`` is durable after .42 s with 8 of them,
 and after .34 s with 12, which leave four cores to the training. Both take the same CPU time, and cost the training the same. On
 32 cores, 24 are not faster than 16 (``benchmarks/results/store_writers-2026-11-27.json``)."""
+
+_REPLACED = 2
+"""How often a file that was replaced while it was read is opened again."""
 
 _GONE = (FileNotFoundError, NotADirectoryError)
 _REFUSED = {
@@ -68,6 +74,7 @@ class LocalStore:
             raise StateError(f"the path cannot be resolved: {error}", subject=str(root), remedy=_REFUSED[errno.ELOOP]) from None
         self._clock, self._lock_timeout, self._kept = clock, lock_timeout, kept
         self._locks_hold = False
+        self._unsynced: set[str] = set()  # keys of swaps that a power cut may still undo
         self._writers = threading.BoundedSemaphore(WRITERS)
 
     range_bytes = 4 << 20
@@ -79,22 +86,28 @@ class LocalStore:
         return self._root.as_uri()
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        with self._errors(key), self._open(key) as (file, size):
+        def read(file: int, size: int) -> bytes:
             if size > max_bytes:
                 raise checks.too_large(self._subject(key), size, max_bytes)
             return self._read(file, key, 0, size)
 
+        return self._opened(key, read)
+
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         checks.checked_range(self._subject(key), start, length)
-        with self._errors(key), self._open(key) as (file, size):
+
+        def read(file: int, size: int) -> bytes:
             if start + length > size:
                 raise checks.ends_early(self._subject(key), start, length)
             return self._read(file, key, start, length)
 
+        return self._opened(key, read)
+
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:
         subject, length = self._subject(key), target.nbytes
         checks.checked_range(subject, start, length)
-        with self._errors(key), self._open(key) as (file, size):
+
+        def read(file: int, size: int) -> None:
             if start + length > size:
                 raise checks.ends_early(subject, start, length)
             done = 0
@@ -102,6 +115,8 @@ class LocalStore:
                 if not (count := os.preadv(file, [target[done:]], start + done)):
                     raise checks.ends_early(subject, start, length)  # it was cut meanwhile
                 done += count
+
+        self._opened(key, read)
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """As the protocol says: a temporary file, synced, renamed, and its folder synced."""
@@ -111,6 +126,10 @@ class LocalStore:
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         # No lock is needed: a rename swaps whole files, so an open file has one content, the newest at that time.
+        if key in self._unsynced:  # a writer that finds its own content takes it for durable
+            with self._errors(key):
+                durable.sync_folders(self._root, key)
+            self._unsynced.discard(key)
         data = self.get(key, max_bytes=max_bytes)
         return Tagged(data, _tag(data))
 
@@ -125,7 +144,9 @@ class LocalStore:
             with exclusive(self._root / LOCK, timeout=self._lock_timeout, clock=self._clock):
                 if self._tag_of(key) != tag:
                     raise checks.stale(str(path))
+                self._unsynced.add(key)
                 durable.write(self._root, key, [data], self._clock)
+                self._unsynced.discard(key)
                 return _tag(data)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -179,6 +200,20 @@ class LocalStore:
         with contextlib.suppress(OSError):
             while (path := path.parent) != self._root:
                 path.rmdir()
+
+    def _opened(self, key: str, read: Callable[[int, int], _Result]) -> _Result:
+        """Return what ``read`` makes of the descriptor and the size of an object. NFS calls a file stale that another machine has
+        replaced since it was opened: then the new one is opened."""
+        with self._errors(key):
+            for _ in range(_REPLACED):
+                try:
+                    with self._open(key) as (file, size):
+                        return read(file, size)
+                except OSError as error:
+                    if error.errno != errno.ESTALE:
+                        raise
+            with self._open(key) as (file, size):
+                return read(file, size)
 
     @contextlib.contextmanager
     def _open(self, key: str) -> Iterator[tuple[int, int]]:

@@ -31,6 +31,12 @@ MAX_JSON = 96 << 20
 JsonText = Annotated[str, msgspec.Meta(max_length=MAX_JSON)]
 """A plain value, as ``storage.format.values`` stores it."""
 
+MAX_RANKS = 1 << 20
+"""Ranks of a run."""
+
+WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+"""A number of ranks. Who waits for ranks lists those that are missing."""
+
 Digest = Annotated[int, msgspec.Meta(ge=0)]
 """An unsigned integer of 64 bits."""
 

@@ -8,7 +8,7 @@ from ....storage.format.root import Entry
 from ....storage.format.signature import PublicKey
 from ....storage.format.version_record import FragmentInfo, PackInfo
 from ....storage.retention.policy import Policy
-from ..codec import Column, Digest, JsonText, Message, Table, Text
+from ..codec import Column, Digest, JsonText, Message, Table, Text, WorldSize
 
 OnFenced = Literal["raise", "takeover"]
 
@@ -32,7 +32,7 @@ class Begin(Message, frozen=True):
     """
 
     rank: int
-    world_size: int
+    world_size: WorldSize
     incarnation: Text
     save: int
     node: Text
@@ -90,7 +90,7 @@ class JoinRun(Message, frozen=True):
 
     rank: int
     incarnation: Text
-    world_size: int
+    world_size: WorldSize
 
 
 class RankFinished(Message, frozen=True):
@@ -171,7 +171,7 @@ class AskNextSave(Message, frozen=True):
 
     rank: int
     incarnation: Text
-    world_size: int
+    world_size: WorldSize
     first: int
     seconds: float | None = None
     mtbf: float | None = None

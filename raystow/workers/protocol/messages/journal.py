@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from ....storage.stores.settings import StoreAddress
-from ..codec import Column, Digest, DigestBytes, JsonText, Message, MessagePart, Packed, Shape, Text
+from ..codec import Column, Digest, DigestBytes, JsonText, Message, MessagePart, Packed, Shape, Text, WorldSize
 from .reads import Span
 
 START = -1
@@ -57,7 +57,7 @@ class EntryInfo(MessagePart, frozen=True):
 
     repository: Text
     rank: int
-    world_size: int
+    world_size: WorldSize
     step: int
     previous: int
     lineage: Column[Generation]
@@ -321,7 +321,7 @@ class JournalVote(Message, frozen=True):
     """
 
     rank: int
-    world_size: int
+    world_size: WorldSize
     incarnation: Text
     number: int
     timeout: float

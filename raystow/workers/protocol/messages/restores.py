@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ....storage.format.root import Entry
 from ....storage.limits import MAX_RECORD, MAX_ROWS
 from ....storage.version_selector import LATEST
-from ..codec import Column, Digest, Message, Table, Text
+from ..codec import Column, Digest, Message, Table, Text, WorldSize
 from .reads import NO_GROUP, RestoreGroup
 
 NameBits = Annotated[bytes, Meta(max_length=MAX_ROWS)]
@@ -28,7 +28,7 @@ class RestoreVote(Message, frozen=True):
     names of the tensors that it restores. ``told``: the number of the last warning."""
 
     rank: int
-    world_size: int
+    world_size: WorldSize
     incarnation: Text
     number: int
     timeout: float
@@ -93,7 +93,7 @@ class UnusedNames(Message, frozen=True):
     fields are those of ``RestoreVote``."""
 
     rank: int
-    world_size: int
+    world_size: WorldSize
     incarnation: Text
     number: int
     timeout: float

@@ -9,7 +9,7 @@ from ....storage.errors import Fenced, OutcomeUnknown, RaystowError, SaveFailed
 from ....storage.format.root import Entry
 from ....storage.limits import MAX_NAME
 from ....storage.stores.settings import StoreAddress
-from ..codec import Column, Digest, JsonText, Message, MessagePart, Secret, Shape, Table, Text
+from ..codec import Column, Digest, JsonText, Message, MessagePart, Secret, Shape, Table, Text, WorldSize
 from .coordinator import Begin
 
 Values = Column[tuple[Text, Text, JsonText]]
@@ -34,7 +34,7 @@ class OpenSession(Message, frozen=True):
     uri: Text
     repository: Text
     rank: int
-    world_size: int
+    world_size: WorldSize
     incarnation: Text
     pid: int
     ring: int
