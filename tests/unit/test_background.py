@@ -60,6 +60,7 @@ OF_ONE = {
     "raystow-stall": "sends one warning; the rank is told by the coordinator, too",
     "raystow-late": "learns the outcome of one save that has not ended by its deadline; result() asks again",
     "raystow-ray": "asks the head node once; an error is raised where the answer is awaited",
+    "raystow-waits": "prints once what a command waits for",
     "raystow-callbacks": "calls the callbacks of one rank; the error of each is logged",
     "raystow-report": "reports one failed save",
     "raystow-due": "asks the coordinator once; an error is raised where the answer is awaited",

@@ -43,12 +43,11 @@ class Coordinator:
         self._joined: dict[int, int] = {}  # rank -> generation in which its process joined
         self._missed: dict[int, dict[int, tuple[int, str]]] = {}  # step -> rank -> number of its failed save, and the reason
         self._plain_tensors: dict[int, tuple[str, ...]] = {}  # rank -> those of its newest save
-        self._generation = 0
+        self._generation, self._metrics_differ = 0, False
         self._world_size: int | None = None  # of that generation, once known
         self._attempts: dict[str, Attempt] = {}
         self._restores: tuple[RestoreInfo, ...] = ()  # not reported by a version yet
         self._group: DeltaGroup | None = None  # of the newest whole version
-        self._metrics_differ = False  # a warning has said it
         self._lost: VersionRecord | None = None  # of the newest attempt that was aborted after all was staged
         self.schedule, self.costs = SaveSchedule(clock), SaveCosts(clock.now())
         self.changes = 0
@@ -412,11 +411,8 @@ class Coordinator:
 
     def _new(self, begin: Begin) -> Attempt:
         if len(self._open(*Phase)) >= _OPEN:
-            what, remedy = (
-                f"{_OPEN} saves are open: some ranks begin saves that others do not",
-                "save the same steps on all ranks",
-            )
-            raise SaveFailed(what, subject=f"save of step {begin.step}", remedy=remedy)
+            what = f"{_OPEN} saves are open: some ranks begin saves that others do not"
+            raise SaveFailed(what, subject=f"save of step {begin.step}", remedy="save the same steps on all ranks")
         id, token = self._committer.reserve()
         now = self._clock.monotonic()
         attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)

@@ -202,8 +202,8 @@ class LocalStore:
                 path.rmdir()
 
     def _opened(self, key: str, read: Callable[[int, int], _Result]) -> _Result:
-        """Return what ``read`` makes of the descriptor and the size of an object. NFS calls a file stale that another machine has
-        replaced since it was opened: then the new one is opened."""
+        """Call ``read`` with the descriptor and the size of an object, and return its result. NFS calls a file stale that
+        another machine has replaced since it was opened: then the new one is opened."""
         with self._errors(key):
             for _ in range(_REPLACED):
                 try:
