@@ -18,7 +18,7 @@ from . import adapter_names, version_files
 from .output_dir import durable_file
 from .safetensors_file import SafetensorsFile, group_files
 from .tied_weights import tied_weights
-from .weight_prefix import refuse_unloadable, weights_below
+from .weight_prefix import refuse_adapters, refuse_wrapped, weights_below
 
 _CONFIG = "config.json"
 _MODEL, _ADAPTER = "model", "adapter_model"  # the names of files of weights, without their ends
@@ -68,9 +68,11 @@ class HfFolder:
             version_files.write_index(folder, self.files)
 
     def refuse_unloadable(self) -> None:
-        """Raise ``StateError`` for names of weights that no model of Transformers has."""
+        """Raise ``StateError`` for names of weights that ``from_pretrained`` does not load."""
+        names = [name.removeprefix(self.prefix) for name in self.names.values()]
+        refuse_wrapped(names, self.prefix)
         if self.files[0].group == _MODEL:
-            refuse_unloadable(self.names, self.prefix)
+            refuse_adapters(names, self.prefix)
 
 
 def plan_folder(version: Version, *, prefix: str | None, dtype: str | None, source: Path | None, limit: int) -> HfFolder:

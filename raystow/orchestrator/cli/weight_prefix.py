@@ -59,17 +59,20 @@ def weights_below(version: Version, prefix: str | None) -> tuple[str, dict[str, 
     return prefix, {name.removeprefix(prefix): infos[name] for name in names}
 
 
-def refuse_unloadable(names: Iterable[str], prefix: str) -> None:
-    """Raise ``StateError`` for names that no model of Transformers has: it would leave out their weights with a warning only."""
-    for name in sorted(names):
-        if _ADAPTER.match(name):
-            adapter = "export the adapter by --files with a folder that has adapter_config.json; or restore into the PEFT model"
-            remedy = f"{adapter}, call merge_and_unload, and save the result; {_OWN}"
-            raise StateError("is a name of PEFT, which from_pretrained does not load", subject=prefix + name, remedy=remedy)
-        if _INNER.match(name):
-            what = "is a name of a wrapped module, which from_pretrained does not load"
-            remedy = f"restore it into the wrapped model, and save the model without wrappers; {_OWN}"
-            raise StateError(what, subject=prefix + name, remedy=remedy)
+def refuse_adapters(names: Iterable[str], prefix: str) -> None:
+    """Raise ``StateError`` for names of PEFT: a model of Transformers would leave out their weights with a warning only."""
+    if (name := min(filter(_ADAPTER.match, names), default=None)) is not None:
+        adapter = "export the adapter by --files with a folder that has adapter_config.json; or restore into the PEFT model"
+        remedy = f"{adapter}, call merge_and_unload, and save the result; {_OWN}"
+        raise StateError("is a name of PEFT, which from_pretrained does not load", subject=prefix + name, remedy=remedy)
+
+
+def refuse_wrapped(names: Iterable[str], prefix: str) -> None:
+    """Raise ``StateError`` for names of wrapped modules, which neither Transformers nor PEFT loads."""
+    if (name := min(filter(_INNER.match, names), default=None)) is not None:
+        what = "is a name of a wrapped module, which from_pretrained does not load"
+        remedy = f"restore it into the wrapped model, and save the model without wrappers; {_OWN}"
+        raise StateError(what, subject=prefix + name, remedy=remedy)
 
 
 def _prefixes(version: Version, name: str) -> list[str]:
