@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cli_runner import ran, run_json
-from local_cluster import LocalCluster
 from safetensors.torch import load_file
-
-
-def saved(state: dict[str, Any], folder: Path) -> Path:
-    with LocalCluster(str(folder)) as cluster:
-        cluster.save(state, step=7)
-    return folder
-
+from test_cli_export import saved
 
 PEFT = "base_model.model.transformer.h.0.attn.c_attn"
 
