@@ -91,7 +91,7 @@ class Register(Generic[T]):
         """
         give_up = self._clock.monotonic() + self._deadline
         ours: set[str] = set()
-        pause = 0.01
+        pause, refused = 0.01, None
         while True:
             try:
                 old, tag = self._read()
@@ -100,6 +100,8 @@ class Register(Generic[T]):
                 new = change(old)
                 if new is old:
                     return old
+                if refused is not None:
+                    break
                 new = new.stamped(self._clock.token())
                 ours.add(new.write_id)
                 self._store.put_if(self._key, self._readable(new), tag)
@@ -108,11 +110,13 @@ class Register(Generic[T]):
                 # Lost, or won with a lost answer: reading again tells. A write that is still under way carries the old tag: of
                 # it and a retry at most one takes effect, and either is ours.
                 if isinstance(error, final):
-                    if (found := self.read()).write_id in ours:
-                        return found
-                    raise
+                    if refused is not None:
+                        raise
+                    refused = error
+                    continue
                 if self._clock.monotonic() + pause > give_up:
                     what = f"not swapped within {self._deadline:.0f} s: {error.what}"
                     raise StoreUnavailable(what, subject=self._key, remedy=error.remedy) from error
                 self._clock.sleep(pause)
                 pause = min(2 * pause, 5.0)
+        raise refused

@@ -87,7 +87,7 @@ def test_collecting_needs_no_space(small: Path) -> None:
     assert (ended.exit_code, orphans(repository)) == (0, [])
 
 
-def test_a_full_disk_is_an_error_at_once_with_a_remedy(small: Path) -> None:
+def test_errors_of_a_full_disk_name_what_frees_space_at_once(small: Path) -> None:
     repository = create_repository(str(small / "run"), clock=(clock := FakeClock()))
     committer = Committer(repository, "me")
     for seed in range(3):

@@ -91,7 +91,7 @@ BUGS = (
         ("signed_record:put_signed", "$store.put($record.key(), [$data])", ""),
         (
             "Committer.commit",
-            "$root = $self.catalog.register.update($add, $claims)",
+            "$root = $self.catalog.register.update($add, $claims, final=())",
             "$root = $self.catalog.register.update($add, $claims); $self.catalog.store.put(record.key(), [record.dump()])",
         ),
     ),

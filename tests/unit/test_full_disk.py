@@ -20,7 +20,7 @@ import raystow
 from raystow.storage.clock import Clock
 from raystow.storage.committer import Committer, outcome_in
 from raystow.storage.errors import StoreFull
-from raystow.storage.object_store import Buffer
+from raystow.storage.object_store import Buffer, Tagged
 from raystow.storage.repository import create_repository
 from raystow.storage.stores import durable
 
@@ -123,3 +123,11 @@ def test_a_pin_waits_for_no_space_and_a_commit_does(tmp_path: Path, monkeypatch:
     full[0], written[0] = 1, True  # the store fails after the swap
     repository.pin(version, "first")
     assert repository.root().pins == {"first": 1}
+    full[0], written[0] = 1, False
+
+    def refuse_reads(key: str, max_bytes: int) -> Tagged:
+        raise StoreFull("no space", subject=key)
+
+    monkeypatch.setattr(repository.store, "get_tagged", refuse_reads)
+    with pytest.raises(StoreFull):
+        repository.unpin("first")

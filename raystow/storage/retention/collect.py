@@ -132,14 +132,13 @@ class CollectionPlan:
         for in_need_of_a_swap in (False, True):  # in this order, since a full store may refuse the swap
             due = self._spend([g for g in self.due if (g.kind not in _PASSED) == in_need_of_a_swap])
             held = self.catalog.leased() if due else set()
+            due = [g for g in due if (g.id, g.attempt) not in held]
             for g in due:
-                if (g.id, g.attempt) in held:
-                    continue
                 for batch in _batches(store, g):
                     store.delete([info.key for info in batch])
                     objects, nbytes = objects + len(batch), nbytes + sum(info.size for info in batch)
                     progress(len(batch))
-                gone.add((g.id, g.attempt))
+            gone |= {(g.id, g.attempt) for g in due}
         self._forget(gone)
         return Collected(len(gone), objects, nbytes, len(self.scraps) + len(self.unfinished))
 
