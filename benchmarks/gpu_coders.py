@@ -35,7 +35,7 @@ class Pipeline:
         self._planes = torch.empty((self.width, n), dtype=torch.uint8, device=device)
         self._target = torch.zeros_like(words)
         self._taking, self._joining = self._table(words), self._table(self._target)
-        self._results = torch.zeros((5, self.chunks), dtype=torch.int64, device=device)
+        self._results = torch.zeros((3, self.chunks), dtype=torch.int64, device=device)
         starts = torch.arange(0, n, self._stream, device=device)
         self._sources = self._planes[-1].data_ptr() + starts
         self._sizes = (n - starts).clamp(max=self._stream)

@@ -216,6 +216,18 @@ def test_invalid_references_are_refused(changed: dict[str, object]) -> None:
         Fragment.of(rows_of(pa.Table.from_pylist([row | changed], SCHEMA)), 0)
 
 
+def test_a_proof_of_equality_needs_more_than_the_raw_digest() -> None:
+    """All references have the BLAKE3 of no bytes, so their proof names what they refer to."""
+    frozen, half, tied, *_ = frozen_rows()[0]
+    for row, copy, rounded in ((frozen, tied, half), (referring(frozen, 1), referring(tied, 1), referring(half, 1))):
+        assert row.proof == copy.proof != rounded.proof
+        other = replace(row, name="other", stored_digest=row.stored_digest if row.is_reference else bytes(32))
+        assert other.raw_digest == row.raw_digest
+        assert other.proof != row.proof
+    assert referring(frozen, 1).proof != referring(frozen, 2).proof
+    assert replace(frozen, coding=replace(frozen.coding, rotated=not frozen.coding.rotated)).proof != frozen.proof
+
+
 KEYS = SecretKeys(bytes(range(32)))
 
 
