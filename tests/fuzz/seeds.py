@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import zlib
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from msgspec import structs
 
+from raystow.orchestrator.save import value_text
 from raystow.storage.coding.chunk import ChunkEncoder, Coding, packed
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
@@ -90,6 +93,13 @@ def fragments() -> list[bytes]:
     return [Fragment(0, (chunk,), (Value("lr", '["lr"]', "0.1", (0, 1)),)).dump(), Fragment(0, (), ()).dump()]
 
 
+def planned(world_size: int = 2) -> VersionRecord:
+    """Return the record of a version of the first of ``fragments``."""
+    data = fragments()[0]
+    info = FragmentInfo(0, len(data), stored_digest(data).hex(), (0, 1), 1, 32, 32)
+    return VersionRecord(ID, 1, ATTEMPT, 1, 1, 1.0, world_size, fragments=(info,), packs=(PackInfo(0, "weights", 0, len(PACK)),))
+
+
 def packs() -> list[bytes]:
     """Return chunks of every codec that a CPU decodes."""
     random, found = np.random.default_rng(1), []
@@ -118,5 +128,9 @@ def seeds() -> dict[str, list[bytes]]:
         "fragment": fragments(),
         "value": [values.dumps(value).encode() for value in plain],
         "pack": packs(),
+        "value_text": [value_text.dumps({"a": [1, (2.5, None)], "t": np.ones(3), "q": deque([1], 2), 7: {"x"}}).encode()],
+        "value_tree": [json.dumps([['["state", "a", {"list": 0}]', "1"], ['["state", "b"]', '{"empty": "dict"}']]).encode()],
+        "safetensors": [json.dumps({"w": {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]}}).encode()],
+        "plan": [body(planned().dump())],
         "key": [keys.lease(1, ATTEMPT, ATTEMPT).encode(), keys.record(1, ATTEMPT).encode()],
     }

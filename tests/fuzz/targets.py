@@ -1,4 +1,5 @@
-"""The fuzz targets: every parser of stored bytes. The digests are valid, because a digest check would reject all other inputs.
+"""The fuzz targets: every parser of stored bytes, and of files of other programs. The digests are valid, because a digest check
+would reject all other inputs.
 
 A target takes bytes and returns, or raises a raystow error. Any other error is a finding. Hypothesis calls the targets in
 ``tests/property``, atheris calls them in ``campaign.py``.
@@ -14,16 +15,21 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from raystow.orchestrator.cli.safetensors_file import source_tensors
+from raystow.orchestrator.restore.what_if import plan_world
+from raystow.orchestrator.save import value_text as texts
 from raystow.storage.coding import chunk
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.coding.dtypes import DTYPES
 from raystow.storage.errors import RaystowError
 from raystow.storage.format import keys, records, values
+from raystow.storage.format.manifest import Value
 from raystow.storage.format.root import Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.repository import Repository, open_repository
 from raystow.storage.stores import open_store
+from raystow.storage.value_tree import container
 
 URI = "memory://fuzz"
 ID, ATTEMPT = "cafe", "0" * 16
@@ -159,6 +165,39 @@ def key(data: bytes) -> None:
     keys.leased(text)
 
 
+def value_text(data: bytes) -> None:
+    """Parse the text of a value of any structure, as an entry of the journal has it."""
+    texts.loads(data.decode("utf-8", "replace"))
+
+
+def value_tree(data: bytes) -> None:
+    """Make a container of the rows of a manifest: a JSON list of paths and texts."""
+    try:
+        rows = [Value("w", path + "", text + "", (0,)) for path, text in json.loads(data)]
+    except (ValueError, TypeError, RecursionError):
+        return
+    container("state", rows)
+
+
+def safetensors(data: bytes) -> None:
+    """Parse the header of a safetensors file, and make an array of each tensor without elements."""
+    for tensor in source_tensors(data, 8 + len(data)):
+        np.empty(tensor.shape, f"V{DTYPES[tensor.dtype].itemsize}")
+
+
+def plan(data: bytes) -> None:
+    """Plan a restore of a version with this record, and the fragment of its seed, by as many ranks as saved it."""
+    from .seeds import fragments  # which imports this module
+
+    whole = sealed(data)
+    record = VersionRecord.load(whole, RECORD)
+    name = keys.fragment(1, ATTEMPT, 0)
+    latest = repository_of({RECORD: whole, keys.ROOT: root_of(record, whole), name: fragments()[0]}).latest()
+    assert latest is not None
+    plan_world(latest, latest.world_size, per_node=8)
+
+
 TARGETS: dict[str, Callable[[bytes], Any]] = {
-    target.__name__: target for target in (any_record, marker, root, record, fragment, value, pack, key)
+    target.__name__: target
+    for target in (any_record, marker, root, record, fragment, value, pack, key, value_text, value_tree, safetensors, plan)
 }

@@ -80,13 +80,14 @@ def header(fields: object, rest: bytes = b"") -> bytes:
         (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"), "do not fill the file"),
         (header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"), "invalid header"),
         (header({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}}), "invalid header"),
+        (header({"a": {"dtype": "U8", "shape": [2**62, 4, 0], "data_offsets": [0, 0]}}), "invalid header"),
         (header({"a": {"dtype": "O", "shape": [2], "data_offsets": [0, 8]}}, b"12345678"), "invalid header"),
         (
             header({n: {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]} for n in "ab"}, b"12345678"),
             "do not fill the file",
         ),
     ],
-    ids=["empty", "no header", "a list", "cut", "too small", "negative", "objects", "overlapping"],
+    ids=["empty", "no header", "a list", "cut", "too small", "negative", "absurd", "objects", "overlapping"],
 )
 def test_an_invalid_safetensors_file_is_refused(tmp_path: Path, data: bytes, told: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
@@ -154,3 +155,10 @@ def test_a_hugging_face_cache_is_imported(tmp_path: Path) -> None:
     (snapshot / "m.safetensors.index.json").symlink_to("../../blobs/02")
     for source in (snapshot, snapshot / "m.safetensors.index.json", snapshot / "x.safetensors"):
         assert run_json("import", source, tmp_path / "run")["tensors"] == 1
+
+
+def test_an_index_of_gigabytes_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "m.safetensors.index.json").open("wb") as file:
+        file.truncate(8 << 30)
+    error = run_json("import", tmp_path, tmp_path / "run", code=2)["error"]
+    assert error["what"] == "has more than 32 MiB"

@@ -10,6 +10,7 @@ from cli_runner import run, run_json, without_packs
 from local_cluster import LocalCluster
 
 from raystow.orchestrator import ray_cluster
+from raystow.orchestrator.restore import what_if
 from raystow.storage.errors import ClusterError
 
 
@@ -49,6 +50,13 @@ def test_chunks_of_two_nodes_are_read_once_and_passed_on(folder):
     assert [node["bytes"] for node in wide["nodes"]] == [wide["stored"]] * 2
     assert (wide["bytes"], wide["passed_on"]) == (wide["stored"], pytest.approx(wide["stored"], abs=2))
     assert wide["assumption"] == "every rank reads every tensor whole"
+
+
+def test_a_plan_of_too_many_reads_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(what_if, "_MOST_READS", 20)
+    assert run_json("plan", folder, "--world", 10)["world"] == 10
+    error = run_json("plan", folder, "--world", 100, "--replicated", code=2)["error"]
+    assert (error["what"], error["remedy"]) == ("100 ranks would read more than 20 chunks", "plan for fewer ranks")
 
 
 def test_the_text_output_is_a_table_with_the_assumption(folder):

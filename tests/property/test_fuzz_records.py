@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fuzz.seeds import MARKER, RECORD, ROOT, seeds
+from fuzz.seeds import MARKER, RECORD, ROOT, planned, seeds
 from fuzz.targets import TARGETS, allowed, body, sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,9 @@ from raystow.storage.limits import MAX_DIGITS, MAX_MARKER
 
 checked = settings(max_examples=50, deadline=10_000)
 """Settings with a time-out of 10 seconds for each input."""
-RECORDS = {"marker": MARKER, "root": ROOT.dump(), "record": RECORD.dump()}
+RECORDS = {"marker": MARKER, "root": ROOT.dump(), "record": RECORD.dump(), "plan": planned().dump()}
+TEXTS = ["value_text", "value_tree", "safetensors"]
+"""Targets whose inputs are JSON without the first line of a record."""
 
 # JSON texts to insert into a record, by the placeholder string that each text replaces.
 RAW = {
@@ -75,13 +77,19 @@ def grown(node: Any, value: Any) -> Any:
 
 
 def tree_of(kind: str) -> dict[str, Any]:
-    """Return a valid record as a tree, without its digest."""
+    """Return a valid input as a tree; a record without its digest."""
+    if kind in TEXTS:
+        return json.loads(seeds()[kind][0])
     return {name: value for name, value in json.loads(RECORDS[kind]).items() if name != "digest"}
 
 
 def text(tree: Any) -> bytes:
     """Return a tree as the text below the first line of a record."""
-    return re.sub(r'"(@\w+)"', lambda found: RAW[found[1]], json.dumps(tree)[1:]).encode()
+    return json_text(tree)[1:]
+
+
+def json_text(tree: Any) -> bytes:
+    return re.sub(r'"(@\w+)"', lambda found: RAW[found[1]], json.dumps(tree)).encode()
 
 
 @st.composite
@@ -98,10 +106,10 @@ def trees(draw: st.DrawFn, kind: str) -> bytes:
             tree = changed(tree, path[:-1], lambda node, path=path: {k: v for k, v in node.items() if k != path[-1]})
         else:
             tree = changed(tree, path, lambda node, how=how, value=value: grown(node, value) if how == "grow" else value)
-    return text(tree)
+    return (json_text if kind in TEXTS else text)(tree)
 
 
-@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("kind", [*RECORDS, *TEXTS])
 @checked
 @given(data=st.data())
 def test_hostile_records_raise_only_raystow_errors(kind: str, data: st.DataObject) -> None:
@@ -110,7 +118,7 @@ def test_hostile_records_raise_only_raystow_errors(kind: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:24])
-@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("kind", ["marker", "root", "record"])
 def test_hostile_fields_raise_only_raystow_errors(kind: str, value: Any) -> None:
     tree = tree_of(kind)
     for path in places(tree):
@@ -118,7 +126,7 @@ def test_hostile_fields_raise_only_raystow_errors(kind: str, value: Any) -> None
             allowed(lambda path=path: TARGETS[kind](text(changed(tree, path, lambda node: value))))
 
 
-@pytest.mark.parametrize("target", ["any_record", "marker", "root", "record", "value", "key"])
+@pytest.mark.parametrize("target", ["any_record", "marker", "root", "record", "value", "key", *TEXTS, "plan"])
 @checked
 @given(data=st.data())
 def test_changed_bytes_raise_only_raystow_errors(target: str, data: st.DataObject) -> None:
@@ -162,6 +170,12 @@ def test_an_invalid_rank_raises_damaged(rank: Any) -> None:
     data = sealed(text(changed(tree_of("record"), ("fragments", 0, "ranks"), lambda node: [rank])))
     with pytest.raises(Damaged, match=r"version\.json"):
         VersionRecord.load(data, RECORD.key())
+
+
+@pytest.mark.parametrize(("path", "number"), [(("world_size",), 10**12), (("fragments", 0, "chunks"), 10**12)])
+def test_a_count_out_of_range_raises_damaged(path: tuple[Any, ...], number: int) -> None:
+    with pytest.raises(Damaged, match="1000000000000"):
+        VersionRecord.load(sealed(text(changed(tree_of("record"), path, lambda node: number))), RECORD.key())
 
 
 @pytest.mark.parametrize("number", [2**63, "@int"])

@@ -52,6 +52,7 @@ def peak() -> int:
         ("shape", lambda: numbers(pa.int64())),
         ("name", lambda: pa.array(["n" * (1 << 16)] * 2000)),
         ("value", lambda: pa.array(["0" * (100 << 20)])),
+        ("group", lambda: pa.array(["n" * (1 << 16)] * 14_000)),
     ],
 )
 def test_a_small_fragment_takes_little_memory(column: str, make: object) -> None:

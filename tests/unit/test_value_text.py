@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from raystow.orchestrator.save import value_text
 from raystow.orchestrator.save.value_text import dumps, loads
 from raystow.storage.errors import Damaged, StateError
+from raystow.storage.format import json_text
 
 
 def test_values_keep_their_types() -> None:
@@ -40,10 +42,24 @@ def test_large_tensors_are_refused() -> None:
         dumps({"average": large}, what="state")
 
 
-@pytest.mark.parametrize("text", ["{}", "[[1, 2]]", "[" * 100_000, '[["[\\"other\\"]", 1]]'])
+HUGE = [f'["q",[{2**70},[]]]', f'["n",["float32",[{2**70}],""]]', '["n",["float32",[4611686018427387904,4,0],""]]']
+
+
+@pytest.mark.parametrize("text", ["{}", "[[1, 2]]", "[" * 100_000, '[["[\\"other\\"]", 1]]', *HUGE])
 def test_other_texts_are_damaged(text: str) -> None:
     with pytest.raises(Damaged):
         loads(text)
+
+
+def test_more_values_than_can_be_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (value_text, json_text):
+        monkeypatch.setattr(module, "MAX_ITEMS", 100)
+    text = dumps(["[,{" * 100, '"\\\\[', *range(90)])  # brackets in texts take no memory of their own
+    assert loads(text) == ["[,{" * 100, '"\\\\[', *range(90)]
+    with pytest.raises(StateError, match="has 103 values; 100 can be stored"):
+        dumps(list(range(100)), what="state")
+    with pytest.raises(Damaged):
+        loads(f'["l",[{"[]," * 60}0]]')
 
 
 class Mode(str, enum.Enum):

@@ -56,7 +56,7 @@ def loads(text: str) -> object:
     """Return the tree of a text; tensors are on the CPU. ``Damaged`` for any other text."""
     try:
         return _decode(strict_json(text), 0)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise Damaged(f"not a tree of values: {text[:40]!r}") from error
 
 

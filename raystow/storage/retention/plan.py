@@ -96,11 +96,15 @@ class RetentionPlan:
 
     def replacement(self, entry: Entry) -> Replacement:
         """The replacement of one of ``thinned`` or ``compacted``. Reads its record and manifest."""
-        return replacement.plan(self.catalog, entry, self._goal(entry), siblings=tuple(self._entries.values()))
+        return replacement.plan(self.catalog, entry, self._goal(entry), siblings=self._entries)
 
     @functools.cached_property
-    def _entries(self) -> dict[int, Entry]:
-        return {decision.entry.id: decision.entry for decision in self.decisions}
+    def _entries(self) -> tuple[Entry, ...]:
+        return tuple(decision.entry for decision in self.decisions)
+
+    @functools.cached_property
+    def _entry_of(self) -> dict[int, Entry]:
+        return {entry.id: entry for entry in self._entries}
 
     @functools.cached_property
     def _by_id(self) -> dict[int, Decision]:
@@ -131,7 +135,7 @@ class RetentionPlan:
 
     def moved(self, entry: Entry) -> int:
         """The stored bytes that are read and written to make one of ``compacted`` whole, estimated."""
-        read = base_chain(self._entries, entry)
+        read = base_chain(self._entry_of, entry)
         return sum(one.stored for one in read) + estimate(entry, read[-1])
 
     def drop(self, fence: Fence | None = None) -> tuple[Entry, ...]:
