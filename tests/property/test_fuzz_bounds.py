@@ -7,7 +7,6 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from fuzz.seeds import ENTRY, ROOT, planned, row, value_row
-from fuzz.targets import ID, body, described
+from fuzz.seeds import ROOT, planned, row, value_row
+from fuzz.targets import body, described
 
 from raystow.storage import limits
 from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.format import boxes
 from raystow.storage.format.manifest import SCHEMA
-from raystow.storage.format.root import Root
 
 MIB = 1 << 20
 PLAIN = {"write_statistics": False, "store_schema": False}
@@ -122,11 +120,6 @@ def many_small_objects_in_a_root(path: Path) -> None:
     path.write_bytes(ROOT.dump().partition(b"\n")[2].rstrip(b"}\n") + b',"x":[' + b"{}," * (6 * MIB) + b"0]}")
 
 
-def a_root_of_a_long_chain(path: Path) -> None:
-    entries = [replace(ENTRY, id=id, bases=(id - 1,) if id > 1 else ()) for id in range(1, 10_000)]
-    path.write_bytes(body(Root(ID, next_id=10_000, versions=tuple(entries)).dump()))
-
-
 def a_record_of_a_thousand_million_ranks(path: Path) -> None:
     path.write_bytes(body(planned(10**9 - 1).dump()))
 
@@ -137,11 +130,6 @@ def small_lists_among_values(path: Path) -> None:
 
 def small_objects_in_a_header(path: Path) -> None:
     path.write_bytes(b'{"w":[' + b"{}," * (8 * MIB) + b"0]}")
-
-
-def a_path_of_many_parts(path: Path) -> None:
-    long = json.dumps(["state", *["x" * 4] * 8000])
-    path.write_bytes(json.dumps([[long, "1"]] * 100).encode())
 
 
 def many_small_lists_in_a_value(path: Path) -> None:
@@ -173,11 +161,9 @@ BOMBS: dict[Callable[[Path], None], tuple[str, int]] = {
     a_deflate_stream_that_expands: ("pack", 32),
     streams_of_one_byte: ("pack", 128),
     many_small_objects_in_a_root: ("root", 128),
-    a_root_of_a_long_chain: ("root", 64),
     a_record_of_a_thousand_million_ranks: ("plan", 32),
     small_lists_among_values: ("value_text", 128),
     small_objects_in_a_header: ("safetensors", 128),
-    a_path_of_many_parts: ("value_tree", 64),
     many_small_lists_in_a_value: ("value", 128),
     digits_of_a_value: ("value", 64),
     a_key_of_a_million_digits: ("key", 32),

@@ -16,8 +16,9 @@ from msgspec import structs
 from raystow.storage.coding.chunk import packed
 from raystow.storage.coding.rounded import Rounded
 from raystow.storage.errors import Damaged, RaystowError, Unsupported
-from raystow.storage.format.manifest import SCHEMA, Fragment, Value
+from raystow.storage.format.manifest import SCHEMA, Fragment, Value, parse_path, path_text
 from raystow.storage.format.selection import Sought, select
+from raystow.storage.limits import MAX_DEPTH
 
 KEY = "versions/00000001-0000000000000000/tensors-00003.parquet"
 VALUES = (Value("lr", '["lr"]', "0.1", (0, 1)), Value("seed", '["seed"]', "7", (1,)))
@@ -181,3 +182,11 @@ def test_a_column_of_another_type_is_damage(column: str) -> None:
     pq.write_table(pa.Table.from_pylist(rows, schema), sink)
     with pytest.raises(Damaged, match=KEY):
         Fragment.load(sink.getvalue(), 0, KEY)
+
+
+def test_a_path_of_too_many_parts_is_damage() -> None:
+    """Its names together would grow with the square of its parts."""
+    longest = ("x",) * MAX_DEPTH
+    assert parse_path(path_text(longest)) == longest
+    with pytest.raises(Damaged, match="not a path"):
+        parse_path(path_text((*longest, "x")))

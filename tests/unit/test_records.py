@@ -10,6 +10,7 @@ from raystow.storage.errors import Damaged, Unsupported
 from raystow.storage.format import keys, records, values
 from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
+from raystow.storage.limits import MAX_CHAIN
 
 SPEC = (Path(__file__).parents[2] / "docs" / "spec" / "format-v1.md").read_text()
 ENTRY = Entry(1, "0" * 16, "ab" * 32, 663, 100, 1.25, 24, 20)
@@ -149,6 +150,14 @@ def test_an_entry_without_a_field_is_damage(name):
     del fields["versions"][0][name]
     with pytest.raises(Damaged, match=r"root\.json"):
         Root.load(sealed(fields))
+
+
+@pytest.mark.parametrize("bases", [{2: 2}, {1: 2, 2: 1}, {id: id - 1 for id in range(2, MAX_CHAIN + 2)}])
+def test_a_root_with_an_endless_chain_is_damaged(bases):
+    entries = [replace(ENTRY, id=id, bases=(bases[id],) if id in bases else ()) for id in range(1, MAX_CHAIN + 2)]
+    with pytest.raises(Damaged, match="is a delta to a later version, or is read through more than"):
+        Root.load(Root("cafe", next_id=20, versions=tuple(entries)).dump())
+    assert Root.load(Root("cafe", next_id=20, versions=tuple(replace(one, bases=()) for one in entries)).dump())
 
 
 def test_bases_survive_dump_and_load():

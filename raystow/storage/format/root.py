@@ -185,9 +185,8 @@ class Root:
             raise Damaged("the numbers of segments are not ascending", subject=keys.ROOT)
         optional = ("verified", "rollbacks", "next_segment")
         root = records.parse(Root, fields, keys.ROOT, optional=optional, versions=versions, rolled_back=rolled_back, **parsed)
-        listed = (*root.versions, *(each.entry for each in rolled_back))
-        made: tuple[Entry | Dropped | Rewrite, ...] = (*listed, *root.dropped, *root.rewrites)
-        for one in made:
+        attempts: tuple[Entry | Dropped | Rewrite, ...] = (*root.listed, *root.dropped, *root.rewrites)
+        for one in attempts:
             _check_place("version", one.id, one.attempt, root.next_id)
         _check_bases(root)
         for segment in root.segments:

@@ -105,7 +105,7 @@ def write_files(version: Version, folder: str | os.PathLike[str]) -> None:
         if "\0" in name or name.startswith("/") or ".." in parts or "/".join(parts) != name:
             raise Damaged(f"the file name {name!r} is not relative to its folder", subject=repr(version))
     for name in names:
-        path = input_path(Path(folder), Path(name).parent) / PurePosixPath(name).name
+        path = input_path(Path(folder), Path(name).parent) / Path(name).name
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{SYSTEM.token()}")  # another rank of this node may write the same file
         with part.open("xb") as file:
