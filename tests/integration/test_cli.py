@@ -24,6 +24,7 @@ from raystow.storage.errors import Damaged, UnsafeStore
 from raystow.storage.format import values
 from raystow.storage.repository import create_repository, open_repository
 from raystow.storage.version import TensorInfo
+from raystow.workers.cache import host_memory
 
 
 def mixed_state(seed: int) -> dict[str, Any]:
@@ -410,7 +411,7 @@ def test_an_exception_in_a_check_becomes_a_finding(monkeypatch: pytest.MonkeyPat
 def test_doctor_uses_the_limits_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"memory.max": f"{3 << 30}\n", "memory.current": f"{5 << 29}\n", "cpu.max": "150000 100000\n"}.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     memory, cores, shared = hardware.memory(), hardware.cores(), hardware.shared_memory()
     assert (memory.status.value, memory.found) == ("warning", "512 MiB available of 3.00 GiB (the container's limit)")

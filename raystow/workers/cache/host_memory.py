@@ -1,19 +1,42 @@
-"""How much memory this machine, or the container around this process, has."""
+"""How much memory this machine, or the control groups around this process, have."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # cgroup 2, cgroup 1
+CGROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
 
 
 def memory_limit() -> int:
-    """Bytes: the machine's, or the container's limit if that is less."""
+    """Bytes: the machine's, or those of a container, or of a job of Slurm or systemd, if that is less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _LIMITS:
-        try:
-            limits.append(int(path.read_text()))
-        except (OSError, ValueError):
-            pass  # no such limit, or "max"
+    for folder in control_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # cgroup 2, cgroup 1
+            try:
+                limits.append(int((folder / name).read_text()))
+            except (OSError, ValueError):
+                pass  # no such limit, or "max"
     return min(limits)
+
+
+def control_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of all control groups around this process, of cgroup 2 and of a controller of cgroup 1. Each may have a
+    limit. A container sees its own group as the outermost one, or by a path that is not there."""
+    try:
+        lines = _OWN.read_text().splitlines()
+    except OSError:
+        lines = []
+    yield from (CGROUPS, CGROUPS / controller)
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        folder = CGROUPS / controller if controllers else CGROUPS
+        for part in Path(path).parts[1:]:
+            if part == "..":  # outside of what this container sees
+                break
+            folder /= part
+            yield folder

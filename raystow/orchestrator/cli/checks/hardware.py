@@ -6,8 +6,10 @@ import importlib.util
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+from ....workers.cache.host_memory import control_groups
 from ....workers.shm.ring import SLOT, Ring
 from ..output import count, size
 from .finding import Finding, ok, warning
@@ -15,7 +17,6 @@ from .finding import Finding, ok, warning
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MEMINFO = Path("/proc/meminfo")
 _SHM = Path("/dev/shm")
-_CGROUP = Path("/sys/fs/cgroup")
 _RANK = 1 << 30  # bytes that a Checkpointer uses per rank by default
 _NO_IPC = "only training processes can compress GPU tensors, not the node worker; a known cause is expandable_segments:True"
 _UNLIMITED = 1 << 60  # bytes; cgroup v1 represents "no limit" by a number near 2**63
@@ -135,22 +136,25 @@ def _meminfo(name: str) -> int | None:
 
 def _cgroup_memory() -> tuple[int, int] | None:
     """The container's limit and use in bytes, by cgroup v2 or v1; None without a limit."""
-    return _pair("memory.max", "memory.current") or _pair("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+    found = [
+        *_pairs("memory", "memory.max", "memory.current"),
+        *_pairs("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ]
+    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
 
 
 def _quota() -> float | None:
     """Cores that the container may use, by cgroup v2 or v1; None without a quota."""
-    shares = _pair("cpu.max") or _pair("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
-    return shares[0] / shares[1] if shares else None
+    shares = [*_pairs("cpu", "cpu.max"), *_pairs("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    return min((quota / period for quota, period in shares), default=None)
 
 
-def _pair(*names: str) -> tuple[int, int] | None:
-    """Two numbers in files of the control group; None if a file is missing or says that there is no limit."""
-    words = " ".join(_text(_CGROUP / name) for name in names).split()
-    if len(words) != 2 or not all(word.isdecimal() for word in words):
-        return None
-    first, second = map(int, words)
-    return (first, second) if first < _UNLIMITED else None
+def _pairs(controller: str, *names: str) -> Iterator[tuple[int, int]]:
+    """Yield two numbers in files of each control group, unless a file is missing or says that there is no limit."""
+    for folder in control_groups(controller):
+        words = " ".join(_text(folder / name) for name in names).split()
+        if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[0]) < _UNLIMITED:
+            yield int(words[0]), int(words[1])
 
 
 def _text(path: Path) -> str:
