@@ -54,7 +54,7 @@ def test_a_flood_of_saves_is_refused(run: CoordinatedRun, monkeypatch: pytest.Mo
     first = run.begin(0)
     for save in (2, 3):
         run.begin(0, save, save=save)
-    with pytest.raises(SaveFailed, match="3 saves of this run are open"):
+    with pytest.raises(SaveFailed, match="3 saves are open: some ranks begin saves that others do not"):
         run.begin(0, 4, save=4)
     run.seal([first, run.begin(1)])
     run.commit()
