@@ -92,15 +92,22 @@ _PASSED = ("etag", "last-modified", "content-type", "content-range")
 @contextlib.contextmanager
 def gcs_server(bucket: str) -> Iterator[str]:
     """Yield the name of a bucket; the variables of this process refer to its server meanwhile, with credentials."""
-    with moto() as backend, GcsServer(backend) as server, pytest.MonkeyPatch.context() as environment:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with moto() as backend, gcs_proxy(backend, bucket) as host, pytest.MonkeyPatch.context() as environment:
         for name in [name for name in os.environ if name.startswith("GOOGLE_")]:
             environment.delenv(name)
         environment.setenv("GOOGLE_BEARER_TOKEN", "token")
-        environment.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{server.server_address[1]}")
+        environment.setenv("STORAGE_EMULATOR_HOST", host)
+        yield bucket
+
+
+@contextlib.contextmanager
+def gcs_proxy(backend: str, bucket: str) -> Iterator[str]:
+    """Make a bucket at a moto server, and yield the host and port where it answers as Google does."""
+    with GcsServer(backend) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         connection = http.client.HTTPConnection(server.backend)
         connection.request("PUT", f"/{bucket}", headers=_SIGNED)
         assert connection.getresponse().status == 200
         connection.close()
-        yield bucket
+        yield f"127.0.0.1:{server.server_address[1]}"
         server.shutdown()

@@ -23,7 +23,7 @@ from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from ...storage.log import about, here
 from ...storage.stores.settings import JobSettings, StoreAddress
-from ...workers import ray_metrics
+from ...workers import actor_environment, ray_metrics
 from ...workers.node.actor import holders, journal_entries, ranks_connected
 from ...workers.protocol import messages
 from ...workers.protocol.messages import (
@@ -76,6 +76,7 @@ class CoordinatorActor:
     """
 
     def __init__(self, uri: str, unused: float = UNUSED, place: str = "") -> None:
+        actor_environment.leave_job()
         ray_metrics.export()
         here(node=ray.get_runtime_context().get_node_id())
         self._uri, self._settings = uri, JobSettings(StoreAddress(uri, place))

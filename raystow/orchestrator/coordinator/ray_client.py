@@ -15,6 +15,7 @@ from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo
 from ...storage.log import about
 from ...storage.stores.settings import LOCAL, StoreSettings
+from ...workers import actor_environment
 from ...workers.node.actor import NAMESPACE
 from ...workers.protocol import messages
 from ...workers.protocol.messages import (
@@ -238,6 +239,7 @@ def coordinator_actor(uri: str, place: str = "", *, unused: float = UNUSED) -> A
             resources={"node:__internal_head__": 0.001},
             max_restarts=-1,
             max_task_retries=-1,
+            runtime_env=actor_environment.for_actor(),
             max_concurrency=1_000_000,  # a call of each rank waits until the last one votes
         )
         .remote(uri, unused, place)

@@ -64,8 +64,13 @@ _VARIABLES = {
     "client_id": ("AZURE_STORAGE_CLIENT_ID", "AZURE_CLIENT_ID"),
     "tenant_id": ("AZURE_STORAGE_TENANT_ID", "AZURE_STORAGE_AUTHORITY_ID", "AZURE_TENANT_ID", "AZURE_AUTHORITY_ID"),
     "endpoint": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    "authority_host": ("AZURE_STORAGE_AUTHORITY_HOST", "AZURE_AUTHORITY_HOST"),
+    "msi_endpoint": ("IDENTITY_ENDPOINT", "AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT"),
+    "msi_resource_id": ("AZURE_MSI_RESOURCE_ID",),
+    "object_id": ("AZURE_OBJECT_ID",),
+    "credential_type": ("AZURE_CREDENTIAL_TYPE",),
+    "encryption_key": ("AZURE_STORAGE_ENCRYPTION_KEY",),
 }
-_IDENTITY_ENDPOINTS = ("IDENTITY_ENDPOINT", "AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT")
 _CONNECTION_STRING = {
     "AccountName": "account_name",
     "AccountKey": "account_key",
@@ -98,8 +103,7 @@ class AzureStore(CloudStore):
             return config
         if _has_cli_login():
             return config | {"use_azure_cli": True}
-        metadata = next(filter(None, map(os.environ.get, _IDENTITY_ENDPOINTS)), METADATA)
-        require_metadata(metadata, self.uri, _CREDENTIALS)
+        require_metadata(str(config.get("msi_endpoint", METADATA)), self.uri, _CREDENTIALS)
         return config
 
 

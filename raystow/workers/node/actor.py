@@ -20,7 +20,7 @@ from ...storage.errors import ClusterError
 from ...storage.gc_pause import freeze
 from ...storage.log import here
 from ...storage.stores.settings import JobSettings
-from .. import ray_metrics
+from .. import actor_environment, ray_metrics
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
     PROTOCOL,
@@ -59,6 +59,7 @@ class NodeActor:
     """Holds a ``Node``; neither shards nor copies pass through the actor's methods."""
 
     def __init__(self, connect: Callable[[str, JobSettings], CoordinatorClient]) -> None:
+        actor_environment.leave_job()
         ray_metrics.export()
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         here(node=node)
@@ -192,7 +193,7 @@ def node_actor(connect: Callable[[str, JobSettings], CoordinatorClient]) -> Acto
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=_AT_ONCE,
-            runtime_env=_environment(ray.__version__),
+            runtime_env=actor_environment.for_actor(**_gpu_variables(ray.__version__)),
             scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False),
         )
         .remote(connect)
@@ -274,7 +275,7 @@ def _name(node: str) -> str:
     return f"{NODE}{node}"
 
 
-def _environment(version: str) -> dict[str, dict[str, str]] | None:
-    """The runtime environment in which the GPUs stay visible to an actor that asks for none."""
+def _gpu_variables(version: str) -> dict[str, str]:
+    """The variables that keep the GPUs visible to an actor that asks for none."""
     numbers = tuple(int(number) for number in version.split(".")[:2])
-    return None if numbers >= _SEES_GPUS else {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
+    return {} if numbers >= _SEES_GPUS else {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
