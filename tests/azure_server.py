@@ -31,7 +31,7 @@ _SCRIPT = "node_modules/azurite/dist/src/blob/main.js"
 @contextlib.contextmanager
 def azure_server() -> Iterator[str]:
     """Yield the endpoint of an account; the AZURE_* variables of this process refer to it meanwhile, with credentials. The other
-    account has its endpoint beside it."""
+    account has an endpoint, too."""
     script, node = _FOLDER / _SCRIPT, shutil.which("node")
     if node is None or not script.is_file():
         pytest.skip("Azurite is not installed: make azurite (needs Node)")

@@ -4,6 +4,7 @@
     ├── StateError             the state, ``into`` or an argument is invalid: change it
     ├── StoreError             the object store failed or refused
     │   ├── NotFound           there is no such object
+    │   ├── CredentialsRefused the store does not accept the credentials, or no longer: renew them
     │   ├── PreconditionFailed a conditional write lost: read again
     │   ├── StoreUnavailable   time-out, throttling, broken connection: try again later
     │   │   └── StoreFull      there is no space, or a quota is used up: free some
@@ -54,6 +55,10 @@ class StateError(RaystowError):
 
 class StoreError(RaystowError):
     """The object store refused or failed an operation."""
+
+
+class CredentialsRefused(StoreError):
+    """The store does not accept the credentials of a request, which had no effect."""
 
 
 class PreconditionFailed(StoreError):

@@ -10,6 +10,9 @@ import re
 
 import ray
 
+from ..storage.log import here
+from . import ray_metrics
+
 _OF_STORES = "AWS_", "AZURE_", "GOOGLE_"
 _PRIVATE = re.compile(rf"({'|'.join(_OF_STORES)})|(?!RAY_|RAYSTOW_).*(SECRET|TOKEN|KEY|PASS|CREDENTIAL)")
 
@@ -23,11 +26,15 @@ def for_actor(**variables: str) -> dict[str, dict[str, str]]:
     return {"env_vars": {**dict.fromkeys(filter(_PRIVATE.match, inherited), ""), **variables}}
 
 
-def leave_job() -> None:
-    """Remove the variables of stores from this process, an actor, whoever has set them, and those that were made empty.
+def enter() -> str:
+    """Begin an actor: its log and its metrics name the node, whose id is returned, and the variables of stores are removed.
 
-    What is removed from the process stays in its image: hence ``for_actor``.
+    What is removed from a process stays in its image: hence ``for_actor``.
     """
     for name, value in list(os.environ.items()):
         if name.startswith(_OF_STORES) or (not value and _PRIVATE.match(name)):
             del os.environ[name]
+    node: str = ray.get_runtime_context().get_node_id()
+    ray_metrics.export()
+    here(node=node)
+    return node

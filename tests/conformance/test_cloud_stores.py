@@ -18,7 +18,15 @@ import raystow
 from raystow.orchestrator.cli.checks.finding import Status
 from raystow.orchestrator.cli.checks.store import check_store
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Damaged, NotFound, PreconditionFailed, StateError, StoreError, StoreUnavailable
+from raystow.storage.errors import (
+    CredentialsRefused,
+    Damaged,
+    NotFound,
+    PreconditionFailed,
+    StateError,
+    StoreError,
+    StoreUnavailable,
+)
 from raystow.storage.stores import azure, open_store
 from raystow.storage.stores.azure import AzureStore
 from raystow.storage.stores.cloud import CloudStore
@@ -67,7 +75,7 @@ def google() -> CloudStore:
 @pytest.mark.parametrize(
     ("server", "kind"),
     [
-        ([(401, "AuthenticationRequired")], StoreError),
+        ([(401, "AuthenticationRequired")], CredentialsRefused),
         ([(403, "AccessDenied")], StoreError),
         ([(404, "NoSuchBucket")], StoreError),
         ([(503, "ServiceUnavailable")], StoreUnavailable),
@@ -115,7 +123,7 @@ def test_missing_google_credentials_are_reported(clouds: pytest.MonkeyPatch, goo
 @pytest.mark.parametrize(
     ("server", "kind"),
     [
-        ([(403, "AuthenticationFailed")], StoreError),
+        ([(403, "AuthenticationFailed")], CredentialsRefused),
         ([(403, "AuthorizationPermissionMismatch")], StoreError),
         ([(404, "ContainerNotFound")], StoreError),
         ([(412, "LeaseIdMissing")], StoreError),

@@ -26,6 +26,7 @@ from raystow.storage.repository import create_repository
 from raystow.storage.stores import open_store
 from raystow.storage.stores.request_limits import RequestLimits
 from raystow.storage.stores.s3 import S3Store
+from raystow.storage.stores.settings import JobSettings, StoreAddress
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +105,13 @@ def test_every_request_carries_the_demands_of_a_policy(
             assert variables.get("AWS_SSE_CUSTOMER_KEY_BASE64", "none") not in repr(settings)
             use(own)
         server.refused.clear()
-        use(S3Store(bucket, prefix, limits=PARTS, given=lambda: settings))  # in an actor of another job
+        given = JobSettings(StoreAddress(uri, settings.place))
+        given.use(settings)
+        use(S3Store(bucket, prefix, limits=PARTS, given=given))  # in an actor of another job
         assert not server.refused
         monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms:dsse")
         with pytest.raises(StoreError, match="made by a job with another AWS_SERVER_SIDE_ENCRYPTION"):
-            S3Store(bucket, prefix, given=lambda: settings).put("versions/a", [b"x"])
+            S3Store(bucket, prefix, given=given).put("versions/a", [b"x"])
 
 
 def use(store: S3Store) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ import pytest
 import ray
 from azure_server import ACCOUNT, KEY, OTHER_ACCOUNT, OTHER_KEY, azure_server, connection_string, make_container
 from gcs_server import gcs_proxy
-from key_gateway import key_gateway
-from polling import wait_until
+from key_gateway import KeyGateway, key_gateway
 from ranks import Rank, every
 from ray.cluster_utils import Cluster
 from s3_server import moto
@@ -141,36 +139,77 @@ def test_another_job_has_other_credentials(cluster: Cluster, servers: tuple[str,
         every([before], "leave")
 
 
-def keys_file(path: Path, key: str, seconds: float) -> None:
-    """Write temporary keys, as a ``credential_process`` prints them."""
-    end = datetime.now(timezone.utc) + timedelta(seconds=seconds)
-    keys = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": f"secret-of-{key}", "SessionToken": f"token-of-{key}"}
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(keys | {"Expiration": end.isoformat()}))
-    new.replace(path)
+class ProcessKeys:
+    """Keys that a ``credential_process`` prints."""
+
+    def __init__(self, gateway: KeyGateway, folder: Path) -> None:
+        self._gateway, self._file, profile = gateway, folder / "keys.json", folder / "config"
+        profile.write_text(f"[profile job]\ncredential_process = cat {self._file}\n")
+        self.variables = {"AWS_CONFIG_FILE": str(profile), "AWS_PROFILE": "job"}
+        self.rotate()
+
+    def rotate(self) -> None:
+        """Let the server accept only keys that are issued from now on."""
+        self._gateway.accepted.clear()
+        keys = {"Version": 1, "SessionToken": "token", **self._gateway.issue()}
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(keys))
+        new.replace(self._file)
 
 
-def test_temporary_credentials_are_renewed(cluster: Cluster, servers: tuple[str, str], uri: str, tmp_path: Path) -> None:
-    """Only the job's process can renew them: no actor has its profile. In the end the first ones are refused."""
-    keys, profile = tmp_path / "keys.json", tmp_path / "config"
-    profile.write_text(f"[profile job]\ncredential_process = cat {keys}\nregion = us-east-1\n")
-    keys_file(keys, "first", 12)
-    with key_gateway(servers[0], "first", "second") as gateway:
-        rank = Job(AWS_CONFIG_FILE=str(profile), AWS_PROFILE="job", AWS_ENDPOINT_URL=gateway.endpoint).rank()
+class WebIdentity:
+    """Keys of a role that a token stands for, as on EKS."""
+
+    def __init__(self, gateway: KeyGateway, folder: Path) -> None:
+        token = folder / "token"
+        token.write_text("the token of a service account")
+        role = "arn:aws:iam::123456789012:role/training"
+        self.variables = {"AWS_WEB_IDENTITY_TOKEN_FILE": str(token), "AWS_ROLE_ARN": role}
+        self.rotate = gateway.accepted.clear
+
+
+class MachineRole:
+    """Keys of the role of a machine."""
+
+    def __init__(self, gateway: KeyGateway, folder: Path) -> None:
+        self.variables = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": gateway.endpoint}
+        self.rotate = gateway.accepted.clear
+
+
+@pytest.fixture(scope="module")
+def renewing_rank(cluster: Cluster) -> Any:
+    return Job(AWS_SECRET_ACCESS_KEY="").rank()
+
+
+def set_aws(_: Rank, variables: dict[str, str]) -> None:
+    """Let a rank have these variables and no others of AWS."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+@pytest.mark.parametrize("identity", [ProcessKeys, WebIdentity, MachineRole])
+def test_refused_credentials_are_renewed(
+    renewing_rank: Any, servers: tuple[str, str], uri: str, tmp_path: Path, identity: Any
+) -> None:
+    """Only the job's process can renew them: no actor has its identity. Saves failed with ``ExpiredToken``."""
+    rank = renewing_rank
+    with key_gateway(servers[0]) as gateway:
+        keys = identity(gateway, tmp_path)
+        variables = {"AWS_ENDPOINT_URL": gateway.endpoint, "AWS_DEFAULT_REGION": "us-east-1", **keys.variables}
+        ray.get(rank.do.remote(set_aws, variables))
         ray.get(rank.begin.remote(uri, 0, 1, {}), timeout=120)
         saved(rank, 1, step=1)
-        assert gateway.keys_of("PUT", "pack|root") == {"first"}
-        keys_file(keys, "second", 3600)
-        steps = iter(range(2, 1000))
-
-        def renewed() -> bool:
-            saved(rank, 2, step=next(steps))
-            return all("second" in gateway.keys_of("PUT", name) for name in (r"\.pack", r"root\.json"))
-
-        wait_until(renewed, "uploads and commits with the renewed credentials", 60)
-        gateway.accepted = {"second"}
-        saved(rank, 3, step=next(steps))
-        assert restored(rank) == 3
+        for number, place in enumerate([r"root\.json", r"\.pack", ""], start=2):  # of the coordinator, of the node worker, of all
+            gateway.guarded = place
+            keys.rotate()
+            before = len(gateway.seen)
+            saved(rank, number, step=number)
+            used = [key for _, path, key in gateway.seen[before:] if key and re.search(place, path)]
+            assert set(used) - gateway.accepted  # was refused
+            assert used[-1] in gateway.accepted
+        keys.rotate()
+        assert restored(rank) == 4
         every([rank], "leave")
 
 

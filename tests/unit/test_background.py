@@ -231,7 +231,7 @@ def test_a_loop_survives_errors(
             monkeypatch.setattr(settings_renewal, "_LONGEST", 0.01)
             monkeypatch.setattr(settings_renewal, "_SHORTEST", 0.01)
             monkeypatch.setattr(owner, name, lambda *args: failing(*args))
-            stop = settings_renewal.SettingsRenewal(lambda: LOCAL, LOCAL, lambda settings: None).close
+            stop = settings_renewal.SettingsRenewal(lambda anew: LOCAL, LOCAL, lambda settings: None).close
         elif thread == "raystow-train":
             monkeypatch.setattr(owner, name, lambda *args: failing(*args))
             sync = TrainSync(memory_repository(), "run", listed=lambda seconds: (), write_pointer=lambda entry: None)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ...storage import background
 from ...storage.errors import ClusterError
-from ...workers.protocol.messages import Acknowledged, KeepNode
+from ...workers.protocol.messages import Acknowledged, KeepNode, RenewSettings
 from ...workers.protocol.unix_channel import Connection
 
 AFTER_DEATH = 600.0
@@ -24,10 +24,13 @@ class Presence:
         uri: Of the repository.
         seconds: For which the node keeps its memory after ``close``.
         renew: Finds the node worker again after its process has died, and calls ``announce``. May raise ``ClusterError``.
+        send_settings: Lets the settings of the store be sent again.
     """
 
-    def __init__(self, uri: str, seconds: float, renew: Callable[[], object]) -> None:
-        self._uri, self._seconds, self._renew = uri, seconds, renew
+    def __init__(
+        self, uri: str, seconds: float, renew: Callable[[], object], send_settings: Callable[[], object] = lambda: None
+    ) -> None:
+        self._uri, self._seconds, self._renew, self._send_settings = uri, seconds, renew, send_settings
         self._address = ""
         self._connection: Connection | None = None
         self._closed, self._lock = False, threading.Lock()
@@ -54,8 +57,9 @@ class Presence:
             self._disconnect()
 
     def _watch(self, connection: Connection) -> None:
-        """Wait for the end of the node worker, or of this connection."""
-        connection.receive(Acknowledged)
+        """Serve the node worker until it, or this connection, ends."""
+        while connection.receive(RenewSettings) is not None:
+            self._send_settings()
         with self._lock:
             lost = connection is self._connection
         if lost:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 from concurrent.futures import Future, wait
@@ -69,11 +68,10 @@ class Startup:
         ray_metrics.export()
         here(node=self.connection.node)
         self._pid, self._process = os.getpid(), ray_cluster.run_here()
-        self._settings = functools.partial(settings_of, store)
         self._node = ""  # the address of the node worker, once it was asked for
         self._renewal: SettingsRenewal | None = None
         self.port = RayCoordinatorClient(self.uri, self._settings)
-        self._presence = Presence(self.uri, keep, self.node_address)
+        self._presence = Presence(self.uri, keep, self.node_address, self._send_settings)
         self._started: Future[CoordinatorStarted] = Future()
         self._joining, self._closed, self._lock = False, False, threading.Lock()
         with _making:
@@ -148,9 +146,16 @@ class Startup:
         """Tell the coordinator that a save of this rank has failed. Returns whether it did not know."""
         return self.port.save_failed(self._rank, self.member.incarnation, number, step, f"rank {self._rank}: {what}")
 
+    def _settings(self, anew: bool = False) -> StoreSettings:
+        return settings_of(self.store, anew=anew)
+
+    def _send_settings(self) -> None:
+        if self._renewal is not None:
+            self._renewal.ask()
+
     def _renew(self, settings: StoreSettings) -> None:
-        self.port.open_store(settings)
         self._open_store(settings)
+        self.port.open_store(settings)
 
     def _open_store(self, settings: StoreSettings) -> None:
         """Send settings of the store to the node worker, if it needs any and this process uses it."""

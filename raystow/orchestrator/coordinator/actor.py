@@ -21,10 +21,10 @@ from ...storage.committer import outcome_in
 from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
-from ...storage.log import about, here
+from ...storage.log import about
 from ...storage.stores.settings import JobSettings, StoreAddress
-from ...workers import actor_environment, ray_metrics
-from ...workers.node.actor import holders, journal_entries, ranks_connected
+from ...workers import actor_environment
+from ...workers.node.actor import ask_for_settings, holders, journal_entries, ranks_connected
 from ...workers.protocol import messages
 from ...workers.protocol.messages import (
     Begin,
@@ -76,10 +76,8 @@ class CoordinatorActor:
     """
 
     def __init__(self, uri: str, unused: float = UNUSED, place: str = "") -> None:
-        actor_environment.leave_job()
-        ray_metrics.export()
-        here(node=ray.get_runtime_context().get_node_id())
-        self._uri, self._settings = uri, JobSettings(StoreAddress(uri, place))
+        actor_environment.enter()
+        self._uri, self._settings = uri, JobSettings(StoreAddress(uri, place), lambda: ask_for_settings(uri))
         self._opened: OpenedRepository | None = None
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()

@@ -6,13 +6,12 @@ Each store is imported only when its address needs it: a local folder needs no b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from urllib.parse import unquote
 
 from ..addresses import VALID, local_path, parse
 from ..errors import StateError
 from ..object_store import ObjectStore
-from .settings import S3Overrides, StoreSettings
+from .settings import JobSettings, S3Overrides
 
 __all__ = ["open_store"]
 
@@ -26,14 +25,14 @@ def open_store(
     uri: str,
     *,
     kept: bool = False,
-    settings: Callable[[], StoreSettings] | None = None,
+    settings: JobSettings | None = None,
     overrides: S3Overrides | None = None,
 ) -> ObjectStore:
     """Open the store at ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///path``, a plain
     path, or ``memory://name`` (this process only).
 
     Nothing is contacted, created or checked yet. Raises ``StateError`` for an invalid address. ``kept``: see ``LocalStore``.
-    ``settings``: returns those of a bucket; None for those of this process's environment, with ``overrides`` for S3.
+    ``settings``: of a bucket; None for those of this process's environment, with ``overrides`` for S3.
     """
     if not uri or any(ord(character) < 32 for character in uri):
         raise _bad("an address must not be empty or hold control characters", "the address")
@@ -61,7 +60,7 @@ def _file_path(rest: str) -> str:
     return unquote(f"/{path}", errors="surrogateescape")  # as ``LocalStore.uri`` writes bytes that are not UTF-8
 
 
-def _in_bucket(kind: str, rest: str, settings: Callable[[], StoreSettings] | None, overrides: S3Overrides | None) -> ObjectStore:
+def _in_bucket(kind: str, rest: str, settings: JobSettings | None, overrides: S3Overrides | None) -> ObjectStore:
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
     if not _BUCKET.fullmatch(bucket):

@@ -46,6 +46,7 @@ _ANSWERS = StoreAnswers(
     lost_races=("BlobAlreadyExists", "ConditionNotMet"),
     spoilt=("Md5Mismatch", "InvalidBlockList", "InvalidBlobOrBlock"),
     credentials=_CREDENTIALS,
+    expired=("AuthenticationFailed", "InvalidAuthenticationInfo"),
     later="check the endpoint (AZURE_STORAGE_ENDPOINT) and the network, or try again later",
     token_request="token request",
 )

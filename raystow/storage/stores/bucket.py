@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
 
 import obstore
 
-from ..errors import NotFound, StateError, StoreError
+from ..errors import CredentialsRefused, NotFound, StateError, StoreError
 from ..gc_pause import uncollected
 from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged
@@ -26,7 +27,7 @@ from .attempts import FAILURES, Attempts
 from .awaited import Awaited, awaiting, each
 from .forks import mark_used
 from .request_limits import RequestLimits, of_process
-from .settings import StoreSettings
+from .settings import JobSettings, StoreSettings
 from .store_answers import GET_OF_RANGE, StoreAnswers
 
 if TYPE_CHECKING:
@@ -51,6 +52,28 @@ class BucketClients:
 
 
 _Clients = TypeVar("_Clients", bound=BucketClients)
+_Store = TypeVar("_Store", bound="Bucket[Any]")
+_Result = TypeVar("_Result")
+_Parameters = ParamSpec("_Parameters")
+
+
+def renewing(
+    request: Callable[Concatenate[_Store, _Parameters], _Result],
+) -> Callable[Concatenate[_Store, _Parameters], _Result]:
+    """Let a method send its request once more if the credentials were refused and there are others. A refused request had no
+    effect, so this is safe for each of them."""
+
+    @functools.wraps(request)
+    def send(self: _Store, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        used = self._used
+        try:
+            return request(self, *args, **kwargs)
+        except CredentialsRefused:
+            if not self._renewed(used):
+                raise
+        return request(self, *args, **kwargs)
+
+    return send
 
 
 class Bucket(ABC, Generic[_Clients]):
@@ -59,11 +82,13 @@ class Bucket(ABC, Generic[_Clients]):
     The clients are made at the first call, in the calling process. Pickling carries the address and the limits only.
 
     Args:
-        given: Returns the settings; None for those of this process's environment. Clients are made anew when they change.
+        given: The settings; None for those of this process's environment. Clients are made anew when they change.
     """
 
     scheme: ClassVar[str]
     answers: ClassVar[StoreAnswers]
+    most_deleted: ClassVar[int]
+    """Objects that one request deletes."""
 
     def __init__(
         self,
@@ -71,14 +96,14 @@ class Bucket(ABC, Generic[_Clients]):
         prefix: str = "",
         *,
         limits: RequestLimits | None = None,
-        given: Callable[[], StoreSettings] | None = None,
+        given: JobSettings | None = None,
     ) -> None:
         self._bucket, self._prefix, self._limits, self._given = bucket, prefix, limits or of_process(), given
         self._below = f"{prefix}/" if prefix else ""
         self._place = ""
         self._made: _Clients | None = None
         self._made_with: StoreSettings | None = None
-        self._lock = threading.Lock()
+        self._lock, self._renewing = threading.Lock(), threading.Lock()
 
     @property
     def uri(self) -> str:
@@ -101,13 +126,29 @@ class Bucket(ABC, Generic[_Clients]):
             self._place = self.settings().place
         return self._place
 
-    def settings(self) -> StoreSettings:
+    def settings(self, *, anew: bool = False) -> StoreSettings:
         """See ``settings.Configured``."""
-        return self._given() if self._given is not None else self._configured()
+        return self._given() if self._given is not None else self._configured(anew)
 
     @abstractmethod
-    def _configured(self) -> StoreSettings:
-        """The settings of this process's environment. Raises ``StoreError`` without credentials."""
+    def _configured(self, anew: bool) -> StoreSettings:
+        """The settings of this process's environment, see ``settings.Configured``. Clients with older ones are dropped."""
+
+    @property
+    def _used(self) -> _Clients | StoreSettings | None:
+        """What a request that begins now is sent with: the settings of a job, or else the clients; None if they are not made."""
+        return self._given() if self._given is not None else self._made
+
+    def _renewed(self, used: _Clients | StoreSettings | None) -> bool:
+        """Whether there are other credentials now than those of ``used``, with which a request was refused."""
+        if self._given is not None:
+            return isinstance(used, StoreSettings) and self._given.renewed(used)
+        with self._renewing:
+            made = self._made
+            if used is not None and used is not made:
+                return True  # another thread was refused before
+            self._configured(anew=True)
+            return self._made is not made
 
     @abstractmethod
     def _connect(self, settings: StoreSettings | None) -> _Clients:
@@ -120,6 +161,7 @@ class Bucket(ABC, Generic[_Clients]):
     def _swap(self, path: str, data: bytes, tag: str | None, subject: str) -> str:
         """Send the request of ``put_if``. Raises ``NotFound`` if the object that carried the tag is gone."""
 
+    @renewing
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
         """As the protocol says. Sent once and never again: after a lost answer a repeated request would lose against itself."""
         subject = self._subject(key)
@@ -140,15 +182,42 @@ class Bucket(ABC, Generic[_Clients]):
             if key.startswith(prefix) and checks.is_key(key):
                 yield ObjectInfo(key, size, modified.timestamp())
 
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As the protocol says. After a refusal it begins again, without what is known."""
+        last, used = "", self._used
+        try:
+            for found in self._list(prefix):
+                yield found
+                last = found.key
+            return
+        except CredentialsRefused:
+            if not self._renewed(used):
+                raise
+        yield from (found for found in self._list(prefix) if found.key > last)
+
+    @abstractmethod
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]: ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """As the protocol says."""
+        remaining = iter(keys)
+        while batch := [self._below + checks.checked_key(key) for key in islice(remaining, self.most_deleted)]:
+            self._delete(batch)
+
+    @abstractmethod
+    def _delete(self, paths: Sequence[str]) -> None: ...
+
     def get(self, key: str, *, max_bytes: int) -> bytes:
         return self.get_tagged(key, max_bytes=max_bytes).data
 
+    @renewing
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         data = bytearray()
         for piece in self._body(key, start, length):
             data += piece
         return data
 
+    @renewing
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:
         """As the protocol says; each piece of the body is copied as it arrives, so that nothing takes memory for the whole."""
         filled = 0
@@ -211,6 +280,7 @@ class Bucket(ABC, Generic[_Clients]):
         # obstore's pieces of a fast answer have some 300 KiB; smaller ones are joined, since each costs a call.
         return iter(answer.stream(min_chunk_size=min(length, _PIECE)))
 
+    @renewing
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """As the protocol says. The server makes the object visible only when it is whole: by the answer to one PUT, or to the
         completion of an upload in parts."""
@@ -224,7 +294,7 @@ class Bucket(ABC, Generic[_Clients]):
                 record(RETRIES, repository=self.uri)
                 self._send(self._below + key, views)  # safe: whatever the first one has come to, this replaces it by the same
 
-    def _send(self, path: str, views: list[memoryview]) -> None:
+    def _send(self, path: str, views: Sequence[memoryview]) -> None:
         attempts, total = self._attempts(), sum(view.nbytes for view in views)
         if total <= self._limits.single_put_bytes:
             whole = views[0] if len(views) == 1 else b"".join(views)

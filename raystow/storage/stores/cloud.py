@@ -8,7 +8,6 @@ import os
 import socket
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -20,7 +19,7 @@ from ..object_store import ObjectInfo, Tagged, Unfinished
 from . import checks
 from .attempts import FAILURES
 from .awaited import each
-from .bucket import Bucket, BucketClients
+from .bucket import Bucket, BucketClients, renewing
 from .request_limits import ONCE
 from .settings import StoreSettings, place_named
 from .store_answers import CONDITIONAL_PUT
@@ -28,7 +27,6 @@ from .store_answers import CONDITIONAL_PUT
 if TYPE_CHECKING:
     from obstore import ObjectMeta, PutMode, UpdateVersion
 
-_DELETE_BATCH = 256  # Azure's limit
 _CHUNK = 1 << 20
 
 METADATA = "http://169.254.169.254"
@@ -54,13 +52,17 @@ class CloudStore(Bucket[BucketClients]):
     endpoint_field: ClassVar[str]
     tag_field: ClassVar[Literal["e_tag", "version"]]
     variables: ClassVar[Mapping[str, Sequence[str]]]
+    most_deleted = 256  # Azure's limit
 
     @abstractmethod
     def _configuration(self) -> dict[str, object]:
         """What obstore needs. Raises ``StoreError`` if there are no credentials."""
 
-    def _configured(self) -> StoreSettings:
+    def _configured(self, anew: bool) -> StoreSettings:
         config = {name: str(value) for name, value in self._configuration().items()}
+        if anew:  # clients read files and logins again
+            with self._lock:
+                self._made = None
         place = place_named(self.scheme, config.get(self.endpoint_field), config.get("account_name"))
         return StoreSettings(place, credentials=config)
 
@@ -79,6 +81,7 @@ class CloudStore(Bucket[BucketClients]):
                 raise StoreError(what, subject=self.uri, remedy=remedy)
         return config
 
+    @renewing
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         subject = self._subject(key)
         with self._request("GET", subject):
@@ -116,7 +119,7 @@ class CloudStore(Bucket[BucketClients]):
             )
         return tag
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         subject = f"{self.uri}/{checks.checked_prefix(prefix)}"
         # obstore lists folders: what follows the last slash is compared in ``_listed``.
         folder = (self._below + prefix).rpartition("/")[0]
@@ -135,19 +138,18 @@ class CloudStore(Bucket[BucketClients]):
             except FAILURES as error:
                 attempts.after(error)
 
-    def delete(self, keys: Iterable[str]) -> None:
-        remaining = iter(keys)
-        while batch := [self._below + checks.checked_key(key) for key in islice(remaining, _DELETE_BATCH)]:
-            try:
-                with self._request("DELETE", self.uri):
-                    self._delete(batch)
-            except NotFound:  # of one: obstore does not report the others
-                for path in batch:
-                    subject = f"{self.scheme}://{self._bucket}/{path}"
-                    with contextlib.suppress(NotFound), self._request("DELETE", subject):
-                        self._delete([path])
-
+    @renewing
     def _delete(self, paths: Sequence[str]) -> None:
+        try:
+            with self._request("DELETE", self.uri):
+                self._remove(paths)
+        except NotFound:  # of one: obstore does not report the others
+            for path in paths:
+                subject = f"{self.scheme}://{self._bucket}/{path}"
+                with contextlib.suppress(NotFound), self._request("DELETE", subject):
+                    self._remove([path])
+
+    def _remove(self, paths: Sequence[str]) -> None:
         self._attempts().result_of(lambda: obstore.delete(self._clients.fetch, paths))
 
     def unfinished(self) -> Iterator[Unfinished]:

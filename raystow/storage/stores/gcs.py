@@ -39,6 +39,7 @@ _ANSWERS = StoreAnswers(
     lost_races=("PreconditionFailed",),
     spoilt=("BadDigest", "IncompleteBody", "NoSuchUpload"),
     credentials=_CREDENTIALS,
+    expired=("AuthenticationRequired", "ExpiredToken", "InvalidToken"),
     later="check the network, or try again later",
     token_request="token request",
 )

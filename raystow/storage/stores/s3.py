@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import obstore
@@ -20,14 +20,13 @@ from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import bounded_http, checks, endless_answers
 from .awaited import each
-from .bucket import Bucket
+from .bucket import Bucket, renewing
 from .request_limits import RequestLimits
 from .s3_clients import S3Clients, S3Configuration, connect
 from .s3_errors import ANSWERS, boto_errors
-from .settings import S3Overrides, StoreSettings
+from .settings import JobSettings, S3Overrides, StoreSettings
 from .store_answers import CONDITIONAL_PUT, GET_OF_RANGE
 
-_DELETE_BATCH = 1000
 _NO_BATCHES = "NotImplemented", "MethodNotAllowed"  # error codes of servers without DeleteObjects
 
 
@@ -39,7 +38,7 @@ class S3Store(Bucket[S3Clients]):
     parts on failure; what a killed process leaves, ``unfinished`` finds.
     """
 
-    scheme, answers = "s3", ANSWERS
+    scheme, answers, most_deleted = "s3", ANSWERS, 1000
 
     def __init__(
         self,
@@ -47,12 +46,13 @@ class S3Store(Bucket[S3Clients]):
         prefix: str = "",
         *,
         limits: RequestLimits | None = None,
-        given: Callable[[], StoreSettings] | None = None,
+        given: JobSettings | None = None,
         overrides: S3Overrides = S3Overrides(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__(bucket, prefix, limits=limits, given=given)
         self._overrides = overrides
 
+    @renewing
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         """As the protocol says; the tag is the ETag."""
         subject = self._subject(key)
@@ -98,25 +98,24 @@ class S3Store(Bucket[S3Clients]):
         with self._boto_request(CONDITIONAL_PUT, subject):
             return str(self._clients.swap.put_object(Bucket=self._bucket, Key=path, Body=data, **condition)["ETag"])
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         subject = f"{self.uri}/{checks.checked_prefix(prefix)}"
         found = self._clients.decide.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._below + prefix)
         pages = ([(e["Key"], e["Size"], e["LastModified"]) for e in page.get("Contents", ())] for page in found)
         received = each(pages, lambda: self._boto_request("LIST", subject))
         yield from self._listed(chain.from_iterable(received), prefix)
 
-    def delete(self, keys: Iterable[str]) -> None:
-        remaining = iter(keys)
-        while batch := [{"Key": self._below + checks.checked_key(key)} for key in islice(remaining, _DELETE_BATCH)]:
-            with self._boto_request("DELETE", self.uri):
-                answer = self._delete(batch)
-            for failure in answer.get("Errors", ()):
-                code, subject = failure.get("Code", ""), f"s3://{self._bucket}/{failure.get('Key', '')}"
-                if code not in ("NoSuchKey", "NoSuchVersion"):
-                    raise ANSWERS.error(0, code, operation="DELETE", subject=subject)
+    @renewing
+    def _delete(self, paths: Sequence[str]) -> None:
+        with self._boto_request("DELETE", self.uri):
+            failures = self._failures([{"Key": path} for path in paths])
+        for failure in failures:
+            code, subject = failure.get("Code", ""), f"s3://{self._bucket}/{failure.get('Key', '')}"
+            if code not in ("NoSuchKey", "NoSuchVersion"):
+                raise ANSWERS.error(0, code, operation="DELETE", subject=subject)
 
-    def _delete(self, batch: Sequence[Mapping[str, str]]) -> Mapping[str, Sequence[Mapping[str, str]]]:
-        """Delete up to 1,000 objects at once, or one by one from a server that cannot do that."""
+    def _failures(self, batch: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
+        """Delete objects at once, or one by one from a server that cannot do that. Returns what was not deleted."""
         client = self._clients.decide
         try:
             answer = client.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
@@ -125,9 +124,11 @@ class S3Store(Bucket[S3Clients]):
                 raise
             for names in batch:
                 client.delete_object(Bucket=self._bucket, **names)
-            return {}
-        return {"Errors": answer.get("Errors", ())}
+            return ()
+        failures: Sequence[Mapping[str, str]] = answer.get("Errors", ())
+        return failures
 
+    @renewing
     def keeps_deleted(self) -> bool:
         """Whether the bucket is versioned: then what is deleted still takes space. Raises ``StoreError`` if it is not known."""
         with self._boto_request("the question for versioning (s3:GetBucketVersioning)", self.uri):
@@ -135,24 +136,31 @@ class S3Store(Bucket[S3Clients]):
             return bool(answer.get("Status") == "Enabled")
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """As the protocol says: multipart uploads, page by page; the token is the upload's id.
+        """As the protocol says: multipart uploads; the token is the upload's id.
 
         Starts are in whole seconds, like the times of objects: else what was just begun would be later than the store's clock.
         """
+        return iter(self._uploads())
+
+    @renewing
+    def _uploads(self) -> Sequence[Unfinished]:
         found = self._clients.decide.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=self._below)
         pages = ([(e["Key"], e["UploadId"], e["Initiated"].timestamp()) for e in page.get("Uploads", ())] for page in found)
-        received = each(pages, lambda: self._boto_request("LIST of multipart uploads", self.uri))
-        for path, token, started in chain.from_iterable(received):
-            if checks.is_key(key := path[len(self._below) :]):
-                yield Unfinished(key, token, int(started))
+        received = chain.from_iterable(each(pages, lambda: self._boto_request("LIST of multipart uploads", self.uri)))
+        uploads = ((path[len(self._below) :], token, started) for path, token, started in received)
+        return [Unfinished(key, token, int(started)) for key, token, started in uploads if checks.is_key(key)]
 
     def abort(self, unfinished: Iterable[Unfinished]) -> None:
         """As the protocol says. A part that is on its way at this moment may still arrive: then the upload is listed again."""
         for write in unfinished:
-            subject, client = self._subject(write.key), self._clients.decide
-            ended = contextlib.suppress(client.exceptions.NoSuchUpload)
-            with self._boto_request("the end of a multipart upload", subject), ended:
-                client.abort_multipart_upload(Bucket=self._bucket, Key=self._below + write.key, UploadId=write.token)
+            self._abort(write)
+
+    @renewing
+    def _abort(self, write: Unfinished) -> None:
+        subject, client = self._subject(write.key), self._clients.decide
+        ended = contextlib.suppress(client.exceptions.NoSuchUpload)
+        with self._boto_request("the end of a multipart upload", subject), ended:
+            client.abort_multipart_upload(Bucket=self._bucket, Key=self._below + write.key, UploadId=write.token)
 
     @contextlib.contextmanager
     def _boto_request(self, operation: str, subject: str) -> Iterator[None]:
@@ -169,10 +177,10 @@ class S3Store(Bucket[S3Clients]):
     def _configuration(self) -> S3Configuration:
         return S3Configuration(self._bucket, overrides=self._overrides)
 
-    def _configured(self) -> StoreSettings:
-        if self._configuration.outdated():
+    def _configured(self, anew: bool) -> StoreSettings:
+        if self._configuration.outdated(anew):
             with self._lock:
-                del self._configuration
+                self.__dict__.pop("_configuration", None)
                 self._made = None
         return self._configuration.settings()
 

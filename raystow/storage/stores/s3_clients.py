@@ -99,6 +99,7 @@ class S3Configuration:
         settings: StoreSettings | None = None,
         overrides: S3Overrides = S3Overrides(),  # noqa: B008
     ) -> None:
+        self._overrides = overrides
         with boto_errors("the set-up of the S3 client", f"s3://{bucket}"):
             self.session = session = _own_session(overrides) if settings is None else _session_of(settings)
             if (credentials := session.get_credentials()) is None:
@@ -108,11 +109,11 @@ class S3Configuration:
             self.options = S3Options.of_environment() if settings is None else S3Options.of_settings(settings)
             self.place = _place(session, bucket, overrides) if settings is None else _given_place(settings)
 
-    def outdated(self) -> bool:
-        """Whether a file has other keys by now than when it was read."""
-        if self._credentials.method not in _FILES:
+    def outdated(self, anew: bool) -> bool:
+        """Whether a file has other keys by now than when it was read. ``anew``: also ask a service that provides keys."""
+        if not anew and self._credentials.method not in _FILES:
             return False
-        now = _own_session(S3Overrides()).get_credentials()
+        now = _own_session(self._overrides).get_credentials()
         return now is not None and now.get_frozen_credentials() != self._credentials.get_frozen_credentials()
 
     def settings(self) -> StoreSettings:

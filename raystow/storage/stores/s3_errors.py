@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from botocore.exceptions import BotoCoreError, ClientError, FlexibleChecksumError
 from urllib3.exceptions import HTTPError
 
-from ..errors import StoreError, StoreUnavailable
+from ..errors import CredentialsRefused, StoreError, StoreUnavailable
 from .store_answers import ANOTHER, StoreAnswers, silent_endpoint
 
 _RIGHTS = (
@@ -56,6 +56,10 @@ ANSWERS = StoreAnswers(
         *("XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"),
     ),
     credentials=_KEYS,
+    expired=(
+        *("ExpiredToken", "InvalidToken", "InvalidTokenId", "TokenRefreshRequired"),  # the third is MinIO's
+        *("InvalidAccessKeyId", "SignatureDoesNotMatch"),
+    ),
     later="check the endpoint (AWS_ENDPOINT_URL) and the network, or try again later",
 )
 
@@ -68,6 +72,9 @@ def boto_errors(operation: str, subject: str) -> Iterator[None]:
     except ClientError as error:
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         code = str(error.response.get("Error", {}).get("Code", ""))
+        if error.operation_name.startswith("AssumeRole") and status < 500:
+            what = f"{operation} could not be sent: STS answered {error.operation_name} with {status} {code}".rstrip()
+            raise StoreError(what, subject=subject, remedy=_KEYS) from None
         # Some servers give the status in the place of the code.
         raise ANSWERS.error(status, "" if code.isdigit() else code, operation=operation, subject=subject) from None
     except FlexibleChecksumError:
@@ -86,3 +93,5 @@ def boto_errors(operation: str, subject: str) -> Iterator[None]:
         missing = f": there is no {error} in the answer" if isinstance(error, KeyError) else ""
         what = f"{operation} failed: {type(error).__name__}{missing}"
         raise StoreUnavailable(what, subject=subject, remedy=ANSWERS.later) from None
+    except RuntimeError as error:  # from botocore: what provides credentials gives some that have ended
+        raise CredentialsRefused(f"{operation} could not be sent: {error}", subject=subject, remedy=_KEYS) from None

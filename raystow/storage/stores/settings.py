@@ -7,7 +7,7 @@ environment, which is that of the job that made the actor.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple, Protocol, runtime_checkable
 
@@ -17,6 +17,9 @@ from ..coding.digest import stored_digest
 from ..errors import ClusterError, SettingsMissing
 from ..limits import MAX_NAME
 from ..object_store import ObjectStore
+
+RENEWAL = 60.0
+"""Seconds within which a job must send other settings when a store has refused its credentials."""
 
 MAX_SETTING = 1 << 16
 """Characters of one value."""
@@ -82,13 +85,14 @@ class Configured(Protocol):
     def place(self) -> str:
         """Return the place of the settings. Raises ``StoreError`` if the configuration is incomplete."""
 
-    def settings(self) -> StoreSettings:
-        """Return the settings with credentials that are valid now. Raises ``StoreError`` if there are none."""
+    def settings(self, *, anew: bool = False) -> StoreSettings:
+        """Return the settings with credentials that are valid now. ``anew``: the last ones were refused, so that what provides
+        them is asked again. Raises ``StoreError`` if there are none."""
 
 
-def settings_of(store: ObjectStore) -> StoreSettings:
-    """Return the settings of a store; raises as ``Configured.settings``."""
-    return store.settings() if isinstance(store, Configured) else LOCAL
+def settings_of(store: ObjectStore, *, anew: bool = False) -> StoreSettings:
+    """Return the settings of a store; see ``Configured.settings``."""
+    return store.settings(anew=anew) if isinstance(store, Configured) else LOCAL
 
 
 def place_of(store: ObjectStore) -> str:
@@ -103,11 +107,18 @@ def place_named(*parts: str | None) -> str:
 
 class JobSettings:
     """The newest settings that jobs have sent for one store. Thread-safe. An address without a place has none: it is a folder, or
-    this process serves one job alone, with its own environment."""
+    this process serves one job alone, with its own environment.
 
-    def __init__(self, address: StoreAddress) -> None:
-        self.address, self._lock = address, threading.Lock()
+    Args:
+        address: Of the store.
+        ask: Lets processes of the job send the settings that they have now, and returns how many do so.
+    """
+
+    def __init__(self, address: StoreAddress, ask: Callable[[], int] = lambda: 0) -> None:
+        self.address, self.ask = address, ask
         self._newest = None if address.place else LOCAL
+        self._refused: StoreSettings | None = None
+        self._sent, self._changed = 0, threading.Condition()
 
     @property
     def given(self) -> JobSettings | None:
@@ -115,17 +126,31 @@ class JobSettings:
         return self if self.address.place else None
 
     def use(self, settings: StoreSettings) -> None:
-        """Use these from now on. Raises ``ClusterError`` if they are those of another store."""
+        """Use these from now on, unless the store has refused them. Raises ``ClusterError`` for those of another store."""
         if settings.place != self.address.place:
             what, remedy = "these settings are those of another store", "use one endpoint and account for all processes of a job"
             raise ClusterError(what, subject=self.address.uri, remedy=remedy)
-        with self._lock:
-            if settings != self._newest:
+        with self._changed:
+            if settings != self._newest and (settings != self._refused or self._newest is None):
                 self._newest = settings
+            self._sent += 1
+            self._changed.notify_all()
+
+    def renewed(self, refused: StoreSettings) -> bool:
+        """Return whether there are others than these, whose credentials the store has refused. Asks the job for some, and waits
+        until they come, or until all that were asked have sent the same."""
+        with self._changed:
+            if self._newest is not refused:
+                return True
+            self._refused, before = refused, self._sent
+        asked = self.ask()
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest is not refused or self._sent >= before + asked, RENEWAL)
+            return self._newest is not refused
 
     def __call__(self) -> StoreSettings:
         """Return the newest ones. Raises ``SettingsMissing`` if there are none yet."""
-        with self._lock:
+        with self._changed:
             if self._newest is None:
                 raise SettingsMissing("this process does not know how to reach the store", subject=self.address.uri)
             return self._newest

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from obstore.exceptions import BaseError
 
-from ..errors import Damaged, NotFound, PreconditionFailed, StoreError, StoreFull, StoreUnavailable
+from ..errors import CredentialsRefused, Damaged, NotFound, PreconditionFailed, StoreError, StoreFull, StoreUnavailable
 from .checks import FREES_SPACE
 
 CONDITIONAL_PUT = "conditional PUT"
@@ -48,6 +48,7 @@ class StoreAnswers:
             kind, since the answer to the first was lost.
         credentials: The remedy for missing or wrong credentials.
         later: The remedy for a server that does not answer.
+        expired: Codes for credentials that are unknown or not valid any more.
         token_request: What an error about the request for credentials contains.
     """
 
@@ -58,6 +59,7 @@ class StoreAnswers:
     spoilt: tuple[str, ...]
     credentials: str
     later: str
+    expired: tuple[str, ...] = ()
     token_request: str | None = None
 
     def error(self, status: int, code: str, *, operation: str, subject: str) -> StoreError | NotFound | Damaged:
@@ -65,6 +67,8 @@ class StoreAnswers:
         what = f"{self.name} answered {operation} with {status or 'no status'} {code}".rstrip()
         if status == 507 or code in _FULL:
             return StoreFull(what, subject=subject, remedy=f"raise the quota, add disks, or free space: {FREES_SPACE}")
+        if code in self.expired or status == 401:
+            return CredentialsRefused(what, subject=subject, remedy=self.refused.get(code, self.credentials))
         if code in self.refused:
             return StoreError(what, subject=subject, remedy=self.refused[code])
         if operation == CONDITIONAL_PUT and (status == 412 or code in self.lost_races):
@@ -119,14 +123,15 @@ class StoreAnswers:
         if self.token_request and self.token_request in text:
             what = f"{operation} could not be sent: the request for credentials failed{f' with {status[1]}' if status else ''}"
             refused = status is not None and status[1].startswith("4")
-            return (StoreError if refused else StoreUnavailable)(what, subject=subject, remedy=self.credentials)
+            return (CredentialsRefused if refused else StoreUnavailable)(what, subject=subject, remedy=self.credentials)
         if status or code:
             return self.error(int(status[1]) if status else 0, code[1] if code else "", operation=operation, subject=subject)
         name = type(error).__name__
         if name == "FileNotFoundError":
             return NotFound("there is no such object", subject=subject)
         if name in ("PermissionDeniedError", "UnauthenticatedError"):
-            return StoreError(f"{operation} was refused: {name}", subject=subject, remedy=self.credentials)
+            kind = CredentialsRefused if name == "UnauthenticatedError" else StoreError
+            return kind(f"{operation} was refused: {name}", subject=subject, remedy=self.credentials)
         what = f"{operation} failed: {broken[1].lower() + ' error' if broken else name}{silent_endpoint(text)}"
         return StoreUnavailable(what, subject=subject, remedy=self.later)
 

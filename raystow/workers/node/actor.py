@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections import defaultdict
@@ -18,9 +19,8 @@ from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError
 from ...storage.gc_pause import freeze
-from ...storage.log import here
 from ...storage.stores.settings import JobSettings
-from .. import actor_environment, ray_metrics
+from .. import actor_environment
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
     PROTOCOL,
@@ -59,10 +59,7 @@ class NodeActor:
     """Holds a ``Node``; neither shards nor copies pass through the actor's methods."""
 
     def __init__(self, connect: Callable[[str, JobSettings], CoordinatorClient]) -> None:
-        actor_environment.leave_job()
-        ray_metrics.export()
-        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        here(node=node)
+        node, host = actor_environment.enter(), ray.util.get_node_ip_address()
         # To look through Ray's modules and the others takes the collector 0.1 s, in which nothing is coded or answered.
         self._node = Node(node, connect, peers=RayPeers(), host=host, when_warm=freeze)
         background.repeat("raystow-unused", self._end_if_unused)
@@ -97,6 +94,10 @@ class NodeActor:
     def saves(self) -> dict[str, Saves]:
         """See ``Node.saves``."""
         return self._node.saves()
+
+    def ask_for_settings(self, uri: str) -> list[int]:
+        """See ``Node.ask_for_settings``. Nothing if there are none."""
+        return [asked] if (asked := self._node.ask_for_settings(uri)) else []
 
     def saves_to(self, uri: str) -> list[Saves]:
         """The progress of the saves to the repository at ``uri``, if ranks are connected that save there."""
@@ -227,14 +228,27 @@ async def journal_entries(repository: str) -> dict[str, list[EntryInfo]]:
 
 
 async def ranks_connected(uri: str) -> bool:
-    """Whether a node worker that answers in time has ranks connected that save to the repository at ``uri``. Asks few nodes, then
-    more: while a training goes on, any of them has some."""
+    """Whether a node worker that answers in time has ranks connected that save to the repository at ``uri``."""
+    return bool(await _found(NodeActor.saves_to, uri))
+
+
+def ask_for_settings(uri: str) -> int:
+    """As ``Node.ask_for_settings``, of some nodes that have ranks connected and answer in time. Not for the thread of a loop."""
+    try:
+        return sum(asyncio.run(_found(NodeActor.ask_for_settings, uri)))
+    except ClusterError:
+        return 0  # the head node is frozen
+
+
+async def _found(method: Callable[[NodeActor, str], list[_Answer]], uri: str) -> list[_Answer]:
+    """What some nodes answer. Asks few, then more: while a training goes on, any of them has ranks."""
     nodes, number = await _alive(), 1
     while nodes:
-        if any(await asyncio.gather(*(_held(node, NodeActor.saves_to, uri) for node in nodes[:number]))):
-            return True
+        answers = await asyncio.gather(*(_held(node, method, uri) for node in nodes[:number]))
+        if any(answers):
+            return list(itertools.chain(*answers))
         nodes, number = nodes[number:], 4 * number
-    return False
+    return []
 
 
 async def _alive() -> list[str]:

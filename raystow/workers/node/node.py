@@ -50,6 +50,7 @@ from ..protocol.messages import (
     OpenStore,
     PutEntry,
     ReadCached,
+    RenewSettings,
     Replica,
     Saves,
     Span,
@@ -175,6 +176,7 @@ class Node:
         self._lock = threading.Lock()
         self._repositories: dict[StoreAddress, _Repository] = {}
         self._settings: dict[StoreAddress, JobSettings] = {}
+        self._staying: dict[Connection, str] = {}  # the repository URIs of training processes, by their connections
         self._attempts: dict[tuple[StoreAddress, str], NodeAttempt] = {}
         self._known: dict[str, deque[KnownChunks]] = defaultdict(lambda: deque(maxlen=_KNOWN))  # by repository
         self._raw = 0  # bytes coded in attempts that are over
@@ -249,11 +251,23 @@ class Node:
                 logger.info("a connection from a process of this node has ended: %s", error)
 
     def _serve_stay(self, connection: Connection, message: KeepNode) -> None:
-        with self._usage.stay(message.uri) as stay:
+        with self._usage.stay(message.uri) as stay, contextlib.ExitStack() as leaving:
             stay.seconds = message.seconds
             connection.send(Acknowledged())
+            with self._lock:
+                self._staying[connection] = message.uri
+            leaving.callback(self._staying.pop, connection)
             while (received := connection.receive(KeepNode)) is not None:
                 stay.seconds = received[0].seconds
+
+    def ask_for_settings(self, uri: str) -> int:
+        """Let the connected training processes of the repository at ``uri`` send the settings of its store to their actors.
+        Returns their number."""
+        with self._lock:
+            asked = [connection for connection, of in self._staying.items() if of == uri]
+        for connection in asked:
+            connection.post(RenewSettings())
+        return len(asked)
 
     def expect(self) -> bool:
         """See ``Usage.expect``."""
@@ -362,7 +376,7 @@ class Node:
 
     def _settings_of(self, store: StoreAddress) -> JobSettings:
         with self._lock:
-            return self._settings.setdefault(store, JobSettings(store))
+            return self._settings.setdefault(store, JobSettings(store, lambda: self.ask_for_settings(store.uri)))
 
     def _open_store(self, at: StoreAddress) -> ObjectStore:
         return open_store(at.uri, kept=True, settings=self._settings_of(at).given)

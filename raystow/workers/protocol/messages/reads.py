@@ -51,6 +51,11 @@ class OpenStore(Message, frozen=True):
     settings: StoreSettings
 
 
+class RenewSettings(Message, frozen=True):
+    """From a node worker to a process that has sent ``KeepNode``: a store has refused the credentials of its job. The process
+    sends ``OpenStore`` to its actors, with what it has now."""
+
+
 class StoreOpened(Message, frozen=True):
     """The answer of a node worker."""
 
