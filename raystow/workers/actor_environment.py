@@ -14,7 +14,7 @@ from ..storage.log import here
 from . import ray_metrics
 
 _OF_STORES = "AWS_", "AZURE_", "GOOGLE_"
-_PRIVATE = re.compile(rf"({'|'.join(_OF_STORES)})|(?!RAY_|RAYSTOW_).*(SECRET|TOKEN|KEY|PASS|CREDENTIAL)")
+_PRIVATE = re.compile(rf"({'|'.join(_OF_STORES)})|(?!RAY_|RAYSTOW_).*(SECRET|TOKEN|KEY|PASS|CREDENTIAL)", re.IGNORECASE)
 
 
 def for_actor(**variables: str) -> dict[str, dict[str, str]]:
@@ -26,14 +26,16 @@ def for_actor(**variables: str) -> dict[str, dict[str, str]]:
     return {"env_vars": {**dict.fromkeys(filter(_PRIVATE.match, inherited), ""), **variables}}
 
 
-def enter() -> str:
-    """Begin an actor: its log and its metrics name the node, whose id is returned, and the variables of stores are removed.
+def enter(*, settings_sent: bool) -> str:
+    """Begin an actor: Ray exports its metrics, and its log names the node, whose id is returned.
 
-    What is removed from a process stays in its image: hence ``for_actor``.
+    ``settings_sent``: jobs send the settings of their stores, so that the variables of stores are removed. What is removed from a
+    process stays in its image: hence ``for_actor``.
     """
-    for name, value in list(os.environ.items()):
-        if name.startswith(_OF_STORES) or (not value and _PRIVATE.match(name)):
-            del os.environ[name]
+    if settings_sent:
+        for name, value in list(os.environ.items()):
+            if name.startswith(_OF_STORES) or (not value and _PRIVATE.match(name)):
+                del os.environ[name]
     node: str = ray.get_runtime_context().get_node_id()
     ray_metrics.export()
     here(node=node)

@@ -17,6 +17,7 @@ from raystow.storage import background
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import CredentialsRefused, NotFound
 from raystow.storage.stores import open_store
+from raystow.storage.stores import settings as settings_module
 from raystow.storage.stores.settings import JobSettings, StoreAddress, StoreSettings, settings_of
 
 LARGE = bytes(17 << 20)
@@ -140,6 +141,16 @@ def test_keys_without_a_successor_are_an_error_at_once(keys: Keys, uri: str, ask
         with pytest.raises(CredentialsRefused, match=r"answered .*ExpiredToken"):
             opened.put_if("root.json", b"x", None)
         assert len(keys.gateway.seen) == before + 1
+
+
+def test_a_job_that_sends_nothing_is_waited_for_in_vain(keys: Keys, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the deadline."""
+    monkeypatch.setattr(settings_module, "RENEWAL", 0.1)
+    silent = given(uri, lambda: settings_of(open_store(uri)))
+    silent.ask = lambda: 1
+    keys.gateway.accepted = set()
+    with pytest.raises(CredentialsRefused):
+        open_store(uri, settings=silent).put("versions/a", [b"x"])
 
 
 def test_refused_keys_do_not_replace_newer_ones(keys: Keys, uri: str) -> None:

@@ -76,7 +76,7 @@ class CoordinatorActor:
     """
 
     def __init__(self, uri: str, unused: float = UNUSED, place: str = "") -> None:
-        actor_environment.enter()
+        actor_environment.enter(settings_sent=bool(place))
         self._uri, self._settings = uri, JobSettings(StoreAddress(uri, place), lambda: ask_for_settings(uri))
         self._opened: OpenedRepository | None = None
         self._starting = asyncio.Lock()

@@ -59,7 +59,7 @@ class NodeActor:
     """Holds a ``Node``; neither shards nor copies pass through the actor's methods."""
 
     def __init__(self, connect: Callable[[str, JobSettings], CoordinatorClient]) -> None:
-        node, host = actor_environment.enter(), ray.util.get_node_ip_address()
+        node, host = actor_environment.enter(settings_sent=True), ray.util.get_node_ip_address()
         # To look through Ray's modules and the others takes the collector 0.1 s, in which nothing is coded or answered.
         self._node = Node(node, connect, peers=RayPeers(), host=host, when_warm=freeze)
         background.repeat("raystow-unused", self._end_if_unused)

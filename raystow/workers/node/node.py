@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -251,14 +251,21 @@ class Node:
                 logger.info("a connection from a process of this node has ended: %s", error)
 
     def _serve_stay(self, connection: Connection, message: KeepNode) -> None:
-        with self._usage.stay(message.uri) as stay, contextlib.ExitStack() as leaving:
+        with self._usage.stay(message.uri) as stay, self._asked_for_settings(connection, message.uri):
             stay.seconds = message.seconds
             connection.send(Acknowledged())
-            with self._lock:
-                self._staying[connection] = message.uri
-            leaving.callback(self._staying.pop, connection)
             while (received := connection.receive(KeepNode)) is not None:
                 stay.seconds = received[0].seconds
+
+    @contextlib.contextmanager
+    def _asked_for_settings(self, connection: Connection, uri: str) -> Iterator[None]:
+        with self._lock:
+            self._staying[connection] = uri
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._staying[connection]
 
     def ask_for_settings(self, uri: str) -> int:
         """Let the connected training processes of the repository at ``uri`` send the settings of its store to their actors.
