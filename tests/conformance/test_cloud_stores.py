@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import memory_repository, whole, write
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from scripted_server import SECRET, TOKEN, Scripted, failures, operations
 
 import raystow
@@ -108,6 +110,29 @@ def test_a_conditional_write_to_google_is_sent_once(
         google.put_if("root.json", b"x", tag)
     assert type(caught.value) is kind
     assert server.requests == ["PUT /bucket/run%2Froot%2Ejson"]
+
+
+@pytest.mark.parametrize("server", [[(404, "NoSuchKey")]], indirect=True)
+@pytest.mark.parametrize("variable", ["GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT"])
+def test_a_google_key_travels_without_its_file(
+    server: Scripted, clouds: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    """The coordinator may be on a node that has no such file."""
+    private = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    text = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    names = {"client_email": "job@project", "private_key": text, "private_key_id": "1"}
+    file = tmp_path / "key.json"
+    file.write_text(json.dumps({"type": "service_account", **names}))
+    clouds.delenv("GOOGLE_BEARER_TOKEN")
+    clouds.setenv(variable, str(file))
+    uri = "gs://bucket/run"
+    settings = settings_of(open_store(uri))
+    file.unlink()
+    clouds.delenv(variable)
+    given = JobSettings(StoreAddress(uri, settings.place))
+    given.use(settings)
+    with pytest.raises(NotFound):  # the key signs the request itself
+        open_store(uri, settings=given).get("k", max_bytes=1)
 
 
 def test_missing_google_credentials_are_reported(clouds: pytest.MonkeyPatch, google: CloudStore, tmp_path: Path) -> None:

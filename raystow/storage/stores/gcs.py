@@ -6,12 +6,16 @@ service account (also GKE's workload identity).
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from obstore.store import GCSStore as ObstoreGcs
 
 from .cloud import METADATA, CloudStore, require_metadata
+from .settings import StoreSettings
 from .store_answers import ANOTHER, StoreAnswers
 
 _RIGHTS = "this needs the role Storage Object User on the bucket"
@@ -51,6 +55,7 @@ _PROOFS = {
     "bearer_token": ("GOOGLE_BEARER_TOKEN",),
     "skip_signature": ("GOOGLE_SKIP_SIGNATURE",),
 }
+_FILES = "service_account", "application_credentials"
 
 
 class GcsStore(CloudStore):
@@ -59,6 +64,10 @@ class GcsStore(CloudStore):
 
     scheme, answers, client, endpoint_field, tag_field = "gs", _ANSWERS, ObstoreGcs, "base_url", "version"
     variables = _PROOFS
+
+    def _configured(self, anew: bool) -> StoreSettings:
+        settings = super()._configured(anew)
+        return replace(settings, credentials=_with_key(settings.credentials))
 
     def _configuration(self) -> dict[str, object]:
         config = self._from_environment()
@@ -75,3 +84,15 @@ class GcsStore(CloudStore):
         if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
             config["base_url"] = emulator if "://" in emulator else f"http://{emulator}"
         return config
+
+
+def _with_key(config: Mapping[str, str]) -> Mapping[str, str]:
+    """A configuration with the key of a service account in place of its file, which an actor's node may not have."""
+    for field in _FILES:
+        try:
+            text = Path(config.get(field, "")).read_text()
+            if json.loads(text)["type"] == "service_account":
+                return {name: value for name, value in config.items() if name != field} | {"service_account_key": text}
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # what makes the client names the error
+    return config
