@@ -18,7 +18,7 @@ from typing import TypeVar
 from blake3 import blake3
 
 from ..clock import SYSTEM, Clock
-from ..errors import Damaged, NotFound, StateError, StoreError, StoreUnavailable
+from ..errors import Damaged, NotFound, StateError, StoreError, StoreFull, StoreUnavailable
 from ..limits import MAX_ROOT
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import checks, durable, mounts
@@ -55,11 +55,11 @@ _KINDS = {
     stat.S_IFBLK: "device",
     stat.S_IFCHR: "device",
 }
-_LATER = {
-    errno.ENOSPC: "free space on this file system, for example by `raystow prune` and `raystow gc --grace 0s`, then try again",
-    errno.EDQUOT: "the quota is used up: raise it or free space",
-    errno.EFBIG: "this process or file system limits the size of files (ulimit -f)",
+_FULL = {
+    errno.ENOSPC: f"free space on this file system: {checks.FREES_SPACE}",
+    errno.EDQUOT: f"raise the quota, or free space: {checks.FREES_SPACE}",
 }
+_LATER = {errno.EFBIG: "this process or file system limits the size of files (ulimit -f)"}
 
 
 class LocalStore:
@@ -278,6 +278,8 @@ class LocalStore:
             subject, what = f"{self._root}/{key}", f"{error.strerror or type(error).__name__} ({name})"
             if error.errno in _REFUSED:
                 raise StoreError(what, subject=subject, remedy=_REFUSED[error.errno]) from error
+            if error.errno in _FULL:
+                raise StoreFull(what, subject=subject, remedy=_FULL[error.errno]) from error
             remedy = _LATER.get(error.errno or 0, "check the disk or the network mount, then try again")
             raise StoreUnavailable(what, subject=subject, remedy=remedy) from error
 
