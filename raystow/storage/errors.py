@@ -3,12 +3,12 @@
     RaystowError
     ├── StateError             the state, ``into`` or an argument is invalid: change it
     ├── StoreError             the object store failed or refused
-    │   ├── NotFound           there is no such object
     │   ├── CredentialsRefused the store does not accept the credentials, or no longer: renew them
     │   ├── PreconditionFailed a conditional write lost: read again
     │   ├── StoreUnavailable   time-out, throttling, broken connection: try again later
     │   │   └── StoreFull      there is no space, or a quota is used up: free some
     │   └── UnsafeStore        the store cannot keep commits atomic: use another
+    ├── NotFound               there is no such version, tensor or object
     ├── NotARepository         there is no repository under this URI
     ├── Damaged                stored bytes are not what was written: use another version
     ├── Untrusted              a required signature is missing: find out who wrote the version, or fix the keys
