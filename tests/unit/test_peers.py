@@ -25,6 +25,7 @@ from raystow.workers.protocol import tcp_channel
 from raystow.workers.protocol.messages import (
     GREETING,
     AttemptKey,
+    ClaimSpan,
     Contact,
     EntryInfo,
     Generation,
@@ -96,6 +97,33 @@ def test_a_message_changed_on_its_way_is_refused(side: str) -> None:
     path.close()
     for name in "ab":
         cluster.kill(name)
+
+
+def test_a_message_that_is_repeated_on_its_way_is_refused() -> None:
+    secret, received = "00" * 32, list[str]()
+
+    def serve(server: socket.socket) -> None:
+        channel = TcpChannel(server.accept()[0])
+        channel.accept(secret, None)
+        try:
+            while True:
+                received.append(channel.receive(ClaimSpan).key)
+        except OSError as error:
+            received.append(str(error))
+        channel.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,))
+        thread.start()
+        path = PeerPath(Contact("127.0.0.1", server.getsockname()[1], secret))
+        head = 6  # bytes of the message before the name of its class
+        path.change_call = lambda data: data + data[data.index(b"ClaimSpan") - head :] if b"ClaimSpan" in data else data
+        channel = TcpChannel.connect(path.contact)
+        channel.send(ClaimSpan("round", "pack", (0, 1), "a"))
+        thread.join(30)
+        channel.close()
+        path.close()
+    assert received == ["pack", "a message was changed on its way"]
 
 
 def test_a_peer_without_the_secret_receives_no_data(cluster):

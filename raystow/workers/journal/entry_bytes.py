@@ -45,7 +45,6 @@ class ArrivingEntry:
     def __init__(self, most: int, refused: Callable[[int], str] = lambda size: "") -> None:
         self._bytes, self._most, self._refused = np.empty(most, np.uint8), most, refused  # pages are allocated at their first use
         self.size, self.problem = 0, ""
-        self._hasher = blake3(max_threads=blake3.AUTO)
 
     def append(self, parts: Sequence[Bytes]) -> None:
         """Copy the next bytes, unless the entry is refused."""
@@ -57,12 +56,6 @@ class ArrivingEntry:
             self._bytes = np.empty(0, np.uint8)
         else:
             copy_all(self._bytes[first : self.size], parts)
-            self._hasher.update(self._bytes[first : self.size].data)  # its threads do not hold the interpreter lock
-
-    @property
-    def digest(self) -> bytes:
-        """BLAKE3 of the bytes that have arrived."""
-        return self._hasher.digest()
 
     def content(self) -> memoryview:
         """The bytes of an entry without a problem. There is no more to come."""

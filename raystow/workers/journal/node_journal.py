@@ -112,9 +112,9 @@ class NodeJournal:
                     case SlotsFilled(slots):
                         connection.send(SlotsFree(slots))
                     case KeepEntry(info):
-                        info = replace(info, digest=arriving.digest)
-                        if self._keep(connection, info, arriving) and segments is not None:
-                            segments.kept(info)
+                        kept = self._keep(connection, info, arriving)
+                        if kept is not None and segments is not None:
+                            segments.kept(kept)
                         arriving = ArrivingEntry(0)
                     case SaveBegun(step, generation):
                         self.store.save_begun(opening.repository, step, generation)
@@ -166,15 +166,20 @@ class NodeJournal:
     def _refused(self, begun: EntryInfo, size: int) -> str:
         return self.store.problem(replace(begun, size=size))
 
-    def _keep(self, connection: Connection, info: EntryInfo, arrived: ArrivingEntry) -> bool:
+    def _keep(self, connection: Connection, info: EntryInfo, arrived: ArrivingEntry) -> EntryInfo | None:
+        """Keep an entry of this node, from now on with its digest. Its slots in the ring are free by now."""
         if arrived.size != info.size:
             raise ProtocolError(f"{arrived.size} bytes have arrived of an entry of {info.size}")
-        problem = arrived.problem or self.store.add(info, arrived.content(), own=True)
+        problem = arrived.problem
+        if not problem:
+            content = arrived.content()
+            info = replace(info, digest=entry_digest(content))
+            problem = self.store.add(info, content, own=True)
         if problem:
             connection.send(EntryKept(info.step, 0, shortened(problem)))
-        else:
-            self._replicator.submit(info, connection.post)  # its thread serves other processes, too, and this one may not read
-        return not problem
+            return None
+        self._replicator.submit(info, connection.post)  # its thread serves other processes, too, and this one may not read
+        return info
 
     def _fetch(self, store: StoreAddress, place: EntryPlace, shared: SharedMemories, number: int) -> str:
         """Put an entry from here, another node or the store into shared memory; return why that failed, or an empty text. It
