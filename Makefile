@@ -120,7 +120,7 @@ drills: $(READY)  ## kill and freeze processes of real clusters; write the table
 	$(BIN)/pytest tests/drills --drill-table=docs/failures.md
 
 FUZZ_SECONDS ?= 60
-FUZZ_TARGETS ?= any_record marker root record fragment pack value key value_text value_tree safetensors plan
+FUZZ_TARGETS ?= any_record marker root record fragment pack value key value_text value_tree safetensors plan prune
 
 fuzz: $(READY)  ## fuzz each parser of stored bytes for FUZZ_SECONDS (60)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[fuzz]"

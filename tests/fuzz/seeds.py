@@ -131,6 +131,7 @@ def seeds() -> dict[str, list[bytes]]:
         "value_text": [value_text.dumps({"a": [1, (2.5, None)], "t": np.ones(3), "q": deque([1], 2), 7: {"x"}}).encode()],
         "value_tree": [json.dumps([['["state", "a", {"list": 0}]', "1"], ['["state", "b"]', '{"empty": "dict"}']]).encode()],
         "safetensors": [json.dumps({"w": {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]}}).encode()],
+        "prune": [body(ROOT.dump()), body(FORKED.dump())],
         "plan": [body(planned().dump())],
         "key": [keys.lease(1, ATTEMPT, ATTEMPT).encode(), keys.record(1, ATTEMPT).encode()],
     }

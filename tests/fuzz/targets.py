@@ -27,7 +27,9 @@ from raystow.storage.format import keys, records, values
 from raystow.storage.format.manifest import Value
 from raystow.storage.format.root import Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.storage.limits import MAX_NUMBER
 from raystow.storage.repository import Repository, open_repository
+from raystow.storage.retention.policy import Policy
 from raystow.storage.stores import open_store
 from raystow.storage.value_tree import container
 
@@ -197,7 +199,14 @@ def plan(data: bytes) -> None:
     plan_world(latest, latest.world_size, per_node=8)
 
 
+def prune(data: bytes) -> None:
+    """Plan to thin all versions of this root but the newest."""
+    planned = repository_of({keys.ROOT: sealed(data)}).plan_retention(Policy(keep_last=MAX_NUMBER, resumable=1), compact=True)
+    for entry in (*planned.thinned, *planned.compacted):
+        allowed(lambda entry=entry: planned.replacement(entry))
+
+
 TARGETS: dict[str, Callable[[bytes], Any]] = {
     target.__name__: target
-    for target in (any_record, marker, root, record, fragment, value, pack, key, value_text, value_tree, safetensors, plan)
+    for target in (any_record, marker, root, record, fragment, value, pack, key, value_text, value_tree, safetensors, plan, prune)
 }

@@ -126,7 +126,7 @@ def test_hostile_fields_raise_only_raystow_errors(kind: str, value: Any) -> None
             allowed(lambda path=path: TARGETS[kind](text(changed(tree, path, lambda node: value))))
 
 
-@pytest.mark.parametrize("target", ["any_record", "marker", "root", "record", "value", "key", *TEXTS, "plan"])
+@pytest.mark.parametrize("target", ["any_record", "marker", "root", "record", "value", "key", *TEXTS, "plan", "prune"])
 @checked
 @given(data=st.data())
 def test_changed_bytes_raise_only_raystow_errors(target: str, data: st.DataObject) -> None:
