@@ -64,7 +64,7 @@ kernels: $(READY)  ## compile the GPU kernels to raystow/workers/gpu/kernels/bin
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"
 	$(BIN)/python tools/build_kernels.py
 
-byte-loops:  ## compile raystow/storage/coding/byte_loops.c (needs gcc)
+byte-loops:  ## compile raystow/storage/coding/byte_loops.c (needs gcc and gcc-aarch64-linux-gnu)
 	tools/build_byte_loops.sh
 
 SEEDS ?= 2

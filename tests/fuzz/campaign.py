@@ -15,8 +15,7 @@ from pathlib import Path
 import atheris
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-COMPILED = ["raystow.storage.coding.kernels", "raystow.storage.coding.zstd"]  # numba cannot compile the instrumented code
-with atheris.instrument_imports(include=["raystow.storage", "json"], exclude=COMPILED):
+with atheris.instrument_imports(include=["raystow.storage", "json"]):
     from fuzz.seeds import seeds
     from fuzz.targets import TARGETS, allowed
 

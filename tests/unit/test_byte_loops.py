@@ -1,10 +1,14 @@
-"""The precompiled loops return the same bytes as the loops compiled by numba and as numpy without numba."""
+"""The compiled loops of all machines return the same bytes, and so does numpy."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import platform
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +20,26 @@ pytestmark = pytest.mark.skipif(kernels.library() is None, reason="this machine 
 
 
 def test_the_library_was_built_from_the_current_source() -> None:
-    library, source = kernels.library(), kernels.LIBRARY.with_name("byte_loops.c").read_bytes()
-    built = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, "source_digest")))
-    assert built.decode() == hashlib.sha256(source).hexdigest(), "run: make byte-loops"
+    source = hashlib.sha256(kernels.SOURCE.read_bytes()).hexdigest()
+    built = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(kernels.library(), "source_digest")))
+    assert built.decode() == source, "run: make byte-loops"
+    assert all(source.encode() in library.read_bytes() for library in kernels.LIBRARIES.values()), "run: make byte-loops"
+
+
+def test_the_loops_of_all_machines_return_the_same_bytes(tmp_path: Path) -> None:
+    """Those of aarch64 run in an emulator of its processor."""
+    compilers = {"x86_64": "gcc", "aarch64": "aarch64-linux-gnu-gcc"}
+    emulator = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]
+    if platform.machine() != "x86_64" or None in map(shutil.which, [*compilers.values(), emulator[0]]):
+        pytest.skip("needs gcc, gcc-aarch64-linux-gnu and qemu-user on x86-64")
+    printed = []
+    for machine, compiler in compilers.items():
+        program, source = tmp_path / machine, Path(__file__).parents[1] / "byte_loops_run.c"
+        subprocess.run([compiler, "-O1", "-Wall", "-Werror", source, kernels.LIBRARIES[machine], "-o", program], check=True)
+        command = [*(emulator if machine == "aarch64" else []), program]
+        printed.append(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+    assert printed[0] == printed[1]
+    assert len(printed[0].splitlines()) == 7 * (12 + 8 + 6)
 
 
 def results(seed: int, count: int) -> Iterator[bytes]:
@@ -78,12 +99,9 @@ def encoded(seed: int, count: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("count", [1, 33, 1013])
-def test_all_implementations_return_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels.with_numba()
+def test_numpy_returns_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = [*results(count, count), *encoded(count, count)]
     monkeypatch.setattr(kernels, "library", lambda: None)
-    assert ahead == [*results(count, count), *encoded(count, count)]
-    monkeypatch.setattr(kernels, "with_numba", lambda: False)
     assert ahead == [*results(count, count), *encoded(count, count)]
 
 

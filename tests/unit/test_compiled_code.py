@@ -17,15 +17,12 @@ from raystow.workers.gpu.kernels import library
 
 def test_doctor_compares_compiled_code_with_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.binaries().status is Status.OK
-    for source in (kernels.LIBRARY, kernels.LIBRARY.with_name("byte_loops.c")):
-        (tmp_path / source.name).write_bytes(source.read_bytes())
-    with (tmp_path / "byte_loops.c").open("a") as file:
-        file.write("// changed")
-    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / kernels.LIBRARY.name)
+    (tmp_path / "byte_loops.c").write_bytes(kernels.SOURCE.read_bytes() + b"// changed")
+    monkeypatch.setattr(kernels, "SOURCE", tmp_path / "byte_loops.c")
     monkeypatch.setattr(library, "sources_digest", lambda: "0" * 64)
     found = software.binaries()
     assert (found.status, found.code, found.follows) == (Status.FAILED, 3, "install raystow again")
-    for name in (kernels.LIBRARY.name, *library.SHIPPED):
+    for name in (*(path.name for path in kernels.LIBRARIES.values()), *library.SHIPPED):
         assert f"{name} was built from other sources" in found.found
 
 

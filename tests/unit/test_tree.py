@@ -21,7 +21,7 @@ MOST_LINES = 500
 LONGEST_TEST_NAME = 60
 NO_SUBJECT = re.compile(r"test_(what|who|whoever|whatever|nothing_but)_")
 MOST_ANY = 150
-"""How often the word ``Any`` occurs in ``raystow``, imports and docstrings included, at most: for torch, numba and Parquet."""
+"""How often the word ``Any`` occurs in ``raystow``, imports and docstrings included, at most: for torch and Parquet."""
 
 PUBLIC_TWICE = {"Checkpointer", "Checkpointing"}
 """Public classes of integrations, which have the name that users of that library expect."""

@@ -1,9 +1,11 @@
-/* The loops of saves and restores, compiled ahead of time: importing numba and loading its code takes longer than to decode 193 MB.
+/* The loops of saves and restores, compiled ahead of time, for little-endian processors.
 
-   Contracts are those of the functions in loops.py, against which tests hold these. Callers check all sizes.
+   Contracts are those of the functions in numpy_loops.py, against which tests hold these. Callers check all sizes.
    After a change: make byte-loops. */
 
+#ifdef __AVX2__
 #include <immintrin.h>
+#endif
 #include <stddef.h>
 #include <stdint.h>
 
@@ -145,11 +147,12 @@ void unpack7(const uint8_t *restrict packed, uint8_t *restrict plane_, size_t gr
 static inline __attribute__((always_inline)) uint64_t product_sum(
     const word32 *restrict words, const uint64_t *restrict keys, size_t count, int exchange
 ) {
+    uint64_t sum = 0;
+    size_t i = 0;
+#ifdef __AVX2__
     const __m256i halves = _mm256_set_epi8(
         -1, -1, -1, -1, 9, 8, 11, 10, -1, -1, -1, -1, 1, 0, 3, 2, -1, -1, -1, -1, 9, 8, 11, 10, -1, -1, -1, -1, 1, 0, 3, 2
     );
-    uint64_t sum = 0;
-    size_t i = 0;
     __m256i low = _mm256_setzero_si256(), high = low; /* products of the halves of the keys: AVX2 multiplies 32 by 32 bits */
     for (; i + 4 <= count; i += 4) {
         __m256i word = _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(words + i)));
@@ -160,6 +163,7 @@ static inline __attribute__((always_inline)) uint64_t product_sum(
     }
     low = _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
     for (int lane = 0; lane < 4; lane++) sum += ((word64 *)&low)[lane];
+#endif
     for (; i < count; i++) sum += (exchange ? words[i] >> 16 | words[i] << 16 : words[i]) * keys[i];
     return sum;
 }

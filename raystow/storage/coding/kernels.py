@@ -1,8 +1,7 @@
 """The loops over bytes that numpy would take in a dozen passes, free of the GIL.
 
-On x86-64 with AVX2 they are a library that was compiled ahead of time (``byte_loops.c``). On other machines numba compiles them
-(``loops``); without it they take several passes of numpy (``numpy_loops``). On the GPU their place is taken by Triton kernels of
-the same contract.
+They are a library that was compiled ahead of time (``byte_loops.c``) for x86-64 with AVX2 and for aarch64. On other machines they
+take several passes of numpy (``numpy_loops``). On the GPU their place is taken by Triton kernels of the same contract.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import platform
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Concatenate, ParamSpec
 
 import numpy as np
 
+from . import numpy_loops
 from .words import WORDS, Bytes, Words, exchanged
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "Words",
     "add",
     "exchanged",
-    "fallback_loops",
     "join",
     "pack7",
     "split",
@@ -34,24 +32,29 @@ __all__ = [
     "unpack7",
     "weighted_sum_triples",
     "weighted_sums",
-    "with_numba",
 ]
 
 _P = ParamSpec("_P")
 
-LIBRARY = Path(__file__).with_name("byte_loops.x86_64.so")
+SOURCE = Path(__file__).with_name("byte_loops.c")
+LIBRARIES = {machine: SOURCE.with_suffix(f".{machine}.so") for machine in ("x86_64", "aarch64")}
+"""By the name of the machine, as ``platform.machine`` gives it."""
+
+_NEEDED = {"x86_64": {"avx2", "bmi1", "bmi2", "fma", "movbe", "f16c", "abm"}}
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The loops that were compiled ahead of time; None if this machine cannot run them. Calls do not hold the GIL."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in LIBRARIES:
         return None
     try:
-        features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
-        if not {"avx2", "bmi1", "bmi2", "fma", "movbe", "f16c", "abm"} <= set(features):
-            return None
-        found = ctypes.CDLL(str(LIBRARY))
+        if machine in _NEEDED:
+            features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+            if not _NEEDED[machine] <= set(features):
+                return None
+        found = ctypes.CDLL(str(LIBRARIES[machine]))
     except (OSError, StopIteration):
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
@@ -77,35 +80,14 @@ def address(array: Words) -> int:
     return array.ctypes.data
 
 
-@functools.cache
-def with_numba() -> bool:
-    """Whether numba compiles loops in this process; else numpy takes its place, which gives the same bytes."""
-    try:
-        from . import loops  # noqa: F401
-    except ImportError:  # not installed, or of another numpy
-        return False
-    return True
-
-
-def fallback_loops() -> ModuleType:
-    """The module with the loops for machines that cannot run the library, those over the frames of a plane included."""
-    if with_numba():
-        from . import loops
-
-        return loops
-    from . import numpy_loops
-
-    return numpy_loops
-
-
 def _or_loops(run: Callable[Concatenate[ctypes.CDLL, _P], None]) -> Callable[_P, None]:
-    """Call ``run`` with the library; without one, the function of the same name in ``fallback_loops()``."""
+    """Call ``run`` with the library; without one, the function of the same name in ``numpy_loops``."""
 
     @functools.wraps(run)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
         found = library()
         if found is None:
-            getattr(fallback_loops(), run.__name__)(*args, **kwargs)
+            getattr(numpy_loops, run.__name__)(*args, **kwargs)
         else:
             run(found, *args, **kwargs)
 

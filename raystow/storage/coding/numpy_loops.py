@@ -1,7 +1,4 @@
-"""The loops over bytes for processes without numba: several passes of numpy each, and Python for the frames of a plane.
-
-The functions do the same as those of ``loops``; tests compare them.
-"""
+"""The loops over bytes for machines without compiled ones: several passes of numpy each, and Python for the frames of a plane."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ def weighted_sums(words: Words, keys: Words, sums: Words) -> None:
 
 
 def zstd_encode(context: int, plane: Bytes, stream: int, out: Bytes, sizes: Words) -> int:
-    """See ``loops.zstd_encode``."""
+    """Fill ``sizes``; return 0 or an error code."""
     end = 0
     for i in range(sizes.size):
         source = plane[i * stream : (i + 1) * stream]
@@ -112,7 +109,7 @@ def zstd_encode(context: int, plane: Bytes, stream: int, out: Bytes, sizes: Word
 
 
 def zstd_decode(context: int, coded: Bytes, sizes: Words, stream: int, plane: Bytes) -> int:
-    """See ``loops.zstd_decode``."""
+    """Return the number of bytes decoded until all were or one frame had the wrong size, or an error code."""
     end = 0
     for i in range(sizes.size):
         target, size = plane[i * stream : (i + 1) * stream], int(sizes[i])

@@ -16,7 +16,7 @@ import numpy as np
 from zstandard import backend_cffi
 
 from ..errors import Damaged
-from . import kernels
+from . import kernels, numpy_loops
 from .kernels import Bytes, Words
 
 _ffi: Any = backend_cffi.ffi
@@ -74,7 +74,7 @@ def _encode(context: int, plane: Bytes, stream: int, out: Bytes, sizes: Words) -
     """Fill ``sizes``; 0 or an error code."""
     found = kernels.library()
     if found is None:
-        return int(kernels.fallback_loops().zstd_encode(context, plane, stream, out, sizes))
+        return int(numpy_loops.zstd_encode(context, plane, stream, out, sizes))
     where, one = kernels.address, function("ZSTD_compress2")
     return int(found.zstd_encode(one, context, where(plane), plane.size, stream, where(out), out.size, where(sizes)))
 
@@ -83,7 +83,7 @@ def _decode(context: int, coded: Bytes, sizes: Words, stream: int, plane: Bytes)
     """The number of bytes decoded until all were or one frame had the wrong size, or an error code."""
     found = kernels.library()
     if found is None:
-        return int(kernels.fallback_loops().zstd_decode(context, coded, sizes, stream, plane))
+        return int(numpy_loops.zstd_decode(context, coded, sizes, stream, plane))
     if int(sizes.sum()) > coded.size:
         raise ValueError("the frames have more bytes than the data")
     where, one = kernels.address, function("ZSTD_decompressDCtx")

@@ -42,19 +42,14 @@ def loops() -> Finding:
     kernels.split(np.arange(64, dtype=np.uint16), True, (np.empty(64, np.uint8), np.empty(64, np.uint8)))
     if kernels.library() is not None:
         return ok("compiled ahead of time")
-    if kernels.with_numba():
-        return ok(f"compiled by numba {importlib.metadata.version('numba')}")
-    if importlib.util.find_spec("numba") is not None:
-        return warning("numba cannot be imported; numpy takes its place, more slowly", "try: python -c 'import numba'")
-    return warning("numpy codes, slowly: the compiled loops need AVX2", 'for speed, pip install "raystow[numba]"')
+    return warning("numpy codes, at a seventh of the speed", "for speed, use x86-64 with AVX2, or aarch64")
 
 
 def binaries() -> Finding:
     """Check that compiled code is of the installed sources, and that its files are those that were installed."""
     wrong, found = dict[str, str](), "as their sources and the installation say"
-    library = kernels.LIBRARY
-    if hashlib.sha256(library.with_name("byte_loops.c").read_bytes()).hexdigest().encode() not in library.read_bytes():
-        wrong[library.name] = "was built from other sources"
+    source = hashlib.sha256(kernels.SOURCE.read_bytes()).hexdigest().encode()
+    wrong |= {path.name: "was built from other sources" for path in kernels.LIBRARIES.values() if source not in path.read_bytes()}
     if importlib.util.find_spec("torch") is None:
         found += "; kernels for GPUs were not checked: torch is missing"
     else:
