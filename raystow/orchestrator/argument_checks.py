@@ -1,4 +1,4 @@
-"""What the caller of a save or a restore has passed, looked at as in ``storage.arguments``."""
+"""Checks of the arguments of saves and restores, in addition to ``storage.arguments``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST = 1e9
 
 
 def address(uri: object) -> str:
-    """That of a repository, a string or a path. ``StateError`` if it looks like a mistyped one."""
+    """Return the address of a repository as text. ``StateError`` if it looks like a mistyped one."""
     if isinstance(uri, os.PathLike):
         uri = os.fspath(uri)
     if not isinstance(uri, str):  # bytes may hold what must not be repeated
@@ -28,7 +28,7 @@ def address(uri: object) -> str:
 
 
 def positive(name: str, value: object, *, most: float = float("inf"), instead: str = "") -> float:
-    """A number above 0."""
+    """Return a number above 0."""
     if type(value) is bool or not isinstance(value, int | float) or not 0 < value <= most:
         raise refused(name, value, "a number above 0" + (f", at most {most:,.0f}" if most < float("inf") else ""), instead)
     return value

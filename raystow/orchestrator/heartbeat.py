@@ -25,7 +25,7 @@ class Heartbeat:
             self._sent = now
             self._send(RankReading(vote.rank, vote.incarnation, vote.number, vote.timeout))
 
-    def again(self) -> None:
+    def reset(self) -> None:
         """Let the next ``beat`` tell at once."""
         self._sent = float("-inf")
 

@@ -84,8 +84,8 @@ class Repository(Catalog):
         """Open a version.
 
         Args:
-            which: Its id, the name of a pin, ``"step:60"`` (the newest version of that step), ``"latest"``, or a ``Version``, for
-                what has become of it since. Only an id, a pin or a ``Version`` can be of a rolled-back one.
+            which: The id of a version, the name of a pin, ``"step:60"`` (the newest version of that step), ``"latest"``, or a
+                ``Version``, whose present state is returned. Ids, pins and ``Version`` objects also find rolled-back versions.
 
         Returns:
             The version.

@@ -19,7 +19,7 @@ from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.derived import derive
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.reader import PackReader, Request, Run
-from raystow.workers.gpu.decode.lane_plan import LaneMemory, LanePlan, Making, plan
+from raystow.workers.gpu.decode.lane_plan import Assembly, LaneMemory, LanePlan, plan
 from raystow.workers.gpu.stream_layout import compute_tables
 
 
@@ -49,7 +49,7 @@ def _decode(reader: PackReader, todo: LanePlan) -> list[int]:
                 zstd.decode(at(source, size), (size,), length, at(target, room))
     for source, target, groups in todo.unpacks:
         kernels.unpack7(at(source, 7 * groups), at(target, 8 * groups))
-    sums = [_make(making, row) for making, batch in todo.in_order for row in batch.table().tolist()]
+    sums = [_make(assembly, row) for assembly, batch in todo.in_order for row in batch.table().tolist()]
     done = list(todo.check(np.array(sums, np.uint64).view(np.int64)))
     for piece, address in todo.copies:
         words = torch.from_numpy(at(address, piece.chunk.nbytes)).view(piece.target.dtype).reshape(piece.chunk.extent)
@@ -57,20 +57,20 @@ def _decode(reader: PackReader, todo: LanePlan) -> list[int]:
     return done
 
 
-def _make(making: Making, row: list[int]) -> int:
+def _make(assembly: Assembly, row: list[int]) -> int:
     """Compute the words of a row. Return the sum of their digest."""
     words, n, *planes = row
-    width = making.width
+    width = assembly.width
     made: Any = at(words, n * width)
-    if making.rounded:
-        made[:] = derive(at(planes[0], 4 * n), "float32", making.rounded)
+    if assembly.rounded:
+        made[:] = derive(at(planes[0], 4 * n), "float32", assembly.rounded)
         return weighed(made)
     base = made.copy()
     if width == 1:
         made[:] = at(planes[0], n)
     else:
-        kernels.join(tuple(at(plane, n) for plane in planes[:width]), making.rotated, made.view(kernels.WORDS[width]))
-    if making.added:
+        kernels.join(tuple(at(plane, n) for plane in planes[:width]), assembly.rotated, made.view(kernels.WORDS[width]))
+    if assembly.added:
         kernels.add(made.view(kernels.WORDS[width]), base.view(kernels.WORDS[width]))
     return weighed(made)
 

@@ -108,9 +108,9 @@ def test_all_ranks_look_for_derived_tensors_in_the_same_saves() -> None:
         made = plan(state, planner, save)
         held = pairs(made)
         if staged:
-            made.look_again()
-            made.look_again()  # a second call, as for a state on several devices
-        made.let_go()
+            made.find_derived()
+            made.find_derived()  # a second call, as for a state on several devices
+        made.release()
         return held
 
     assert pair in found(state, 1)
@@ -130,8 +130,8 @@ def test_a_search_without_changes_keeps_the_division() -> None:
     for save in (1, 2, 3):
         made = plan(state, planner, save)
         divisions.append(id(made.division))
-        made.look_again()
-        made.let_go()
+        made.find_derived()
+        made.release()
         kept.append(made)  # keep the plan alive, so that no other division gets its id
     assert len({*divisions}) == 1
 
@@ -143,7 +143,7 @@ def test_a_tensor_that_differed_is_not_checked_again() -> None:
         planner = Planner()
         found = plan(state, planner, 2, world_size=world)
         (follower,) = [one for one in found.followers if one.piece.name == "model.1"]
-        found.strayed(follower)
+        found.not_derived(follower)
         assert (("model.1", "optimizer.master.1") in pairs(plan(state, planner, 3, world_size=world))) is left
 
 
@@ -208,7 +208,7 @@ def test_found_relations_are_reused_without_keeping_tensors() -> None:
     first = plan(state, planner, 2)
     parts = first.parts
     assert torch.equal(parts[None].pieces[0].shard.local, state[parts[None].pieces[0].name])
-    first.let_go()
+    first.release()
     assert all(piece.shard.local is None and piece.shard.leaf.value is None for piece in parts[None].pieces)
     later = {name: tensor.clone() for name, tensor in state.items()}
     second = plan(later, planner, 3)
@@ -216,20 +216,20 @@ def test_found_relations_are_reused_without_keeping_tensors() -> None:
     out = np.empty(parts[None].pieces[1].nbytes, np.uint8)
     parts[None].pieces[1].copy(out)
     assert np.array_equal(out, raw(later[parts[None].pieces[1].name]))
-    second.let_go()
+    second.release()
     grown = {name: torch.randn(4000) for name in state}
     assert plan(grown, planner, 3).parts is not parts
 
 
 def test_elements_of_an_unstaged_save_are_not_reused() -> None:
     planner, state = Planner(), mixed()
-    plan(state, planner, 2).let_go()
+    plan(state, planner, 2).release()
     for seed in (1, 2):
         torch.manual_seed(seed)
         later = {name: torch.randn_like(tensor) if "exp_avg" in name else tensor for name, tensor in state.items()}
         (piece,) = [one for one in plan(later, planner, 3).pieces if one.name == "optimizer.exp_avg.1"]
         out = np.empty(piece.nbytes, np.uint8)
-        piece.copy(out)  # without a call of let_go
+        piece.copy(out)  # without a call of release
         assert np.array_equal(out, raw(later[piece.name]))
 
 

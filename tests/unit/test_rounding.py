@@ -190,7 +190,7 @@ def test_a_chunk_is_rounded_while_it_is_copied() -> None:
         assert piece.origin == (tensor.data_ptr() if tensor.is_contiguous() else None)
         assert (piece.address is None) == (shard.rule is not None)
         assert {*plan.rounded()} == ({name} if shard.rule is not None else set())
-        plan.let_go()
+        plan.release()
         assert not plan.rounded()
 
 

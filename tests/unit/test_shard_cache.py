@@ -70,7 +70,7 @@ def test_a_changed_tensor_is_not_taken_from_the_cache(other: Callable[[], Any]) 
     fresh = shard_of(leaf)
     for what in ("kind", "dtype", "shape", "extent", "device"):
         assert getattr(view.shard, what) == getattr(fresh, what)
-    made = view.shard.again(view.leaf, view.local)
+    made = view.shard.with_elements(view.leaf, view.local)
     assert bytes(made.bits.tobytes()) == bytes(fresh.bits.tobytes())
 
 
@@ -104,7 +104,7 @@ def test_the_pieces_refer_to_the_tensors_of_their_own_save() -> None:
         plan = plan_save({"x": kept.view(24, 10), "n": 1}, rank=0, world_size=1, planner=planner)
         (piece,) = plan.pieces
         found: bytes = piece.shard.bits.tobytes()
-        plan.let_go()
+        plan.release()
         assert piece.shard.local is None
         return found
 
@@ -122,7 +122,7 @@ def test_a_tensor_with_too_little_storage_is_refused(
     def save() -> int:
         plan = plan_save(state, rank=0, world_size=1, planner=planner)
         found = len(plan.pieces)
-        plan.let_go()
+        plan.release()
         return found
 
     assert save() == 2

@@ -90,7 +90,7 @@ def test_a_slot_is_free_once_and_never_in_use(steps: list[tuple[str, int, int]])
             assert slots.keep(parts) == small
             kept += [parts] if small else []
         elif step == "let go" and kept:
-            slots.let_go(kept.pop(one % len(kept)))
+            slots.drop_kept(kept.pop(one % len(kept)))
         assert sorted(free) == sorted(filled - slots_of(*kept, *(use.parts for use in uses)))
         filled.difference_update(free)
         free.clear()
@@ -98,7 +98,7 @@ def test_a_slot_is_free_once_and_never_in_use(steps: list[tuple[str, int, int]])
     for use in uses:
         use()
     for parts in kept:
-        slots.let_go(parts)
+        slots.drop_kept(parts)
     assert not hasattr(ring, "memory")  # closed
 
 

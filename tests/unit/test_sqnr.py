@@ -210,11 +210,11 @@ def test_replicas_have_equal_rules_and_choices_persist() -> None:
     assert {rules(first)[name] for name in ("exp_avg_sq.w", "master.w")} == {MantissaBits(6), MantissaBits(9)}
     assert [follower.piece.name for follower in first.followers + second.followers if follower.piece.name == "w"] == ["w"]
     parts = first.division.parts
-    first.let_go()
+    first.release()
     moments += 1e-3 * normal(300, 300, seed=4)
     again = planned(planners[0], state, 5)
     assert again.division.parts is parts
-    again.let_go()
+    again.release()
     moments.copy_(moments.bfloat16())
     later = planned(planners[0], state, 6)
     assert later.division.parts is not parts
@@ -223,7 +223,7 @@ def test_replicas_have_equal_rules_and_choices_persist() -> None:
         piece.copy(np.empty(piece.nbytes, np.uint8))
     told = later.rounded()
     assert all(one.rule == str(rules(later)[name]) for name, one in told.items())
-    later.let_go()
+    later.release()
 
 
 def test_differently_rounded_parts_are_reported_together() -> None:

@@ -59,12 +59,12 @@ class Plan:
     def parts(self) -> dict[None, Plan]:
         return {None: self}
 
-    def look_again(self) -> None: ...
+    def find_derived(self) -> None: ...
 
     def changed(self) -> str:
         return ""
 
-    def let_go(self) -> None: ...
+    def release(self) -> None: ...
 
     def rounded(self) -> dict[str, Any]:
         return {}
@@ -186,7 +186,7 @@ class OnGpu(Plan):
         self.seen.append("looked at")
         return {0: self}
 
-    def look_again(self) -> None:
+    def find_derived(self) -> None:
         self.seen.append("looked for relations")
 
 

@@ -212,7 +212,7 @@ def test_a_dead_node_worker_with_all_bytes_is_unknown(begun: bool, complete: boo
     plan = Plan([])
     order = SaveOrder(BEGIN, plan, on_read=lambda: None, on_end=outcomes.put)
     if not complete:
-        plan.look_again = lambda: wait_until(lambda: staging.lost, "the end of the node worker")  # type: ignore[method-assign]
+        plan.find_derived = lambda: wait_until(lambda: staging.lost, "the end of the node worker")  # type: ignore[method-assign]
     staging.submit(order)
     outcome = outcomes.get(timeout=10)
     assert type(outcome) is (OutcomeUnknown if begun and complete else SaveFailed)

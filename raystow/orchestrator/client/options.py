@@ -33,9 +33,9 @@ class Memory:
         staging: Bytes per rank for staged and encoded data together, at least 32 MiB. None: 1 GiB; for a state on GPUs enough
             for one whole save, but at most this rank's share of half of the machine's memory.
         cache: Bytes per node (not per rank) for its part of the newest version, which restores read first. A part that does not
-            fit is not cached; 0 turns the cache off. None: a quarter of the machine's memory. If a rank's share is 1.75 times its
-            state on GPUs, so much of it is pinned, and versions stay where the GPU has put them instead of being copied; there,
-            a version leaves when the next save begins if that would not fit.
+            fit is not cached; 0 turns the cache off. None: a quarter of the machine's memory. A rank whose share of the cache is
+            at least 1.75 times its state on GPUs pins that much host memory: the GPU writes the version there, and no copy of it
+            is needed. Pinned memory that has no room for the next save drops the version when that begins.
         journal: Bytes per node for recorded steps; see ``Checkpointer.journal``. None: an eighth of the machine's memory.
         cache_seconds: Seconds for which a node keeps its memory, and is busy for Ray, after the last Checkpointer there has
             closed; at least 600 after a failure. Data that is not durable stays longer.

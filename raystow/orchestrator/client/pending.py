@@ -137,7 +137,7 @@ class Pending:
     ) -> None:
         """End the save, or replace an unknown outcome; a known one stays. ``note`` gets the outcome before.
 
-        Who waits for the save goes on once ``note`` has returned, and so sees all that follows from the outcome.
+        Threads that wait for the save continue after ``note`` has returned, so they see its effects.
         """
         with self._lock:
             before = self._outcome

@@ -157,7 +157,7 @@ class ClusterAgreement:
         try:  # the node worker keeps the data that was read until all ranks have finished
             self._choice = self._vote(replace(self._opening, tried=tried, damage=damage, whole=whole, read=read))
         finally:
-            self._let_go()
+            self._end_read()
         return None if self._choice is None else self._choice.entry
 
     def _vote(self, vote: RestoreVote) -> RestoreChoice | None:
@@ -248,15 +248,15 @@ class ClusterAgreement:
             source += " and the memory of nodes"
         version = choice.entry.id if choice is not None else 0
         self._log.warning("restoring version %d: nothing was read for %.0f s from %s", version, seconds, source)
-        self._heartbeat.again()
+        self._heartbeat.reset()
         self._port.reading(RankReading(vote.rank, vote.incarnation, vote.number, vote.timeout, seconds, source))
 
     def give_up(self, error: str) -> None:
-        self._let_go()
+        self._end_read()
         with contextlib.suppress(RaystowError):
             self._port.settle(replace(self._opening, error=error))
 
-    def _let_go(self) -> None:
+    def _end_read(self) -> None:
         self._watch.stop()
         if self._cache is not None:
             read = self._cache.read

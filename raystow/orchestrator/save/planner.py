@@ -64,7 +64,7 @@ class Planner:
             self._last, self._key = last, key
         return last
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if self._last is not None:
             for shard in self._last.shards:
                 shard.release()
@@ -91,7 +91,7 @@ class SavePlan:
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
-        return tuple(view.shard.again(view.leaf, view.local) for view in self.views)
+        return tuple(view.shard.with_elements(view.leaf, view.local) for view in self.views)
 
     @functools.cached_property
     def division(self) -> ChunkAssignment:
@@ -133,20 +133,20 @@ class SavePlan:
             if shard.rule is not None and shard.findings
         }
 
-    def look_again(self) -> None:
+    def find_derived(self) -> None:
         self.planner.derived.refresh(self.division.shards, self.ready, save=self.save)
 
     def changed(self) -> str:
         return self.writes.changed()
 
-    def strayed(self, follower: object) -> None:
+    def not_derived(self, follower: object) -> None:
         """Note that a chunk is not derived. If other ranks have the tensor too, it stays planned until all sample again."""
         assert isinstance(follower, PlannedDerived)
         if len(follower.piece.shard.holders or range(self.world_size)) == 1:
             self.planner.derived.forget(follower.piece.shard)
 
-    def let_go(self) -> None:
-        self.planner.let_go()
+    def release(self) -> None:
+        self.planner.release()
 
 
 @uncollected()

@@ -60,9 +60,9 @@ class Shard:
     def without_elements(self) -> Shard:
         """A copy for later saves, with the properties that can be computed only with elements."""
         _ = self.identity, self.likeness, self.reach
-        return self.again(self.leaf._replace(value=None), None)
+        return self.with_elements(self.leaf._replace(value=None), None)
 
-    def again(self, leaf: Leaf, local: Elements) -> Shard:
+    def with_elements(self, leaf: Leaf, local: Elements) -> Shard:
         """A copy with the same properties and the tensor's elements of another save."""
         other = copy.copy(self)
         other.findings = {}

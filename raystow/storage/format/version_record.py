@@ -44,8 +44,9 @@ class RestoreInfo:
 
 @dataclass(frozen=True)
 class Thinned:
-    """That a version was thinned. ``attempt``: the complete one. ``at``: when, in seconds since 1970. ``groups``: what was kept.
-    ``mantissa_bits``: to how many it was rounded, ``base_bits``: to how many its base was; None for all."""
+    """Describes how a version was thinned. ``attempt``: the complete version. ``at``: the time, in seconds since 1970.
+    ``groups``: the groups of tensors that were kept. ``mantissa_bits``, ``base_bits``: the mantissa bits of its elements, and
+    those of its base's elements; None for all."""
 
     attempt: str
     at: float

@@ -163,7 +163,7 @@ class Bucket(ABC, Generic[_Clients]):
 
     @renewing
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
-        """As the protocol says. Sent once and never again: after a lost answer a repeated request would lose against itself."""
+        """See ``ObjectStore``. The request is sent once: after a lost answer, a second one would find the tag changed."""
         subject = self._subject(key)
         try:
             return self._swap(self._below + key, data, tag, subject)

@@ -36,7 +36,7 @@ class RingPack:
 
     def close(self) -> None:
         """Free the slots."""
-        self.slots.let_go(self._parts)
+        self.slots.drop_kept(self._parts)
 
 
 def copied(held: tuple[list[memoryview], SlotUse], size: int) -> PackFile:

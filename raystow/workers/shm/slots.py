@@ -61,8 +61,8 @@ class Slots:
         return [(views, SlotUse(self, parts)) for views, parts in zip(found, chunks, strict=True)]
 
     def keep(self, parts: Sequence[SlotPart]) -> bool:
-        """Use parts that are in use once more, for a version in memory, until ``let_go``; return False if too many slots are kept
-        already."""
+        """Use parts that are in use once more, for a version in memory, until ``drop_kept``. Returns False if too many slots are
+        kept already."""
         slots = [slot for slot, _, _ in parts]
         with self._changed:
             if len(self._kept.keys() | {*slots}) > self.ring.kept:
@@ -71,7 +71,7 @@ class Slots:
             self._uses.update(slots)
         return True
 
-    def let_go(self, parts: Sequence[SlotPart]) -> None:
+    def drop_kept(self, parts: Sequence[SlotPart]) -> None:
         """End the use that ``keep`` began."""
         slots = [slot for slot, _, _ in parts]
         with self._changed:

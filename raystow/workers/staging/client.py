@@ -127,7 +127,7 @@ class Staging:
                 self._give_up(order, SaveFailed(f"staging failed: {error!r}", subject=order.subject))
             finally:
                 if order.plan is not None:
-                    order.plan.let_go()
+                    order.plan.release()
                 order.plan = None
                 order.on_read()
 
@@ -139,7 +139,7 @@ class Staging:
         except Exception as error:  # the first save does the same again, and reports what fails
             self._log.warning("the first save is not prepared: %s", error)
         finally:
-            plan.let_go()
+            plan.release()
 
     def _stage_all(self, order: SaveOrder, plan: StagingPlan) -> None:
         devices = sorted(device for device in plan.parts if device is not None)
@@ -163,7 +163,7 @@ class Staging:
         if host is not None:
             for event in plan.ready.values():
                 event.synchronize()
-            plan.look_again()
+            plan.find_derived()
             begun = SYSTEM.monotonic()
             stage_host(plan, host, self._slots, post)
             order.all_read(min(_GRACE[1], max(_GRACE[0], 2 * (SYSTEM.monotonic() - begun))))

@@ -83,7 +83,7 @@ class DeviceStaging:
 
         def check() -> None:
             checks.append(encoder.follow(device, followers, after=after))
-            plan.look_again()
+            plan.find_derived()
 
         def read() -> None:
             if not checks[0].strays:
@@ -99,7 +99,7 @@ class DeviceStaging:
             post(StageDerived(tuple(checks[0].derived)))
         strays = checks[0].strays
         for follower in strays:
-            plan.strayed(follower)
+            plan.not_derived(follower)
         if strays:
             stored = [follower.piece for follower in strays]
             encoder.encode(device, replace(request, pieces=stored, on_read=lambda: on_read(0.0), meanwhile=lambda: None), post)

@@ -39,7 +39,7 @@ def stage_host(plan: StagingPlan, group: SourceGroup, slots: StagingSlots, post:
                 if (digest := _followed(follower, place)) is not None:
                     derived.append(follower.derived(digest))
                 else:
-                    plan.strayed(follower)
+                    plan.not_derived(follower)
                     left.append(follower.piece)
         _announce(raw, derived, post)
     finally:

@@ -94,19 +94,19 @@ class StagingPlan(Protocol):
     def ready(self) -> Mapping[int, CudaEvent]:
         """For each CUDA device an event, after which its tensors may be read."""
 
-    def look_again(self) -> None:
+    def find_derived(self) -> None:
         """Look for tensors that follow from others, for the next saves. Called once or more while tensors are staged."""
 
     def changed(self) -> str:
         """Return the name of a tensor that has changed since ``save``; "" if none has."""
 
-    def strayed(self, follower: object) -> None:
+    def not_derived(self, follower: object) -> None:
         """Note that a chunk does not follow from its source."""
 
     def rounded(self) -> Mapping[str, Rounded]:
         """Return what rounding has done to tensors, once all is staged. Raises ``SaveFailed`` if an error exceeds its bound."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the tensors."""
 
 

@@ -33,7 +33,7 @@ from ..nvcomp import STREAM, Codec
 from ..stream_layout import compute_tables
 from .lane import Lane
 from .lane_fetcher import Arrivals, LaneFetcher
-from .lane_plan import ROOM, Fetch, LanePlan, Making, plan
+from .lane_plan import ROOM, Assembly, Fetch, LanePlan, plan
 
 logger = logging.getLogger(__name__)
 
@@ -238,10 +238,10 @@ class Decoder:
         if plan.unpacks:
             unpacks = np.array(plan.unpacks, np.int64)
             yield _Step(unpacks.tobytes(), len(unpacks), 0, _plain(copy_kernels.unpack7, int(unpacks[:, 2].max())))
-        for making, batch in plan.in_order:
+        for assembly, batch in plan.in_order:
             table = batch.table()
-            largest, packed = int(table[:, 1].max()) * making.width, kernel_args.can_pack(table, making.width)
-            yield _Step(table.tobytes(), len(table), len(table), functools.partial(_make, making, largest, packed))
+            largest, packed = int(table[:, 1].max()) * assembly.width, kernel_args.can_pack(table, assembly.width)
+            yield _Step(table.tobytes(), len(table), len(table), functools.partial(_make, assembly, largest, packed))
 
 
 def _offsets(sizes: Iterable[int]) -> list[int]:
@@ -275,13 +275,13 @@ def _decompress(codec: Codec, n: int, table: Addressed, results: Addressed, scra
     codec.decompress(*rows, decoded=results, scratch=scratch, status=status)
 
 
-def _make(making: Making, largest: int, packed: bool, table: Addressed, digests: Addressed, scratch: torch.Tensor) -> None:
-    if making.rounded:
-        word_kernels.derive(table, largest, dtype=making.rounded, digests=digests)
-    elif making.added:
-        word_kernels.add(table, largest, width=making.width, digests=digests)
+def _make(assembly: Assembly, largest: int, packed: bool, table: Addressed, digests: Addressed, scratch: torch.Tensor) -> None:
+    if assembly.rounded:
+        word_kernels.derive(table, largest, dtype=assembly.rounded, digests=digests)
+    elif assembly.added:
+        word_kernels.add(table, largest, width=assembly.width, digests=digests)
     else:
-        word_kernels.join(table, largest, width=making.width, rotate=making.rotated, packed=packed, digests=digests)
+        word_kernels.join(table, largest, width=assembly.width, rotate=assembly.rotated, packed=packed, digests=digests)
 
 
 def _lay_out(works: Sequence[_Work]) -> None:

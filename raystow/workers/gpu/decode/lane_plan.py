@@ -72,7 +72,7 @@ class Fetch(NamedTuple):
             yield
 
 
-class Making(NamedTuple):
+class Assembly(NamedTuple):
     """How words are computed; all words of a lane that are computed in the same way are computed by one launch."""
 
     width: int  # planes
@@ -107,7 +107,7 @@ class LanePlan:
     stored: list[tuple[int, Place]] = field(default_factory=list)  # the address of each place's stored bytes
     unpacks: list[tuple[int, int, int]] = field(default_factory=list)  # the table of copy_kernels.unpack7
     streams: dict[tuple[str, int], Streams] = field(default_factory=dict)  # by codec and length
-    made: dict[Making, DecodeBatch] = field(default_factory=lambda: defaultdict(DecodeBatch))
+    made: dict[Assembly, DecodeBatch] = field(default_factory=lambda: defaultdict(DecodeBatch))
     copies: list[tuple[Piece, int]] = field(default_factory=list)  # pieces not decoded to their target, and their address
 
     def add(self, run: Run, needs: LaneMemory) -> None:
@@ -151,7 +151,7 @@ class LanePlan:
         for piece in place.pieces:
             if piece.chunk.dtype != own:
                 row = [self._target(piece, free), piece.chunk.nbytes // 2, words]
-                self.made[Making(2, rounded=piece.chunk.dtype)].add(row, (fetch, piece))
+                self.made[Assembly(2, rounded=piece.chunk.dtype)].add(row, (fetch, piece))
 
     def _planes(self, fetch: Fetch, place: Place, stored: int, free: LaneMemory) -> list[int]:
         """Return the bytes of a plane of a chunk, and the address of each decoded plane."""
@@ -183,8 +183,8 @@ class LanePlan:
         """Add what computes the words of a chain at an address; ``own``: the piece whose elements they are."""
         for added, ((fetch, place), of) in enumerate(zip(reversed(chain), reversed(planes), strict=True)):
             piece = place.pieces[0] if fetch.users else own
-            making = Making(len(of) - 1, place.chunk.coding.rotated, added)
-            self.made[making].add([words, *of], None if piece is None else (fetch, piece))
+            assembly = Assembly(len(of) - 1, place.chunk.coding.rotated, added)
+            self.made[assembly].add([words, *of], None if piece is None else (fetch, piece))
 
     def _target(self, piece: Piece, free: LaneMemory) -> int:
         """Return where to decode a piece's chunk: its target, or lane memory from which the requested part is copied."""
@@ -204,7 +204,7 @@ class LanePlan:
         )
 
     @property
-    def in_order(self) -> list[tuple[Making, DecodeBatch]]:
+    def in_order(self) -> list[tuple[Assembly, DecodeBatch]]:
         """All batches: what is added or rounded comes after the words that it is computed from."""
         return sorted(self.made.items(), key=lambda made: (made[0].rounded != "", made[0].added))
 

@@ -19,13 +19,22 @@ NameBits = Annotated[bytes, Meta(max_length=MAX_ROWS)]
 
 
 class RestoreVote(Message, frozen=True):
-    """A rank's word in a round. ``number``: how many restores its process has begun. ``tried``: the version it has just tried, or
-    None at first; ``damage``: what was wrong with it, empty if it is restored; ``whole``: it is not damaged, but holds less than
-    is asked for. ``error``: why this rank gives up altogether.
-    ``timeout``: the seconds it waits for others that do not read on. ``allow_uncommitted``: a save that is not durable yet will
-    do. ``node``: the one it runs on, if that has a node worker. ``read``: stored bytes that it has read of the version, by where
-    they came from. ``version``: the version that the rank asks for, as ``selector_text`` gives it. ``names``: a digest of the
-    names of the tensors that it restores. ``told``: the number of the last warning."""
+    """A rank reports its attempt to restore, and asks which version to restore next.
+
+    Args:
+        number: Counts the restores of the rank's process.
+        tried: The version that the rank has tried; None in the first vote of a restore.
+        damage: The damage of that version; empty if it was restored.
+        whole: That version is not damaged, but lacks names that the rank restores.
+        error: The reason why the rank ends its restore without a version.
+        timeout: Seconds for which the rank waits for others that make no progress.
+        allow_uncommitted: The rank accepts a save that is not durable yet.
+        node: The rank's node, if it has a node worker.
+        read: Stored bytes that the rank has read of the version, by source.
+        version: The version that the rank asks for, as ``selector_text`` gives it.
+        names: A digest of the names of the tensors that the rank restores.
+        told: The number of the last warning that the rank has got.
+    """
 
     rank: int
     world_size: WorldSize
