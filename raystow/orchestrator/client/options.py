@@ -35,7 +35,7 @@ class Memory:
         cache: Bytes per node (not per rank) for its part of the newest version, which restores read first. A part that does not
             fit is not cached; 0 turns the cache off. None: a quarter of the machine's memory. A rank whose share of the cache is
             at least 1.75 times its state on GPUs pins that much host memory: the GPU writes the version there, and no copy of it
-            is needed. Pinned memory that has no room for the next save drops the version when that begins.
+            is needed. If that memory cannot take the next save, too, the version leaves it when the save begins.
         journal: Bytes per node for recorded steps; see ``Checkpointer.journal``. None: an eighth of the machine's memory.
         cache_seconds: Seconds for which a node keeps its memory, and is busy for Ray, after the last Checkpointer there has
             closed; at least 600 after a failure. Data that is not durable stays longer.
