@@ -76,7 +76,7 @@ class Trained(NamedTuple):
 
 
 def train(
-    run: MemoryRun, steps: int, folder: Path, strategy: str, *, every: int = 2, asks_at: int = 0, stops: bool = False
+    run: MemoryRun, steps: int, folder: Path, strategy: str, *, every: int | None = 2, asks_at: int = 0, stops: bool = False
 ) -> Trained:
     transformers.set_seed(0)
     callback = raystow.huggingface.Checkpointing(run, every_n_steps=every)

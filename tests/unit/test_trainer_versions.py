@@ -239,6 +239,16 @@ def test_lightning_restores_callbacks_and_hooks(tmp_path: Path, every: dict[str,
     assert [metrics["loss"] for _, metrics in run.saved.values()] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_callbacks_save_at_the_interval_of_the_checkpointer(tmp_path: Path) -> None:
+    runs = lightning, hugging_face = MemoryRun(), MemoryRun()
+    for run in runs:
+        run.every = 3
+    fit(lightning, 4, tmp_path)
+    train(hugging_face, 8, tmp_path, "steps", every=None)
+    assert [*lightning.saved] == [*hugging_face.saved] == [3, 6]
+
+
 class Asking(pl.Callback):
     """Asks for a save before a step."""
 

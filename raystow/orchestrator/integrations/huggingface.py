@@ -43,7 +43,7 @@ class Checkpointing(TrainerCallback):
 
     Args:
         checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
-        every_n_steps: Save after every so many optimizer steps.
+        every_n_steps: Save after every so many optimizer steps. None: the ``interval`` of the checkpointer counts.
         journal: Whether to record every step, so that a failure loses one at most. ``resume`` must be called then, also in a new
             run. See ``docs/journal.md``.
         durable_every: Steps of the journal after which they go to the store, as ``raystow.Checkpointer.journal`` takes it.
@@ -55,8 +55,11 @@ class Checkpointing(TrainerCallback):
         >>> trainer.train(resume_from_checkpoint=checkpointing.resume(trainer))
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, every_n_steps: int, journal: bool = False, durable_every: int = 0) -> None:
-        self._checkpointer, self._steps = checkpointer, integer("every_n_steps", every_n_steps, least=1)
+    def __init__(
+        self, checkpointer: Checkpointer, *, every_n_steps: int | None = None, journal: bool = False, durable_every: int = 0
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._steps = None if every_n_steps is None else integer("every_n_steps", every_n_steps, least=1, instead="None")
         self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
         self._journal: Journal | None = None
         self._state: State | None = None
@@ -65,7 +68,7 @@ class Checkpointing(TrainerCallback):
         self._engine: TrainerEngine | None = None
         self._others: list[TrainerCallback] = []
         self._ended = self._due = self._asked = False
-        self._requests = SaveRequests(checkpointer)
+        self._requests = SaveRequests(checkpointer, counts=every_n_steps is not None)
 
     def save_now(self) -> None:
         """Ask for a save at one of the next optimizer steps, within about two seconds of them, or at the last one.
@@ -177,7 +180,7 @@ class Checkpointing(TrainerCallback):
         """Decide whether to save the step. It is recorded and saved as soon as the Trainer has logged and evaluated, and all
         callbacks have counted it."""
         self._asked = self._requests.due(state.global_step, args.device)
-        self._ended, self._due = True, self._asked or state.global_step % self._steps == 0
+        self._ended, self._due = True, self._asked or (self._steps is not None and state.global_step % self._steps == 0)
         self._save_before_evaluation(args, state, control, parts)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:

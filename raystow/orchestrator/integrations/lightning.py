@@ -49,7 +49,8 @@ class Checkpointing(Callback):
     Args:
         checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
         every_n_steps: Save after every so many optimizer steps.
-        every_n_epochs: Save after every so many epochs. At least one of the two is required.
+        every_n_epochs: Save after every so many epochs. Without this and ``every_n_steps``, the ``interval`` of the checkpointer
+            counts.
         version: The version to restore, as ``raystow.Checkpointer.restore`` takes it. A training that restarts by itself needs
             the latest one, or it starts again from here.
         journal: Whether to record every step, so that a failure loses one at most; needs a stateful data loader, or epochs of
@@ -57,7 +58,7 @@ class Checkpointing(Callback):
         durable_every: Steps of the journal after which they go to the store, as ``raystow.Checkpointer.journal`` takes it.
 
     Raises:
-        StateError: An argument is invalid, neither interval is given, or ``durable_every`` without ``journal``.
+        StateError: An argument is invalid, or ``durable_every`` without ``journal``.
     """
 
     def __init__(
@@ -70,14 +71,13 @@ class Checkpointing(Callback):
         journal: bool = False,
         durable_every: int = 0,
     ) -> None:
-        if every_n_steps is None and every_n_epochs is None:
-            raise StateError("the callback has no interval to save at", remedy="pass every_n_steps= or every_n_epochs=")
         self._checkpointer, self._version, self._saved, self._recorded = checkpointer, version, 0, 0
         self._steps = None if every_n_steps is None else integer("every_n_steps", every_n_steps, least=1, instead="None")
         self._epochs = None if every_n_epochs is None else integer("every_n_epochs", every_n_epochs, least=1, instead="None")
         self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
         self._journal: Journal | None = None
-        self._due, self._requests = False, SaveRequests(checkpointer)
+        counts = every_n_steps is not None or every_n_epochs is not None
+        self._due, self._requests = False, SaveRequests(checkpointer, counts=counts)
         self._generators: State | None = None
         self._last = _LastCallback(self._after_step, self._after_epoch)
 

@@ -9,7 +9,7 @@ from ..client.checkpointer import Checkpointer
 from ..client.options import Interval
 
 _NEVER = Interval(steps=(1 << 63) - 1)
-"""No step is due by its number: the callbacks have their own intervals."""
+"""No step is due by its number: the callback counts itself."""
 
 
 def of_any_rank(own: bool, device: torch.device) -> bool:
@@ -22,10 +22,11 @@ def of_any_rank(own: bool, device: torch.device) -> bool:
 
 
 class SaveRequests:
-    """Lets all ranks save the same steps at once."""
+    """Lets all ranks save the same steps at once. ``counts``: whether the callback has an interval of its own; else steps are due
+    at that of the ``checkpointer``, too."""
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self._checkpointer, self._asked = checkpointer, False
+    def __init__(self, checkpointer: Checkpointer, *, counts: bool) -> None:
+        self._checkpointer, self._interval, self._asked = checkpointer, _NEVER if counts else None, False
 
     def ask(self) -> None:
         """Ask for a save, on any rank. May be called from a signal handler or another thread."""
@@ -40,7 +41,7 @@ class SaveRequests:
             device: Of the model: the backend of the ranks can exchange its tensors.
             last: Whether no step follows, for which the coordinator could choose to meet a request.
         """
-        due = self._checkpointer.due(step, _NEVER)
+        due = self._checkpointer.due(step, self._interval)
         if last:
             due = of_any_rank(due or self._asked, device)
         self._asked = self._asked and not due
