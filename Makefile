@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv azurite demo test lint test-frameworks test-s3 s3-suite byte-loops test-streams test-trackers test-gpu soak drills fuzz bench-control bench-restore bench-gpu kernels package picture docs cli-docs chromium clean
+.PHONY: help venv azurite demo test test-long lint test-frameworks test-s3 s3-suite byte-loops test-streams test-trackers test-gpu soak drills fuzz bench-control bench-restore bench-gpu kernels package picture docs cli-docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -35,8 +35,11 @@ demo: $(READY)  ## train on a real cluster, lose a node during a save, restore e
 	$(BIN)/raystow demo
 	@echo; echo "raystow is in $(BIN): source $(BIN)/activate puts it on the path"
 
-test: lint  ## lint, types, layers, and all tests except slow and GPU tests
-	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "not slow and not gpu"
+test: lint  ## lint, types, layers, and all tests except long, slow and GPU tests
+	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "not long and not slow and not gpu"
+
+test-long: $(READY)  ## tests that take more than ten seconds each (some minutes)
+	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "long and not slow and not gpu"
 
 lint: $(READY)  ## style (ruff), types (mypy), layers (import-linter)
 	$(BIN)/ruff check

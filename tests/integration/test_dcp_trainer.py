@@ -137,6 +137,7 @@ def test_a_restarted_trainer_continues_bit_for_bit(ranks: Ranks, tmp_path: Path,
         repository.verify(version)
 
 
+@pytest.mark.long
 def test_the_example_resumes_on_fewer_ranks(tmp_path: Path) -> None:
     def printed(ranks: int, steps: int) -> str:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

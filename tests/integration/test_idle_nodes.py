@@ -64,6 +64,7 @@ def begun(uri: str) -> Any:
     return rank
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hurry", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_node_is_idle_after_its_last_training(cluster: Cluster, node: str, tmp_path: Path, hurry: bool) -> None:
     wait_until(lambda: is_idle(cluster, node), "an idle node without raystow")
@@ -82,6 +83,7 @@ def test_a_node_is_idle_after_its_last_training(cluster: Cluster, node: str, tmp
     ray.kill(late)
 
 
+@pytest.mark.long
 def test_a_training_can_start_while_the_node_worker_ends(node: str, tmp_path: Path) -> None:
     """Its name is taken until it has ended."""
     (rank,) = start(str(tmp_path), 1, nodes=(NAME,))

@@ -184,6 +184,7 @@ def test_a_replay_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
     assert every(ranks, "do", bits) == [undisturbed(6)] * 2
 
 
+@pytest.mark.long
 def test_a_replay_survives_a_restart_of_the_coordinator(tmp_path: Path) -> None:
     """While one rank replays, and the other waits for it."""
     ranks = start(str(tmp_path), 2)
@@ -209,6 +210,7 @@ def test_training_continues_without_journal_memory(tmp_path: Path) -> None:
     assert every([rank], "do", bits) == [undisturbed(3)]
 
 
+@pytest.mark.long
 def test_durable_steps_survive_the_loss_of_all_nodes(tmp_path: Path) -> None:
     """They are replayed from a version and later segments, with empty memory; new segments continue the old ones."""
     ranks = start(str(tmp_path), 2)
@@ -226,6 +228,7 @@ def test_durable_steps_survive_the_loss_of_all_nodes(tmp_path: Path) -> None:
     wait_for_segments(tmp_path, 10)
 
 
+@pytest.mark.long
 def test_steps_before_a_rollback_are_not_replayed(tmp_path: Path) -> None:
     """They are in memory and in the store, and follow the version that the rollback makes the newest again."""
     (rank,) = start(str(tmp_path), 1)

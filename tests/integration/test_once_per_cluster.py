@@ -98,7 +98,7 @@ def stored(version: raystow.Version) -> int:
     return version.bytes + sum(info.size for info in version.record.fragments)
 
 
-@pytest.mark.parametrize("workers_die", [False, True])
+@pytest.mark.parametrize("workers_die", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_replicated_state_is_read_once_for_three_nodes(tmp_path: Path, workers_die: bool) -> None:
     ranks = start(str(tmp_path), 3, nodes=NODES, memory=raystow.Memory(cache=0), replication=raystow.Replication(0))
     every(ranks, "set", whole, 1)

@@ -103,7 +103,7 @@ def restored(rank: Any) -> int | None:
     return int(ray.get(rank.do.remote(lambda at: at.state["value"] if at.state["w"][0] == at.state["value"] else -2)))
 
 
-@pytest.mark.parametrize("kind", ["s3", "az", "gs"])
+@pytest.mark.parametrize("kind", ["s3", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("az", "gs"))])
 def test_the_same_address_at_another_endpoint_is_another_store(two_jobs: tuple[Any, Any], kind: str) -> None:
     """The second job once restored from the first job's server, and saved there. Both train at once. An address in Azure or
     Google was refused, since the node worker had the variables of the job that made it."""
@@ -122,6 +122,7 @@ def test_the_same_address_at_another_endpoint_is_another_store(two_jobs: tuple[A
     every(ranks, "leave")
 
 
+@pytest.mark.long
 def test_another_job_has_other_credentials(cluster: Cluster, servers: tuple[str, str], uri: str) -> None:
     """The actors of the first job once kept its credentials: ``ExpiredToken``, also for a new repository."""
     with key_gateway(servers[0], "first") as gateway:

@@ -17,6 +17,7 @@ import raystow
 from raystow import ray_train
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_a_worker_group_continues_after_a_worker_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # seconds between Train's health checks, instead of 2
@@ -42,6 +43,7 @@ def test_a_checkpointer_outside_of_a_worker_is_refused() -> None:
         raystow.ray_train.Checkpointer()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("named", ["address", pytest.param("filesystem", marks=pytest.mark.slow)])
 def test_trains_own_way_to_name_a_server_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:

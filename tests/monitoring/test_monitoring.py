@@ -67,6 +67,7 @@ def lines(measured: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, texts) if "repository" in line or "version" in line]
 
 
+@pytest.mark.long
 def test_every_metric_is_exported_with_its_tags(measured: Path, labels: Labels) -> None:
     assert {metric.name for metric in METRICS} <= exported((measured / "metrics.txt").read_text())
     suffix = {MetricKind.COUNTER: "_total", MetricKind.GAUGE: "", MetricKind.HISTOGRAM: "_bucket"}
@@ -74,6 +75,7 @@ def test_every_metric_is_exported_with_its_tags(measured: Path, labels: Labels) 
         assert {*metric.tags} <= labels[f"ray_{metric.name}{suffix[metric.kind]}"], metric.name
 
 
+@pytest.mark.long
 def test_the_values_match_the_run(measured: Path) -> None:
     values: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families((measured / "metrics.txt").read_text()):
@@ -97,6 +99,7 @@ def expressions() -> list[tuple[str, str]]:
     return panels + [(rule["alert"], rule["expr"]) for group in RULES["groups"] for rule in group["rules"]]
 
 
+@pytest.mark.long
 def test_dashboard_and_alerts_use_only_exported_series(labels: Labels) -> None:
     expected = re.fullmatch(r"label_values\((\w+), (\w+)\)", DASHBOARD["templating"]["list"][1]["query"]["query"])
     assert expected is not None
@@ -145,6 +148,7 @@ def test_the_document_has_every_metric() -> None:
         assert f"`{rule['alert']}`" in text, rule["alert"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "fields"),
     [

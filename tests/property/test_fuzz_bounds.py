@@ -194,6 +194,7 @@ def took(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return {Path(line["file"]).name: line for line in lines}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda make: make.__name__)
 def test_each_bomb_stays_within_time_and_memory(took: dict[str, dict[str, Any]], bomb: Callable[[Path], None]) -> None:
     found, (target, most) = took[bomb.__name__], BOMBS[bomb]

@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> SegmentRun:
 
 def copy(run: SegmentRun, there: str, *versions: int, sign: bool = False) -> list[int]:
     """Copy versions and segments. Return the last steps of the segments of the replica."""
-    plan_copy(run.repository.uri, there, versions, sign=sign).execute()
+    plan_copy(run.repository.uri, there, versions or None, sign=sign).execute()
     return [one.step for one in open_repository(there).root().segments]
 
 

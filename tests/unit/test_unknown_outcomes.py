@@ -96,7 +96,7 @@ def test_a_swap_without_an_answer_is_an_unknown_outcome(monkeypatch: pytest.Monk
     assert committer.commit(record).id == record.id  # a second commit resolves the outcome
 
 
-def _unavailable(*_: object) -> Any:
+def _unavailable(*_: object, **__: object) -> Any:
     raise StoreUnavailable("time-out")
 
 
