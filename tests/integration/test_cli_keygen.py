@@ -87,6 +87,7 @@ def in_cluster(uri: str, key: Path, job: Callable[[str], int] = save_one_array) 
     return id
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_only_holders_of_the_key_can_read_a_signed_run(tmp_path: Path) -> None:
     ours, theirs = run_json("keygen", tmp_path / "ours"), run_json("keygen", tmp_path / "theirs")

@@ -26,6 +26,8 @@ import raystow
 from raystow.orchestrator.cli.app import build
 from raystow.storage.clock import SYSTEM
 
+pytestmark = pytest.mark.long  # all commands, in processes
+
 RAYSTOW = [sys.executable, "-m", "raystow"]
 
 

@@ -28,6 +28,7 @@ def constant_layers(seed: int) -> dict[str, object]:
     return {f"layer{i}": torch.full((300_000,), float(seed)) for i in range(4)}
 
 
+@pytest.mark.long
 def test_top_reports_saves_and_survives_a_coordinator_restart(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2, memory=raystow.Memory(cache=64 << 20))
     every(ranks, "set", constant_layers, 1)

@@ -214,6 +214,7 @@ def test_refused_credentials_are_renewed(
         every([rank], "leave")
 
 
+@pytest.mark.long
 def test_a_coordinator_that_is_restarted_gets_the_settings_again(cluster: Cluster, servers: tuple[str, str], uri: str) -> None:
     """Ray starts it again with the arguments of its constructor, which hold no credentials."""
     rank = s3_job(servers[1], "testing").rank()
@@ -232,6 +233,7 @@ def actor_processes(cluster: Cluster) -> list[psutil.Process]:
     return [child for child in children if re.search("NodeActor|CoordinatorActor", " ".join(child.cmdline()))]
 
 
+@pytest.mark.long
 def test_no_secrets_of_a_job_are_in_what_others_see(cluster: Cluster, servers: tuple[str, str], uri: str) -> None:
     """Neither in names and process images of actors, nor in the logs of the cluster, nor in what is stored."""
     before = [process.pid for process in actor_processes(cluster)]

@@ -287,6 +287,7 @@ def test_a_forked_child_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
     assert re.fullmatch(r"(this Checkpointer belongs to process \d+, from which this one was forked\n){2}", told)
 
 
+@pytest.mark.long
 def test_a_failure_is_raised_before_the_coordinator_answers(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2, timeout=2)
     every(ranks, "set", replicated, 1, 1)

@@ -14,7 +14,7 @@ from raystow.orchestrator.integrations.save_requests import SaveRequests
 def decided(rank: int, n: int) -> list[bool]:
     """Ask on the last rank before the last step but one of two trainings; return what is decided at each step. At another step
     the coordinator would decide: see ``test_due``."""
-    requests, found = SaveRequests(MemoryRun(looks=False)), list[bool]()
+    requests, found = SaveRequests(MemoryRun(looks=False), counts=True), list[bool]()
     for first in 1, 4:
         if first == 1 and rank == n - 1:
             requests.ask()
