@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,11 @@ def check_same(folder: Path, name: str, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=8, num_gpus=DEVICES, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # workers import this module
+        ray.init(num_cpus=8, num_gpus=DEVICES, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+        yield
+        ray.shutdown()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
