@@ -18,31 +18,21 @@ from raystow.storage.errors import StoreUnavailable
 from raystow.storage.stores import direct_io, local
 from raystow.storage.stores.local import LocalStore
 
-KEY = "versions/00000001-0123456789abcdef/weights-00000-00000.pack"
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def store(root: Path) -> LocalStore:
-    return LocalStore(str(root))
+KEY = "versions/weights.pack"
 
 
 @pytest.mark.parametrize("size", [4 << 20, (5 << 20) + 1, (1 << 20) + 4095])
-def test_page_aligned_data_bypasses_the_page_cache(size: int, root: Path, store: LocalStore) -> None:
-    pages = mmap.mmap(-1, size)
+def test_page_aligned_data_bypasses_the_page_cache(size: int, tmp_path: Path) -> None:
+    store, pages = LocalStore(tmp_path), mmap.mmap(-1, size)
     pages[:] = os.urandom(size)
     store.put(KEY, [memoryview(pages)])
-    assert (root / KEY).stat().st_size == size
-    if direct_io.refused(root.stat().st_dev) is None:
-        assert not page_cached(root / KEY)
-    assert (root / KEY).read_bytes() == pages[:]
+    assert (tmp_path / KEY).stat().st_size == size
+    if direct_io.refused(tmp_path.stat().st_dev) is None:
+        assert not page_cached(tmp_path / KEY)
+    assert (tmp_path / KEY).read_bytes() == pages[:]
     store.put(KEY, [pages[1:]])  # not page-aligned
-    assert page_cached(root / KEY)
-    assert (root / KEY).read_bytes() == pages[1:]
+    assert page_cached(tmp_path / KEY)
+    assert (tmp_path / KEY).read_bytes() == pages[1:]
 
 
 SPANS = [
@@ -56,25 +46,25 @@ SPANS = [
 
 @pytest.mark.parametrize("sizes", SPANS, ids=lambda sizes: f"{len(sizes)} parts")
 @pytest.mark.parametrize("kept", [True, False])
-def test_parts_of_what_stays_in_memory_bypass_the_page_cache(kept: bool, sizes: list[int], root: Path) -> None:
+def test_parts_of_what_stays_in_memory_bypass_the_page_cache(kept: bool, sizes: list[int], tmp_path: Path) -> None:
     memory, ends = os.urandom(sum(sizes) + 7), [*itertools.accumulate(sizes, initial=7)]
-    LocalStore(root, kept=kept).put(KEY, [memory[start:end] for start, end in itertools.pairwise(ends)])
-    if direct_io.refused(root.stat().st_dev) is None:
-        assert page_cached(root / KEY) is not kept
-    assert (root / KEY).read_bytes() == memory[7:]
+    LocalStore(tmp_path, kept=kept).put(KEY, [memory[start:end] for start, end in itertools.pairwise(ends)])
+    if direct_io.refused(tmp_path.stat().st_dev) is None:
+        assert page_cached(tmp_path / KEY) is not kept
+    assert (tmp_path / KEY).read_bytes() == memory[7:]
 
 
-def test_parts_are_gathered_in_one_buffer_for_each_thread(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_gathered_in_one_buffer_for_each_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "WRITERS", 2)
     monkeypatch.setattr(direct_io, "_idle", queue.SimpleQueue())
-    store, half = LocalStore(root, kept=True), bytes(3 << 20)
+    store, half = LocalStore(tmp_path, kept=True), bytes(3 << 20)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: store.put(f"{number}.pack", [half, half]), range(16)))
-    used = direct_io.refused(root.stat().st_dev) is None
+    used = direct_io.refused(tmp_path.stat().st_dev) is None
     assert int(used) <= direct_io._idle.qsize() <= 2 * used
 
 
-def test_parts_refused_in_between_are_complete(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_refused_in_between_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest goes through the page cache, also after a write of less than a buffer."""
     memory, write, limits = os.urandom(11 << 20), os.write, iter([4096, 1 << 30, 0])
 
@@ -85,15 +75,15 @@ def test_parts_refused_in_between_are_complete(root: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(direct_io, "refused", lambda device: None)
     monkeypatch.setattr(direct_io.os, "write", write_some)
-    LocalStore(root, kept=True).put(KEY, [memory[: 5 << 20], memory[5 << 20 :]])
-    assert (root / KEY).read_bytes() == memory
+    LocalStore(tmp_path, kept=True).put(KEY, [memory[: 5 << 20], memory[5 << 20 :]])
+    assert (tmp_path / KEY).read_bytes() == memory
 
 
 def test_refused_direct_writes_use_the_page_cache(
-    root: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The refusal is logged once; a full disk is not treated as a refusal."""
-    pages, refusal, write = mmap.mmap(-1, 3 << 20), [errno.EINVAL], os.write
+    store, pages, refusal, write = LocalStore(tmp_path), mmap.mmap(-1, 3 << 20), [errno.EINVAL], os.write
 
     def refuse(descriptor: int, data: memoryview) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
@@ -107,7 +97,7 @@ def test_refused_direct_writes_use_the_page_cache(
     for number in (1, 2):
         pages[:] = os.urandom(len(pages))
         store.put(f"{number}.pack", [pages])
-        assert (root / f"{number}.pack").read_bytes() == pages[:]
+        assert (tmp_path / f"{number}.pack").read_bytes() == pages[:]
     assert [record.message for record in caplog.records] == [
         "the file system refuses direct writes: objects are written through the page cache"
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hostile_s3 import BEHAVIORS, ONLY, HostileServer
+from store_variables import refer_to
 
 from raystow.storage.errors import Damaged, StoreError
 from raystow.storage.object_store import ObjectStore
@@ -79,19 +79,7 @@ def server() -> HostileServer:
 @pytest.fixture(scope="module")
 def stores(server: HostileServer) -> Iterator[dict[str, ObjectStore]]:
     with pytest.MonkeyPatch.context() as patch, server.running() as endpoint:
-        for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
-            patch.delenv(name)
-        given = {
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": endpoint,
-            "AZURE_STORAGE_CONNECTION_STRING": f"AccountName=a;AccountKey=YWFh;BlobEndpoint={endpoint}",
-            "GOOGLE_BEARER_TOKEN": "a",
-            "STORAGE_EMULATOR_HOST": endpoint,
-        }
-        for name, value in given.items():
-            patch.setenv(name, value)
+        refer_to(endpoint, patch)
         yield {kind.scheme: kind("bucket", "run", limits=LIMITS) for kind in (S3Store, AzureStore, GcsStore)}
 
 

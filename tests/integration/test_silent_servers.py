@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from store_variables import refer_to
 from typer.testing import CliRunner
 
 from raystow.orchestrator.cli import wait_notice
@@ -73,19 +73,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
 
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()
-        for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
-            monkeypatch.delenv(name)
-        given = {
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": server.endpoint,
-            "AZURE_STORAGE_CONNECTION_STRING": f"AccountName=a;AccountKey=YWFh;BlobEndpoint={server.endpoint}",
-            "GOOGLE_BEARER_TOKEN": "a",
-            "STORAGE_EMULATOR_HOST": server.endpoint,
-        }
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
+        refer_to(server.endpoint, monkeypatch)
         yield server
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()

@@ -47,6 +47,7 @@ def test_training_continues_from_the_replica(run: SegmentRun, there: str) -> Non
     training, journal = begin(run, 0)
     record(run, journal, training, range(5, 7))
     journal.close()
+    assert plan_copy(run.repository.uri, there, []).segments == (), "no version is asked for"
     plan = plan_copy(run.repository.uri, there)
     assert [one.step for one in plan.segments] == [6]
     plan.execute()
