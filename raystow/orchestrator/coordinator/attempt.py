@@ -129,7 +129,9 @@ class Attempt:
     def warn_of_metrics(self) -> bool:
         """Warn of metrics of other ranks that are not those of rank 0, which the version has. Returns whether there are any."""
         of_rank_0, told = self.metrics[0], dict[str, str]()
-        for rank, metrics in sorted(self.metrics.items()):
+        others = sorted(rank for rank, metrics in self.metrics.items() if metrics != of_rank_0)
+        for rank in others:
+            metrics = self.metrics[rank]
             for name in sorted({*metrics, *of_rank_0} - told.keys()):
                 if metrics.get(name) != of_rank_0.get(name):
                     texts = (f"rank {one}: {those.get(name, 'none')}" for one, those in ((0, of_rank_0), (rank, metrics)))
