@@ -1,5 +1,5 @@
 """``python -m raystow``: the command line, where its entry point is not on the path."""
 
-from .orchestrator.cli import main
+from .cli import main
 
 main()

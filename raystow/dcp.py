@@ -3,6 +3,6 @@
 from .storage import extras
 
 with extras.named():
-    from .orchestrator.integrations.dcp import Reader, Writer
+    from .integrations.dcp import Reader, Writer
 
 __all__ = ["Reader", "Writer"]

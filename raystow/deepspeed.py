@@ -3,6 +3,6 @@
 from .storage import extras
 
 with extras.named(), extras.tried("deepspeed", "0.19"):
-    from .orchestrator.integrations.deepspeed import attach
+    from .integrations.deepspeed import attach
 
 __all__ = ["attach"]

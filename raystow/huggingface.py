@@ -3,6 +3,6 @@
 from .storage import extras
 
 with extras.named(), extras.tried("transformers", "5.24"):
-    from .orchestrator.integrations.huggingface import Checkpointing
+    from .integrations.huggingface import Checkpointing
 
 __all__ = ["Checkpointing"]

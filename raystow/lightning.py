@@ -3,6 +3,6 @@
 from .storage import extras
 
 with extras.named(), extras.tried("lightning", "2.6"):
-    from .orchestrator.integrations.lightning import Checkpointing
+    from .integrations.lightning import Checkpointing
 
 __all__ = ["Checkpointing"]

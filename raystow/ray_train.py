@@ -3,6 +3,6 @@
 from .storage import extras
 
 with extras.named(), extras.tried("ray", "2.60"):
-    from .orchestrator.integrations.ray_train import Checkpointer, prune, restore, version_of
+    from .integrations.ray_train import Checkpointer, prune, restore, version_of
 
 __all__ = ["Checkpointer", "prune", "restore", "version_of"]

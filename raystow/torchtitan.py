@@ -3,6 +3,6 @@
 from .storage import extras
 
 with extras.named(), extras.tried("torchtitan", "0.3"):
-    from .orchestrator.integrations.torchtitan import CheckpointManager
+    from .integrations.torchtitan import CheckpointManager
 
 __all__ = ["CheckpointManager"]

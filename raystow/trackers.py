@@ -1,6 +1,6 @@
 """Experiment trackers: callbacks for ``Checkpointer(callbacks=...)``."""
 
+from .integrations.trackers import Mlflow, TensorBoard, Wandb
 from .orchestrator.client.version_callbacks import VersionCallback
-from .orchestrator.integrations.trackers import Mlflow, TensorBoard, Wandb
 
 __all__ = ["Mlflow", "TensorBoard", "VersionCallback", "Wandb"]

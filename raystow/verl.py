@@ -6,7 +6,7 @@ Name it in verl's configuration: ``model.external_lib=raystow.verl``.
 from .storage import extras
 
 with extras.named(), extras.tried("verl", "0.9"):
-    from .orchestrator.integrations.verl import configure, install, write_files
+    from .integrations.verl import configure, install, write_files
 
     install()
 

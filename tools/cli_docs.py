@@ -12,9 +12,9 @@ from typing import Any
 
 import typer
 
-from raystow.orchestrator.cli.app import COMMANDS, build
-from raystow.orchestrator.cli.exit_codes import EXIT_CODES
-from raystow.orchestrator.cli.wait_notice import PATIENCE
+from raystow.cli.app import COMMANDS, build
+from raystow.cli.exit_codes import EXIT_CODES
+from raystow.cli.wait_notice import PATIENCE
 from raystow.storage.stores.request_limits import COMMAND_LIMITS
 
 _SHARED = {

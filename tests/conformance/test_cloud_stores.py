@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from scripted_server import SECRET, TOKEN, Scripted, failures, operations
 
 import raystow
-from raystow.orchestrator.cli.checks.finding import Status
-from raystow.orchestrator.cli.checks.store import check_store
+from raystow.cli.checks.finding import Status
+from raystow.cli.checks.store import check_store
 from raystow.storage.committer import Committer
 from raystow.storage.errors import (
     CredentialsRefused,

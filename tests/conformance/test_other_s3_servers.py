@@ -15,9 +15,9 @@ from s3_server import MOTO, make_bucket, moto
 from typer.testing import CliRunner
 
 import raystow
-from raystow.orchestrator.cli.app import build
-from raystow.orchestrator.cli.checks.finding import Status
-from raystow.orchestrator.cli.checks.store import check_store
+from raystow.cli.app import build
+from raystow.cli.checks.finding import Status
+from raystow.cli.checks.store import check_store
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import StoreError, StoreFull

@@ -25,8 +25,8 @@ from remote_calls import Blocking, CoordinatorPort, NodePeers
 from trial_state import blank, same_bits, state_at
 from tripwire import Control, Message, Tripwire
 
+from raystow.cli import app
 from raystow.orchestrator import ray_cluster
-from raystow.orchestrator.cli import app
 from raystow.orchestrator.client import checkpointer, startup
 from raystow.orchestrator.client.options import Compression
 from raystow.orchestrator.coordinator import actor as coordinator_actor

@@ -21,7 +21,7 @@ import pyarrow.parquet  # noqa: F401
 import ray  # noqa: F401
 from process_roles import play
 
-import raystow.orchestrator.cli.app
+import raystow.cli.app
 from raystow.storage.version import Version
 from raystow.workers.packing.chunk_writer import warm_up
 
@@ -29,14 +29,14 @@ with contextlib.suppress(ImportError):
     import pandas  # noqa: F401  pyarrow looks for it at its first use
 
 _REQUEST = 1 << 16  # bytes
-_HEAVY = (raystow.orchestrator.cli.app, Version)
+_HEAVY = (raystow.cli.app, Version)
 
 
 def main() -> None:
     """Serve until the harness closes the socket."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     warm_up()
-    raystow.orchestrator.cli.app.build()
+    raystow.cli.app.build()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped at once; the control socket reports their end
     gc.collect()
     gc.freeze()

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import raystow
-from raystow.orchestrator.demo.model import GPT, batch, corpus, loss_of
+from raystow.demo.model import GPT, batch, corpus, loss_of
 from raystow.storage.clock import SYSTEM
 
 PATIENCE = datetime.timedelta(seconds=60)

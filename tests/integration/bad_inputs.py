@@ -17,8 +17,8 @@ from local_cluster import LocalCluster
 from typer.testing import CliRunner
 
 import raystow
-from raystow.orchestrator.cli.app import build
-from raystow.orchestrator.cli.exit_codes import EXIT_CODES
+from raystow.cli.app import build
+from raystow.cli.exit_codes import EXIT_CODES
 
 APP = build()
 COMMANDS = dict(typer.main.get_command(APP).commands)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from typing import Any
 import schemas
 from typer.testing import CliRunner, Result
 
-from raystow.orchestrator.cli.app import build
+from raystow.cli.app import build
 
 
 def run(*words: object, input: str | None = None, columns: int = 80, **environment: str) -> Result:

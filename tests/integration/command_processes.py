@@ -49,10 +49,10 @@ def _in_child(output: str, errors: int) -> None:
 
 def _without_cluster() -> None:
     """Let the commands that need Ray find a cluster, so that they reach what they print."""
+    from raystow.demo import process
     from raystow.orchestrator import ray_cluster
     from raystow.orchestrator.coordinator import cluster_probe
     from raystow.orchestrator.coordinator.status import ClusterStatus
-    from raystow.orchestrator.demo import process
     from raystow.workers.node import actor
     from raystow.workers.protocol.messages import CoordinatorStatus
 
@@ -77,7 +77,7 @@ def _without_cluster() -> None:
 def main() -> None:
     from typer.testing import CliRunner
 
-    from raystow.orchestrator.cli import app
+    from raystow.cli import app
 
     commands, output = json.load(sys.stdin)
     CliRunner().invoke(app.build(), ["verify", str(Path(__file__).parent)])  # imports what most commands need

@@ -18,8 +18,8 @@ from local_cluster import LocalCluster
 from safetensors.torch import load_file
 
 from raystow import __version__
-from raystow.orchestrator.cli import output, safetensors_file, version_files
-from raystow.orchestrator.cli.checks import hardware, software
+from raystow.cli import output, safetensors_file, version_files
+from raystow.cli.checks import hardware, software
 from raystow.storage.errors import Damaged, UnsafeStore
 from raystow.storage.format import values
 from raystow.storage.repository import create_repository, open_repository
@@ -383,7 +383,7 @@ def test_doctor_fails_on_a_store_without_conditional_writes(tmp_path: Path, monk
     def probe(*_: object) -> None:
         raise UnsafeStore("two writers both created one object", remedy="use another")
 
-    monkeypatch.setattr("raystow.orchestrator.cli.checks.store.probe_conditional_writes", probe)
+    monkeypatch.setattr("raystow.cli.checks.store.probe_conditional_writes", probe)
     report = run_json("doctor", tmp_path, code=5)
     assert not report["ok"]
     assert found(report)["conditional writes"]["follows"] == "use another"

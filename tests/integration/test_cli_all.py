@@ -17,7 +17,7 @@ from cli_runner import run, run_json
 from local_cluster import LocalCluster
 from schemas import FOLDER
 
-from raystow.orchestrator.cli.app import build
+from raystow.cli.app import build
 from raystow.storage.retention.collect import GarbageKind
 
 COMMANDS = dict(typer.main.get_command(build()).commands)  # type: ignore[attr-defined]

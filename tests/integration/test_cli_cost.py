@@ -12,7 +12,7 @@ from cli_runner import run, run_json
 from local_cluster import LocalCluster
 from test_delta_saves import training
 
-from raystow.orchestrator.cli.pricing import savings
+from raystow.cli.pricing import savings
 from raystow.storage.format.root import Entry
 from raystow.storage.repository import create_repository, open_repository
 from raystow.storage.retention.policy import Policy

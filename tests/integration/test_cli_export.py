@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
-from raystow.orchestrator.cli import version_files
+from raystow.cli import version_files
 from raystow.orchestrator.save.state_tree import flatten
 from raystow.storage.errors import Damaged
 
@@ -279,7 +279,7 @@ def test_a_failed_export_leaves_no_files(
 
 _KILLED = """
 import os, signal, sys
-from raystow.orchestrator.cli import app, version_files
+from raystow.cli import app, version_files
 def killed(*_): os.kill(os.getpid(), signal.SIGKILL)
 version_files.write_index = killed
 app.main()

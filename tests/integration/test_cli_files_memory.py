@@ -15,7 +15,7 @@ import psutil
 import pytest
 from cli_runner import run
 
-from raystow.orchestrator.cli import import_command, version_files
+from raystow.cli import import_command, version_files
 
 MIB = 1 << 20
 STATE = 320 * MIB

@@ -187,7 +187,7 @@ def test_gpus_without_their_price_are_refused(run_dir: Path, tmp_path: Path, wor
 
 
 def test_other_commands_do_not_import_the_report_libraries() -> None:
-    code = "import sys; from raystow.orchestrator.cli.app import build; build(); print({'plotly', 'jinja2'} & set(sys.modules))"
+    code = "import sys; from raystow.cli.app import build; build(); print({'plotly', 'jinja2'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

@@ -23,7 +23,7 @@ from polling import wait_until
 from safetensors.torch import save_file
 
 import raystow
-from raystow.orchestrator.cli.app import build
+from raystow.cli.app import build
 from raystow.storage.clock import SYSTEM
 
 pytestmark = pytest.mark.long  # all commands, in processes
@@ -66,7 +66,7 @@ def test_a_signal_interrupts_a_command_as_ctrl_c_does(folder: Path, number: int)
 
 HANGING = """
 import threading
-from raystow.orchestrator.cli import app
+from raystow.cli import app
 from raystow.storage.stores.local import LocalStore
 
 def hang(*args):
@@ -105,7 +105,7 @@ def test_a_second_signal_ends_a_command_that_hangs(folder: Path) -> None:
 
 
 def test_a_command_that_hangs_ends_some_time_after_a_signal(folder: Path) -> None:
-    more = "from raystow.orchestrator.cli import interrupts; interrupts._CLEANING = 0.1"
+    more = "from raystow.cli import interrupts; interrupts._CLEANING = 0.1"
     with reading_for_ever(folder, more) as process:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
@@ -115,7 +115,7 @@ def test_a_command_that_hangs_ends_some_time_after_a_signal(folder: Path) -> Non
 def test_a_command_that_hangs_at_its_exit_says_once_that_it_ends(folder: Path) -> None:
     script = """
 import threading
-from raystow.orchestrator.cli import app, interrupts
+from raystow.cli import app, interrupts
 
 interrupts._CLEANING = 0.1
 threading.Thread(target=threading.Event().wait).start()

@@ -14,8 +14,8 @@ from cli_runner import flip_byte, run, run_json
 from local_cluster import LocalCluster
 from rich.console import Console
 
-from raystow.orchestrator.cli import progress
-from raystow.orchestrator.cli import verify as cli_verify
+from raystow.cli import progress
+from raystow.cli import verify as cli_verify
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, StoreError, StoreUnavailable, Unsupported, Untrusted
 from raystow.storage.repository import Repository, create_repository, open_repository

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import raystow
 from raystow.dcp import Reader, Writer
-from raystow.orchestrator.integrations.dcp.checkpoint_id import parse_id
+from raystow.integrations.dcp.checkpoint_id import parse_id
 from raystow.orchestrator.save.planner import plan_save
 from raystow.storage.errors import RaystowError
 from raystow.storage.format.root import Entry

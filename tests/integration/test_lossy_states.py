@@ -16,7 +16,7 @@ from local_cluster import LocalCluster
 from ranks import every, start
 
 import raystow
-from raystow.orchestrator.cli.output import size
+from raystow.cli.output import size
 from raystow.orchestrator.lossy import rounded_chunk
 from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits
 from raystow.orchestrator.lossy.sqnr import Sqnr

@@ -11,7 +11,7 @@ from builders import orphans
 from cli_runner import run, run_json
 from local_cluster import LocalCluster
 
-from raystow.orchestrator.cli import options
+from raystow.cli import options
 from raystow.storage.repository import create_repository, open_repository
 
 

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from store_variables import refer_to
 from typer.testing import CliRunner
 
-from raystow.orchestrator.cli import wait_notice
-from raystow.orchestrator.cli.app import COMMANDS, build
+from raystow.cli import wait_notice
+from raystow.cli.app import COMMANDS, build
 from raystow.storage.stores import request_limits
 from raystow.storage.stores.request_limits import RequestLimits
 

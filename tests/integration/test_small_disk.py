@@ -13,7 +13,7 @@ from builders import live_ids, orphans, whole, write
 from fake_clock import FakeClock
 from typer.testing import CliRunner
 
-from raystow.orchestrator.cli.app import build
+from raystow.cli.app import build
 from raystow.orchestrator.coordinator import housekeeping
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.committer import Committer

@@ -14,7 +14,7 @@ from cli_runner import ran, run_json
 from local_cluster import LocalCluster
 from torch import nn
 
-from raystow.orchestrator.cli.pricing import savings
+from raystow.cli.pricing import savings
 from raystow.storage.repository import open_repository
 
 SAVES, RESUMABLE, DELTA = 9, 2, 3

@@ -8,7 +8,7 @@ import torch
 from gloo import Ranks
 from memory_run import MemoryRun
 
-from raystow.orchestrator.integrations.save_requests import SaveRequests
+from raystow.integrations.save_requests import SaveRequests
 
 
 def decided(rank: int, n: int) -> list[bool]:

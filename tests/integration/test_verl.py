@@ -37,10 +37,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl_toy import BATCH
 
-from raystow.orchestrator.integrations.verl import install
-from raystow.orchestrator.integrations.verl.settings import VARIABLE
-from raystow.orchestrator.integrations.verl.step_folder import read_files
-from raystow.orchestrator.integrations.verl.training_process import Commit, Part, TrainingProcess
+from raystow.integrations.verl import install
+from raystow.integrations.verl.settings import VARIABLE
+from raystow.integrations.verl.step_folder import read_files
+from raystow.integrations.verl.training_process import Commit, Part, TrainingProcess
 
 _METHODS.set_forkserver_preload(["verl_toy", "verl_sft"])  # importing verl takes ten seconds
 

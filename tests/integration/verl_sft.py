@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from verl.trainer import sft_trainer
 
 import raystow
-from raystow.orchestrator.integrations.verl.settings import VARIABLE
-from raystow.orchestrator.integrations.verl.training_process import PROCESS
+from raystow.integrations.verl.settings import VARIABLE
+from raystow.integrations.verl.training_process import PROCESS
 
 assert verl_cpu
 sys.path.append(str(Path(__file__).parents[2] / "examples"))  # verl imports verl_checkpoints from this folder

@@ -26,7 +26,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 import raystow.verl
-from raystow.orchestrator.integrations.verl.settings import VARIABLE
+from raystow.integrations.verl.settings import VARIABLE
 
 assert verl_cpu
 assert raystow.verl

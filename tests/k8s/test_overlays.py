@@ -15,7 +15,7 @@ from kustomize import K8S, OVERLAYS, overlay
 from pods import pods, ray_clusters
 from schema import problems
 
-from raystow.orchestrator.cli.app import build
+from raystow.cli.app import build
 
 _ROOT = Path(__file__).parents[2]
 each_overlay = pytest.mark.parametrize("name", OVERLAYS)

@@ -20,8 +20,8 @@ from builders import memory_repository
 from fake_clock import FakeClock
 from polling import wait_until
 
+from raystow.integrations.ray_train.train_sync import TrainSync
 from raystow.orchestrator.client import settings_renewal
-from raystow.orchestrator.integrations.ray_train.train_sync import TrainSync
 from raystow.storage import background, leases
 from raystow.storage.clock import SYSTEM
 from raystow.storage.metrics import THREAD_ERRORS, Metric, record_with
@@ -85,7 +85,7 @@ IN_POOLS = {"raystow-code", "raystow-seal", "raystow-encode"}
 """Work on pools whose result is not awaited."""
 
 AWAITED = {
-    "orchestrator/cli/run_history.py": 1,
+    "cli/run_history.py": 1,
     "orchestrator/coordinator/save_costs.py": 1,
     "orchestrator/journal/replay.py": 1,
     "orchestrator/journal/step_reader.py": 1,

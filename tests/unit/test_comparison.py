@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 from builders import whole, write
 
-from raystow.orchestrator.cli import version_comparison
-from raystow.orchestrator.cli.version_comparison import (
-    Change,
-    Deviation,
-    Difference,
-    compare,
-    deviate,
-    differences,
-    work,
-)
+from raystow.cli import version_comparison
+from raystow.cli.version_comparison import Change, Deviation, Difference, compare, deviate, differences, work
 from raystow.storage.coding import dtypes
 from raystow.storage.version import Version
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raystow.orchestrator.cli.checks import software
-from raystow.orchestrator.cli.checks.finding import Status
+from raystow.cli.checks import software
+from raystow.cli.checks.finding import Status
 from raystow.storage.coding import kernels
 from raystow.workers.gpu.kernels import library
 

@@ -27,7 +27,7 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
-from raystow.orchestrator.cli import main
+from raystow.cli import main
 
 def told(case):
     if isinstance(case, str):

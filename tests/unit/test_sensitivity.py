@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import raystow
-from raystow.orchestrator.demo.model import GPT, batch, loss_of
+from raystow.demo.model import GPT, batch, loss_of
 from raystow.orchestrator.lossy.profiles import Lossy
 from raystow.orchestrator.lossy.rules import MantissaBits
 from raystow.orchestrator.lossy.tensor_roles import role

@@ -12,7 +12,7 @@ import pytest
 from builders import whole, write
 
 import raystow
-from raystow.orchestrator.cli.import_command import find_tensors
+from raystow.cli.import_command import find_tensors
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer

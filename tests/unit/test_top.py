@@ -18,9 +18,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from raystow.orchestrator.cli.top import watch
-from raystow.orchestrator.cli.top_data import RunState, run_of, run_state
-from raystow.orchestrator.cli.top_view import view
+from raystow.cli.top import watch
+from raystow.cli.top_data import RunState, run_of, run_state
+from raystow.cli.top_view import view
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.orchestrator.coordinator.status import ClusterStatus
 from raystow.storage.clock import SYSTEM, Clock
@@ -178,7 +178,7 @@ def test_a_run_is_found_or_must_be_selected() -> None:
 PROGRAM = """
 import sys; sys.path.insert(0, {tests!r})
 from test_top import FixedProbe, snapshot, node
-from raystow.orchestrator.cli import top
+from raystow.cli import top
 from raystow.orchestrator.coordinator import cluster_probe
 from typer import Typer, run
 cluster_probe.ClusterProbe = lambda address: FixedProbe(snapshot(node(1)), snapshot(node(1, at=11.0, raw=2 << 30), node(2), None))

@@ -18,10 +18,10 @@ from polling import wait_until
 
 import raystow
 from raystow import Policy, ray_train
+from raystow.integrations.ray_train.pointer import FILE, Identity, folder, identity, read, write
+from raystow.integrations.ray_train.storage import repository_in, store_in
+from raystow.integrations.ray_train.train_sync import TrainSync
 from raystow.orchestrator.client.failures import Failures
-from raystow.orchestrator.integrations.ray_train.pointer import FILE, Identity, folder, identity, read, write
-from raystow.orchestrator.integrations.ray_train.storage import repository_in, store_in
-from raystow.orchestrator.integrations.ray_train.train_sync import TrainSync
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, NotFound, OutcomeUnknown, RaystowError, SaveFailed, StateError, StoreUnavailable
 from raystow.storage.format.root import Entry

@@ -16,7 +16,7 @@ from torch import nn
 from transformers_run import Net, same, train
 
 import raystow
-from raystow.orchestrator.integrations import training_state
+from raystow.integrations import training_state
 from raystow.orchestrator.save import value_text
 from raystow.storage.errors import SaveFailed, StateError
 

@@ -1,0 +1,115 @@
+"""Writes a version as files: safetensors, an index for those that were split, and the plain values as JSON.
+
+Memory is bounded by one slab and the reader's buffers, whatever the size of the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from ..storage.batches import batches
+from ..storage.coding import dtypes
+from ..storage.coding.kernels import Bytes
+from ..storage.errors import StateError
+from ..storage.format import values
+from ..storage.version import Version
+from .output_dir import durable_file
+from .safetensors_file import SafetensorsFile
+from .slabs import TensorBox, boxes_of, read_slab
+
+SLAB = 128 << 20
+"""Bytes that are decoded into memory before they are written."""
+
+
+def write_file(
+    path: Path,
+    file: SafetensorsFile,
+    version: Version,
+    progress: Callable[[int], None],
+    *,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write one safetensors file, slab by slab; numbers that were saved in another dtype than the file's are converted.
+
+    Args:
+        path: The file to create.
+        file: Its layout.
+        version: The version to read.
+        progress: Is called with the decoded bytes of each chunk.
+        names: The version's name of each of the file's; by default the same.
+
+    Raises:
+        StateError: A number is too large for the dtype of the file.
+    """
+    reader, buffer = version.reader(), np.empty(SLAB, np.uint8)
+    metadata = {"raystow.version": str(version.id), "raystow.step": str(version.step)}
+    targets = {names.get(tensor.name, tensor.name): tensor.info for tensor in file.tensors}
+    saved = {name: replace(info, dtype=version.chunks[name][0].dtype) for name, info in targets.items()}
+    boxes = (box for name, info in saved.items() for box in boxes_of(name, info, SLAB // 2))
+    with durable_file(path) as sink:
+        sink.write(file.header(metadata))
+        for slab in batches(boxes, lambda box: box.nbytes, SLAB):
+            read_slab(version, reader, slab, buffer, progress)
+            end = 0
+            for box in slab:
+                start, end = end, end + box.nbytes
+                sink.write(_converted(buffer[start:end], box, targets[box.name].dtype).data)
+
+
+def _converted(raw: Bytes, box: TensorBox, dtype: str) -> Bytes:
+    if box.dtype == dtype:
+        return raw
+    numbers = raw.view(dtypes.to_numpy(box.dtype))
+    with np.errstate(over="ignore"):  # ml_dtypes does not report it, so the result is checked
+        converted = numbers.astype(dtypes.to_numpy(dtype))
+    infinite = np.isinf(converted)
+    if infinite.any() and np.isfinite(numbers[infinite]).any():
+        raise StateError(f"has a number too large for {dtype}", subject=box.name, remedy="choose another --dtype")
+    return converted.view(np.uint8)
+
+
+def write_index(folder: Path, parts: list[SafetensorsFile]) -> None:
+    """Write ``<group>.safetensors.index.json`` for a group in several files, as Hugging Face's tools read it."""
+    index = {
+        "metadata": {"total_size": sum(file.nbytes for file in parts)},
+        "weight_map": {placed.name: file.name for file in parts for placed in file.tensors},
+    }
+    write_json(folder / f"{parts[0].group}.safetensors.index.json", index)
+
+
+def plain_values(version: Version) -> dict[str, object]:
+    """Return the content of ``values.json``: ``values`` of rank 0, and ``by_rank`` those that differ between ranks."""
+    by_rank = {
+        name: [{"ranks": sorted(ranks), "value": json.loads(text)} for text, ranks in found.items()]
+        for name, found in value_texts(version).items()
+        if len(found) > 1
+    }
+    return {
+        "version": version.id,
+        "step": version.step,
+        "created": version.created,
+        "metrics": {name: values.encode(value) for name, value in version.metrics.items()},
+        "values": {name: values.encode(value) for name, value in version.values().items()},
+        "by_rank": by_rank,
+    }
+
+
+def value_texts(version: Version) -> dict[str, dict[str, set[int]]]:
+    """Return for each plain value its encoded texts, and for each text the ranks that saved it."""
+    found: dict[str, dict[str, set[int]]] = {}
+    for fragment in version.fragments:
+        for row in fragment.values:
+            found.setdefault(row.name, {}).setdefault(row.text, set()).update(row.ranks)
+    return found
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file."""
+    with durable_file(path) as sink:
+        sink.write(json.dumps(content, indent=1, allow_nan=False).encode())

@@ -1,0 +1,63 @@
+"""The engine that Hugging Face's Trainer makes when training begins, for ``raystow.huggingface.Checkpointing``."""
+
+from __future__ import annotations
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from transformers import Trainer
+
+from ...orchestrator.client.checkpointer import Checkpointer
+from ...orchestrator.save.state_tree import State
+from ...storage.errors import StateError
+from ...storage.version import Version
+from ...storage.version_selector import VersionSelector
+from .attach import AttachedEngine
+from .engine_state import client_state_of
+from .partitions import Engine
+
+
+class TrainerEngine:
+    """Attaches the engine of a Trainer as soon as there is one, and restores ``version`` when the Trainer loads a checkpoint.
+
+    Attributes:
+        attached: The engine; None until the training begins.
+    """
+
+    def __init__(self, trainer: Trainer, checkpointer: Checkpointer, version: VersionSelector) -> None:
+        self.attached: AttachedEngine | None = None
+        self._checkpointer, self._version = checkpointer, version
+        self._found: Version | None = None
+        prepare = trainer.accelerator.prepare
+
+        def prepare_and_attach(*parts: Engine, **options: Engine) -> Engine:
+            prepared = prepare(*parts, **options)
+            for part in prepared if isinstance(prepared, tuple) else (prepared,):
+                if isinstance(part, DeepSpeedEngine):
+                    self.attached = AttachedEngine(part, checkpointer)
+                    part.load_checkpoint = self._load
+            return prepared
+
+        self._trainer = trainer
+        trainer.accelerator.prepare = prepare_and_attach
+        trainer._load_optimizer_and_scheduler = lambda folder: None  # it would read a pickle
+
+    def begun(self) -> None:
+        """Undo the changes of the Trainer, which only the beginning of the training needs."""
+        vars(self._trainer.accelerator).pop("prepare", None)
+        vars(self._trainer).pop("_load_optimizer_and_scheduler", None)
+
+    def client_state(self) -> tuple[Version, State] | None:
+        """Return what the version says of the Trainer's progress; None if there is no version."""
+        into = {"progress": ""}
+        self._found = self._checkpointer.restore(into, self._version, strict=False)
+        return None if self._found is None else (self._found, client_state_of(into["progress"]))
+
+    def _load(self, *_: object, **__: object) -> tuple[str | None, State | None]:
+        assert self.attached is not None
+        assert self._found is not None
+        restored = self.attached.restore(self._version)
+        if restored is None:
+            return None, None
+        if restored[0].id != self._found.id:  # a version of which only the tensors are damaged
+            what = f"the Trainer has the progress of version {self._found.id}, of which the engine cannot be restored"
+            raise StateError(what, subject=self._checkpointer.uri, remedy=f"call resume(trainer, {restored[0].id})")
+        return self._checkpointer.uri, restored[1]

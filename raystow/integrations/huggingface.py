@@ -1,0 +1,273 @@
+"""A callback for Hugging Face's ``Trainer`` that saves a training and resumes it from a version."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_model
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from ..orchestrator.client.checkpointer import Checkpointer
+from ..orchestrator.journal.journal import Journal
+from ..orchestrator.save.state_tree import State
+from ..storage.addresses import local_path
+from ..storage.arguments import integer
+from ..storage.errors import StateError
+from ..storage.format.values import is_plain
+from ..storage.version_selector import LATEST, VersionSelector
+from . import training_state
+from .save_requests import SaveRequests
+
+if TYPE_CHECKING:
+    from .deepspeed.trainer import TrainerEngine
+
+
+class Checkpointing(TrainerCallback):
+    """Save every so many optimizer steps and when a node will be removed, and resume from a version.
+
+    Saved are weights, optimizer, learning rate scheduler, the Trainer's state, and random generators. The numbers that
+    the Trainer logged last become the version's metrics: a step is saved after its evaluation. Pass ``save_strategy="no"`` to the
+    arguments, or the Trainer saves files as well. Works with plain tensors and DTensors: a single device, or DDP, whose fp16
+    gradient scale is not saved; and with DeepSpeed's ZeRO 1, 2 and 3, if ``resume`` is called before each training.
+
+    Args:
+        checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
+        every_n_steps: Save after every so many optimizer steps. None: the ``interval`` of the checkpointer counts.
+        journal: Whether to record every step, so that a failure loses one at most. ``resume`` must be called then, also in a new
+            run. See ``docs/journal.md``.
+        durable_every: Steps of the journal after which they go to the store, as ``raystow.Checkpointer.journal`` takes it.
+
+    Raises:
+        StateError: An argument is invalid, or ``durable_every`` without ``journal``.
+
+    Example:
+        >>> trainer.train(resume_from_checkpoint=checkpointing.resume(trainer))
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer, *, every_n_steps: int | None = None, journal: bool = False, durable_every: int = 0
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._steps = None if every_n_steps is None else integer("every_n_steps", every_n_steps, least=1, instead="None")
+        self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
+        self._journal: Journal | None = None
+        self._state: State | None = None
+        self._restored: State | None = None
+        self._folder: Path | None = None
+        self._engine: TrainerEngine | None = None
+        self._others: list[TrainerCallback] = []
+        self._ended = self._due = self._asked = False
+        self._requests = SaveRequests(checkpointer, counts=every_n_steps is not None)
+
+    def save_now(self) -> None:
+        """Ask for a save at one of the next optimizer steps, within about two seconds of them, or at the last one.
+
+        One rank is enough. It may be called from a signal handler or another thread.
+        """
+        self._requests.ask()
+
+    def resume(self, trainer: Trainer, version: VersionSelector = LATEST) -> str | None:
+        """Restore a version into the trainer's model and optimizer.
+
+        Args:
+            trainer: The Trainer that this callback belongs to.
+            version: See ``raystow.Checkpointer.restore``.
+
+        Returns:
+            The value for ``train(resume_from_checkpoint=...)``: None if there is no version yet, else a folder with weights and
+            progress below the arguments' ``output_dir``, one for each machine. It is removed at the end of the training.
+
+        Raises:
+            StateError: The version does not match the trainer's model and optimizer, or ``journal=True`` with DeepSpeed.
+            NotFound: There is no such version.
+        """
+        self._others = trainer.callback_handler.callbacks
+        if trainer.is_deepspeed_enabled:
+            return self._resume_engine(trainer, version)
+        optimizer = trainer.create_optimizer()
+        for group in optimizer.param_groups:  # as the learning rate schedule does, which the Trainer makes later
+            group.setdefault("initial_lr", group["lr"])
+        found = training_state.restored(self._checkpointer, version, trainer.model, [optimizer])
+        attempt, state, progress = ("start", None, None) if found is None else (found[0].attempt, *found[1:])
+        if self._journaled and (replayed := self._replay(trainer.model, optimizer, state)) is not None:
+            state, progress = replayed
+        if progress is None:
+            return None
+        self._state = state
+        return self._resume_from(trainer, trainer.model, progress, attempt)
+
+    def _resume_engine(self, trainer: Trainer, version: VersionSelector) -> str | None:
+        """Attach DeepSpeed's engine, which exists only later, and return a folder that the Trainer accepts."""
+        from .deepspeed.trainer import TrainerEngine
+
+        if self._journaled:
+            raise StateError("steps of DeepSpeed cannot be recorded", remedy="pass journal=False")
+        self._engine = TrainerEngine(trainer, self._checkpointer, version)
+        if (found := self._engine.client_state()) is None:
+            return None
+        restored, progress = found
+        return self._resume_from(trainer, None, progress, restored.attempt)
+
+    def _resume_from(self, trainer: Trainer, model: torch.nn.Module | None, progress: State, attempt: str) -> str:
+        """Load ``progress`` when the training begins; return the folder for the Trainer, which one process of a machine makes."""
+        self._restored = progress
+        self._folder = local_path("output_dir", trainer.args.output_dir) / f"raystow-{platform.node()}-{attempt}"
+        with trainer.args.main_process_first(local=True):
+            if not self._folder.exists():
+                _write(self._folder, model, progress["state"])
+        return os.fspath(self._folder)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
+        """Load the restored state: not earlier, since the Trainer makes and starts a new learning rate schedule before this."""
+        self._ended = self._due = self._asked = False
+        if self._engine is not None:
+            self._engine.begun()
+        if self._state is not None:
+            training_state.load(parts["model"], [_unwrapped(parts["optimizer"])], self._state)
+            self._state = None
+        if self._restored is not None:
+            scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
+            scheduler.load_state_dict(self._restored["scheduler"])
+            self._load_trainer_state(args, state)
+        training_state.progress_text(self._progress(state, control, parts))  # so that a save of it cannot fail later
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
+        """Record and save the last step of the epoch before. Set the random generators if the save was made between epochs."""
+        self._end_step(args, state, control, parts)
+        if self._restored is not None and self._restored["state"]["epoch"] % 1 == 0:
+            self._load_generators()
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
+        """Record and save the step before. Set the random generators, once and only now: skipping data uses them."""
+        self._end_step(args, state, control, parts)
+        if self._restored is not None:
+            self._load_generators()
+
+    def _load_trainer_state(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Load what the folder of ``resume`` does not have: what JSON would change, such as the states of callbacks."""
+        assert self._restored is not None
+        for name, value in self._restored["state"].items():
+            if not is_plain(value):
+                setattr(state, name, value)
+        if not args.restore_callback_states_from_checkpoint:
+            return
+        for name, saved in state.stateful_callbacks.items():
+            own = [one for one in self._others if isinstance(one, ExportableState) and type(one).__name__ == name]
+            for callback, made_from in zip(own, saved if isinstance(saved, list) else [saved], strict=False):
+                vars(callback).update(vars(callback.from_state(made_from)))
+
+    def _load_generators(self) -> None:
+        assert self._restored is not None
+        training_state.load_generators(self._restored["generators"])
+        self._restored = None
+
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Wait until the tensors of the saves in flight have been read."""
+        self._checkpointer.fence()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
+        """Decide whether to save the step. It is recorded and saved as soon as the Trainer has logged and evaluated, and all
+        callbacks have counted it."""
+        self._asked = self._requests.due(state.global_step, args.device)
+        self._ended, self._due = True, self._asked or (self._steps is not None and state.global_step % self._steps == 0)
+        self._save_before_evaluation(args, state, control, parts)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
+        """Save the training's last step before the Trainer loads the best model."""
+        if control.should_training_stop and self._requests.due(state.global_step, args.device, last=True):
+            self._due = self._asked = True
+        if control.should_training_stop and (args.load_best_model_at_end or not control.should_evaluate):
+            self._end_step(args, state, control, parts)
+        self._save_before_evaluation(args, state, control, parts)
+
+    def _save_before_evaluation(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]
+    ) -> None:
+        """Save what was asked for if an evaluation follows, which may take longer than a node has left. The step stays due: what
+        the evaluation changes, such as schedules and early stopping, is saved after it."""
+        if self._due and self._asked and control.should_evaluate:
+            self._save(args, state, control, parts)
+
+    def _end_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]
+    ) -> None:
+        """Record the step before, and save it if it is due."""
+        if self._ended and self._journal is not None:
+            self._journal.record(state.global_step, values=self._progress(state, control, parts))
+        due, self._due, self._ended = self._due, False, False
+        if due:
+            self._save(args, state, control, parts)
+
+    def _save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> None:
+        logged = {name: value for logs in state.log_history for name, value in logs.items()}
+        metrics, progress = training_state.metrics_of(logged), self._progress(state, control, parts)
+        if self._engine is not None and self._engine.attached is not None:
+            self._engine.attached.save(progress, metrics)
+            return
+        if getattr(args, "hf_deepspeed_config", None) is not None:
+            raise StateError("the engine of DeepSpeed is not known", remedy="call resume(trainer) before trainer.train")
+        held = training_state.saved(parts["model"], [_unwrapped(parts["optimizer"])], progress)
+        self._checkpointer.save(held, step=state.global_step, metrics=metrics)
+
+    def _progress(self, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> State:
+        """The states of the Trainer, its callbacks, the learning rate schedule and the random generators."""
+        stateful = [part for part in (*self._others, control) if isinstance(part, ExportableState)]
+        state.stateful_callbacks.update(TrainerState(stateful_callbacks=stateful).stateful_callbacks)
+        scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
+        fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+        fields["log_history"] = training_state.log_of(state.log_history)
+        return {"state": fields, "scheduler": scheduler.state_dict(), "generators": training_state.generators()}
+
+    def _replay(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, restored: State | None
+    ) -> tuple[State, State] | None:
+        """Replay the journal; return the state and the progress that were reached, or None if nothing was replayed."""
+        if restored is not None:
+            training_state.load(model, [optimizer], restored)
+        self._journal = self._checkpointer.journal(model, optimizer, durable_every=self._durable_every)
+        values = self._journal.replay()
+        return None if values is None else (training_state.state_of(model, [optimizer]), values)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
+        """Record and save the last step, and wait for it as ``Checkpointer.wait``. Remove the folder of ``resume``."""
+        try:
+            self._end_step(args, state, control, parts)
+            self._checkpointer.wait()
+        finally:
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _unwrapped(optimizer: object) -> torch.optim.Optimizer:
+    """The optimizer inside the wrapper of accelerate."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _write(folder: Path, model: torch.nn.Module | None, state: Mapping[str, object]) -> None:
+    """Make the folder atomically: on a shared ``output_dir`` another process may make it, too. Without a model, it is for
+    DeepSpeed, of whose checkpoints the Trainer expects a folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.iterdir():
+        if left.name.rpartition("-")[0] == folder.name.rpartition("-")[0]:
+            shutil.rmtree(left, ignore_errors=True)  # left by a training that died on this machine
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        made = Path(unfinished) / "made"
+        made.mkdir()
+        if model is None:
+            (made / "global_step0").mkdir()
+        else:
+            save_model(model, os.fspath(made / "model.safetensors"))  # save_pretrained would on rank 0 alone
+        (made / "trainer_state.json").write_text(json.dumps({name: value for name, value in state.items() if is_plain(value)}))
+        with contextlib.suppress(OSError):
+            made.rename(folder)

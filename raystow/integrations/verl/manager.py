@@ -1,0 +1,133 @@
+"""Saving and loading by verl's ``FSDPCheckpointManager``: what its two methods do instead of writing a file for each rank."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+from ...orchestrator.save import value_text
+from ...orchestrator.save.state_tree import State, flatten
+from ...storage.errors import Damaged, StateError
+from ...storage.repository import open_repository
+from ...storage.version import Version
+from ..training_state import with_own_buffers
+from .settings import repository_of
+from .step_folder import find_step_folder, step_folder
+from .training_process import PROCESS, Part
+
+logger = logging.getLogger(__name__)
+
+_verl_save, _verl_load = FSDPCheckpointManager.save_checkpoint, FSDPCheckpointManager.load_checkpoint
+_LISTED = 5  # names in an error
+
+
+def save_checkpoint(
+    self: FSDPCheckpointManager,
+    local_path: str | None,
+    hdfs_path: str | None = None,
+    global_step: int = 0,
+    max_ckpt_to_keep: int | None = None,
+) -> None:
+    """Collect this manager's part of the next version. verl itself writes the small files: config, tokenizer, and for
+    ``hf_model`` the whole model. Outside of the folders of steps, which a trainer completes, it writes everything."""
+    if local_path is None:
+        return
+    found = find_step_folder(local_path)
+    if found is None:
+        if self.rank == 0:
+            logger.warning("%s is in no folder global_step_N: verl itself saves it, and raystow does not", local_path)
+        _verl_save(self, local_path, hdfs_path, global_step, max_ckpt_to_keep)
+        return
+    folder, role = found
+    contents = list(self.checkpoint_save_contents)
+    self.checkpoint_save_contents = [content for content in contents if content == "hf_model"]
+    try:
+        _verl_save(self, local_path, hdfs_path, global_step, max_ckpt_to_keep)
+    finally:
+        self.checkpoint_save_contents = contents
+    device = next(self.model.parameters()).device
+    state = _state(self, contents, adapters_only=self.should_save_lora_only and self._has_lora())
+    PROCESS.add(Part(role, folder.step, state, self.model, device, self.optimizer, max_ckpt_to_keep))
+
+
+def load_checkpoint(
+    self: FSDPCheckpointManager, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
+) -> None:
+    """Restore this manager's part of the version that the path names, from any number of ranks."""
+    if local_path is None:
+        return
+    if any(Path(local_path).glob("*_world_size_*_rank_*.pt")):  # a checkpoint of verl itself
+        _verl_load(self, local_path, hdfs_path, del_local_after_load)
+        return
+    folder, role = step_folder(local_path)
+    uri = repository_of(folder.root)
+    version = open_repository(uri).version(folder.selector)
+    weights = f"{role}.model." if role else "model."
+    saved = [name for name in version.tensors() if name.startswith(weights)]
+    adapters_only = bool(saved) and all(_is_adapter(name) for name in saved)
+    state = _state(self, self.checkpoint_load_contents, adapters_only=adapters_only)
+    into = {role: state} if role else state
+    _check_names(into, version, role)
+    PROCESS.checkpointer(uri).restore(into, version.id, strict=False)
+    if "model" in state:
+        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=not adapters_only))
+    if "optim" in state:
+        # A parameter may have no state: it got no gradient yet, or its optimizer needs none.
+        set_optimizer_state_dict(self.model, self.optimizer, state["optim"], options=StateDictOptions(strict=False))
+    if "extra" in state:
+        _apply_extra(self, state["extra"])
+
+
+def _state(manager: FSDPCheckpointManager, contents: list[str], *, adapters_only: bool) -> State:
+    """What a part consists of, to save or to restore into."""
+    model, state = manager.model, State()
+    if "model" in contents:
+        weights = with_own_buffers(model, get_model_state_dict(model))
+        state["model"] = {name: weight for name, weight in weights.items() if not adapters_only or _is_adapter(name)}
+    if "optimizer" in contents:
+        state["optim"] = get_optimizer_state_dict(model, manager.optimizer)
+    if "extra" in contents:
+        schedule = manager.lr_scheduler and manager.lr_scheduler.state_dict()
+        state["extra"] = value_text.dumps({"lr_scheduler": schedule, "rng": manager.get_rng_state()}, what="extra")
+    return state
+
+
+def _apply_extra(manager: FSDPCheckpointManager, text: str) -> None:
+    extra = value_text.loads(text)
+    if not isinstance(extra, dict) or extra.keys() != {"lr_scheduler", "rng"}:
+        raise Damaged("not the schedule and random generators of a checkpoint manager of verl")
+    manager.load_rng_state(extra["rng"])
+    if extra["lr_scheduler"] is not None and manager.lr_scheduler is not None:
+        manager.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+
+
+def _check_names(into: State, version: Version, role: str) -> None:
+    """``StateError`` if the version lacks names. State of single parameters may be missing, which keep the initial one then: a
+    parameter that got no gradient has none."""
+    saved = version.tensors().keys() | version.values().keys()
+    missing = {leaf.name for leaf in flatten(into)} - saved
+    moments = f"{role}.optim.state." if role else "optim.state."
+    if any(name.startswith(moments) for name in saved) and (initial := {name for name in missing if name.startswith(moments)}):
+        logger.warning("%r lacks optimizer state, which stays as at the start: %s", version, _listed(initial))
+        missing -= initial
+    if missing:
+        what = f"lacks {len(missing)} names that the training has: {_listed(missing)}"
+        raise StateError(what, subject=repr(version), remedy="use the same model, or set checkpoint.load_contents to what it has")
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+
+
+def _is_adapter(name: str) -> bool:
+    """Whether a weight is of LoRA, as verl's ``is_lora_only_state_dict`` tells it."""
+    return "lora_" in name or ".adapter_" in name
