@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from .orchestrator.client.options import Compression, Interval, Memory, Replication
     from .orchestrator.client.pending import Pending
     from .orchestrator.journal.journal import Journal
-    from .orchestrator.lossy.rules import Blockwise, MantissaBits
-    from .orchestrator.lossy.sqnr import Sqnr
     from .orchestrator.restore.as_saved import AsSaved
-    from .orchestrator.save.box import Box, Boxes
-    from .orchestrator.save.state_tree import State
     from .orchestrator.sensitivity import Proposal, Sensitivity, Trial, sensitivity
+    from .state.box import Box, Boxes
+    from .state.lossy.rules import Blockwise, MantissaBits
+    from .state.lossy.sqnr import Sqnr
+    from .state.tree import State
     from .storage.errors import (
         ClusterError,
         Damaged,
@@ -104,16 +104,16 @@ __all__ = [
 
 _MODULES = {
     "AsSaved": "orchestrator.restore.as_saved",
-    "Blockwise": "orchestrator.lossy.rules",
-    "Box": "orchestrator.save.box",
-    "Boxes": "orchestrator.save.box",
+    "Blockwise": "state.lossy.rules",
+    "Box": "state.box",
+    "Boxes": "state.box",
     "Checkpointer": "orchestrator.client.checkpointer",
     "CollectionPlan": "storage.retention.collect",
     "CompactionPlan": "storage.retention.plan",
     "Compression": "orchestrator.client.options",
     "Failures": "orchestrator.client.failures",
     "Journal": "orchestrator.journal.journal",
-    "MantissaBits": "orchestrator.lossy.rules",
+    "MantissaBits": "state.lossy.rules",
     "Interval": "orchestrator.client.options",
     "Memory": "orchestrator.client.options",
     "Pending": "orchestrator.client.pending",
@@ -123,7 +123,7 @@ _MODULES = {
     "Repository": "storage.repository",
     "RetentionPlan": "storage.retention.plan",
     "Sensitivity": "orchestrator.sensitivity",
-    "Sqnr": "orchestrator.lossy.sqnr",
+    "Sqnr": "state.lossy.sqnr",
     "TensorInfo": "storage.version",
     "Trial": "orchestrator.sensitivity",
     "Version": "storage.version",

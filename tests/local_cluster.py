@@ -26,9 +26,9 @@ from raystow import __version__
 from raystow.orchestrator.coordinator.attempt import Attempt, Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.orchestrator.coordinator.delta_schedule import Delta
-from raystow.orchestrator.lossy.profiles import Lossy
-from raystow.orchestrator.lossy.rules import RuleSelector
-from raystow.orchestrator.save.planner import Planner, plan_save
+from raystow.state.lossy.profiles import Lossy
+from raystow.state.lossy.rules import RuleSelector
+from raystow.state.planner import Planner, plan_save
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.committer import Committer
 from raystow.storage.errors import RaystowError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import raystow
-from raystow.orchestrator.save.state_tree import flatten
+from raystow.state.tree import flatten
 from raystow.storage.errors import SaveFailed
 
 

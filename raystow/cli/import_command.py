@@ -9,10 +9,10 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from ..orchestrator.save.shards import Shard
-from ..orchestrator.save.state_tree import Leaf
 from ..orchestrator.standalone.commit import StandaloneCommit
 from ..orchestrator.standalone.writer import StandaloneWriter, cores
+from ..state.shards import Shard
+from ..state.tree import Leaf
 from ..storage.arguments import integer
 from ..storage.clock import SYSTEM
 from ..storage.coding import dtypes

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ..orchestrator.save.chunks import cuts_of_extent
+from ..state.chunks import cuts_of_extent
 from ..storage.coding import dtypes
 from ..storage.coding.kernels import Bytes
 from ..storage.format.boxes import Box

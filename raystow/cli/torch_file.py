@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from ..integrations.dcp.keys import assemble
-from ..orchestrator.save.state_tree import Path as StatePath
+from ..state.tree import Path as StatePath
 from ..storage.format import manifest, values
 from ..storage.version import Version
 from .output_dir import new_file

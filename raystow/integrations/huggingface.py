@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from ..orchestrator.client.checkpointer import Checkpointer
 from ..orchestrator.journal.journal import Journal
-from ..orchestrator.save.state_tree import State
+from ..state.tree import State
 from ..storage.addresses import local_path
 from ..storage.arguments import integer
 from ..storage.errors import StateError

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.call import (
 
 from ..orchestrator.client.checkpointer import Checkpointer
 from ..orchestrator.journal.journal import Journal
-from ..orchestrator.save.state_tree import State
+from ..state.tree import State
 from ..storage.arguments import integer
 from ..storage.errors import StateError
 from ..storage.version_selector import LATEST, VersionSelector

@@ -15,7 +15,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
 from ..orchestrator.argument_checks import address
-from ..orchestrator.save.state_tree import State
+from ..state.tree import State
 from ..storage.errors import NotARepository
 from ..storage.extras import check_methods
 from ..storage.repository import latest_version

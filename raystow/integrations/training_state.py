@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ..orchestrator import argument_checks
 from ..orchestrator.client.checkpointer import Checkpointer
-from ..orchestrator.save import value_text
-from ..orchestrator.save.state_tree import State
+from ..state import value_text
+from ..state.tree import State
 from ..storage.arguments import integer
 from ..storage.errors import Damaged, StateError
 from ..storage.format.values import is_plain

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..state.lossy.profiles import KINDS, LEAST, Lossy, kind, suitable
+from ..state.lossy.rounded_chunk import round_in_place
+from ..state.lossy.rules import MantissaBits, RuleSelector
+from ..state.lossy.tensor_roles import role
+from ..state.lossy.tensor_values import dtype_name, words_of
+from ..state.tree import flatten
 from ..storage.arguments import refused
 from ..storage.coding import dtypes
 from ..storage.coding.chunk import ChunkEncoder
 from ..storage.errors import StateError
 from ..storage.format.groups import WEIGHTS
-from .lossy.profiles import KINDS, LEAST, Lossy, kind, suitable
-from .lossy.rounded_chunk import round_in_place
-from .lossy.rules import MantissaBits, RuleSelector
-from .lossy.tensor_roles import role
-from .lossy.tensor_values import dtype_name, words_of
-from .save.state_tree import flatten
 
 if TYPE_CHECKING:
     import torch

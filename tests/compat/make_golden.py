@@ -24,7 +24,7 @@ from blake3 import blake3
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from local_cluster import LocalCluster
 
-from raystow.orchestrator.save.shards import bits
+from raystow.state.shards import bits
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.coding.digest import raw_digest, stored_digest

@@ -14,7 +14,7 @@ from builders import whole, write
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.save.shards import bits
+from raystow.state.shards import bits
 from raystow.storage.committer import Committer
 from raystow.storage.format import values
 from raystow.storage.repository import create_repository

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from raystow.orchestrator.save import value_text
+from raystow.state import value_text
 from raystow.storage.coding.chunk import ChunkEncoder, Coding, packed
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype

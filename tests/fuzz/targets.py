@@ -17,7 +17,7 @@ from msgspec import structs
 
 from raystow.cli.safetensors_file import source_tensors
 from raystow.orchestrator.restore.what_if import plan_world
-from raystow.orchestrator.save import value_text as texts
+from raystow.state import value_text as texts
 from raystow.storage.coding import chunk
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.coding.digest import stored_digest

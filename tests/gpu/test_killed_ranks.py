@@ -17,7 +17,7 @@ from polling import wait_until
 
 import raystow
 from raystow.orchestrator.coordinator.attempt import Phase
-from raystow.orchestrator.save.planner import plan_save
+from raystow.state.planner import plan_save
 from raystow.workers.protocol.messages import OpenSession
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder

@@ -11,10 +11,10 @@ import torch
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.lossy import rounded_chunk
-from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule
-from raystow.orchestrator.lossy.sqnr import Sqnr
-from raystow.orchestrator.lossy.tensor_values import Numbers
+from raystow.state.lossy import rounded_chunk
+from raystow.state.lossy.rules import Blockwise, MantissaBits, Rule
+from raystow.state.lossy.sqnr import Sqnr
+from raystow.state.lossy.tensor_values import Numbers
 from raystow.storage.errors import SaveFailed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]

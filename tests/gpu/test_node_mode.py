@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from polling import wait_until
 
 import raystow
-from raystow.orchestrator.save.planner import plan_save
+from raystow.state.planner import plan_save
 from raystow.storage.errors import ClusterError
 from raystow.workers.protocol.messages import OpenSession
 from raystow.workers.staging.client import Staging

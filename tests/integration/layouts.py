@@ -189,7 +189,7 @@ def overlapping(version: Any, state: dict[str, Any]) -> list[Any]:
     from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
     from torch.distributed.checkpoint.resharding import _check_shard_metadata_pair_overlap
 
-    from raystow.orchestrator.save.state_tree import flatten
+    from raystow.state.tree import flatten
 
     found = []
     for leaf in flatten(state):

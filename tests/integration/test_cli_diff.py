@@ -11,7 +11,7 @@ from cli_runner import run, run_json, without_packs
 from colliding_tensors import colliding_tensors
 from local_cluster import LocalCluster
 
-from raystow.orchestrator.save import assignment
+from raystow.state import assignment
 
 
 def chunked_state(**changes: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from raystow.cli import version_files
-from raystow.orchestrator.save.state_tree import flatten
+from raystow.state.tree import flatten
 from raystow.storage.errors import Damaged
 
 SIZES = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}

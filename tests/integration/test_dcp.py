@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import raystow
 from raystow.dcp import Reader, Writer
 from raystow.integrations.dcp.checkpoint_id import parse_id
-from raystow.orchestrator.save.planner import plan_save
+from raystow.state.planner import plan_save
 from raystow.storage.errors import RaystowError
 from raystow.storage.format.root import Entry
 from raystow.workers.protocol.messages import OpenSession

@@ -118,7 +118,7 @@ def test_the_trainer_resumes_deepspeed_bit_for_bit(cluster: Cluster, tmp_path: P
 def test_trainer_and_engine_restore_the_same_version() -> None:
     """Not so if only the tensors of the newest version are damaged: the engine takes the one before."""
     from raystow.integrations.deepspeed.trainer import TrainerEngine
-    from raystow.orchestrator.save import value_text
+    from raystow.state import value_text
 
     class Run:
         uri = "s3://bucket/run"

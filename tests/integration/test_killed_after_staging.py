@@ -17,7 +17,7 @@ from state_equality import same
 
 import raystow
 from raystow.orchestrator.coordinator.attempt import Phase
-from raystow.orchestrator.save.planner import plan_save
+from raystow.state.planner import plan_save
 from raystow.workers.protocol.messages import OpenSession
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
@@ -46,7 +46,7 @@ def train(address: str, opening: OpenSession, state: str, end: str) -> None:
 def processes() -> Any:
     """Start processes that have imported torch, without any threads."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "ray", "raystow.workers.node.node", "raystow.orchestrator.save.planner", "torch"])
+    context.set_forkserver_preload(["pytest", "ray", "raystow.workers.node.node", "raystow.state.planner", "torch"])
     return context
 
 

@@ -17,9 +17,9 @@ from ranks import every, start
 
 import raystow
 from raystow.cli.output import size
-from raystow.orchestrator.lossy import rounded_chunk
-from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits
-from raystow.orchestrator.lossy.sqnr import Sqnr
+from raystow.state.lossy import rounded_chunk
+from raystow.state.lossy.rules import Blockwise, MantissaBits
+from raystow.state.lossy.sqnr import Sqnr
 from raystow.storage.errors import SaveFailed, StateError
 
 N = 200_003

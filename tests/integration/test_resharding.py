@@ -14,7 +14,7 @@ from layouts import STEPS, ProcessGroup, Reads, check_reads, overlapping
 from ray.cluster_utils import Cluster
 
 import raystow
-from raystow.orchestrator.save.planner import plan_save
+from raystow.state.planner import plan_save
 
 WORLDS = (1, 2, 3, 4, 8)
 

@@ -23,7 +23,7 @@ from state_equality import same
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
-from raystow.orchestrator.save import write_check
+from raystow.state import write_check
 from raystow.workers.node.actor import NAMESPACE
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -15,7 +15,7 @@ import torch
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.save.shards import bits
+from raystow.state.shards import bits
 from raystow.storage.coding.dtypes import DTYPES
 from raystow.storage.version import Version
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.save.shards import bits
+from raystow.state.shards import bits
 from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
 from raystow.storage.format.root import Root

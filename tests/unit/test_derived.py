@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from raystow.orchestrator.save.planner import Planner, SavePlan, plan_save
+from raystow.state.planner import Planner, SavePlan, plan_save
 from raystow.storage.coding.derived import derivable, derive, followed
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.errors import Damaged, Unsupported

@@ -17,8 +17,8 @@ from raystow.orchestrator.client.pending import Pending
 from raystow.orchestrator.client.save_outcome import SaveOutcomes
 from raystow.orchestrator.client.saves_in_flight import SavesInFlight
 from raystow.orchestrator.client.version_callbacks import VersionCallbacks
-from raystow.orchestrator.lossy.profiles import Lossy
-from raystow.orchestrator.save.planner import Planner
+from raystow.state.lossy.profiles import Lossy
+from raystow.state.planner import Planner
 from raystow.storage.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StateError
 from raystow.storage.log import about

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.save import planner
-from raystow.orchestrator.save.assignment import SMALL, share
-from raystow.orchestrator.save.chunks import Cut, cuts
-from raystow.orchestrator.save.planned_chunk import PlannedChunk
-from raystow.orchestrator.save.planner import plan_save
-from raystow.orchestrator.save.shards import Shard
-from raystow.orchestrator.save.state_tree import Leaf
+from raystow.state import planner
+from raystow.state.assignment import SMALL, share
+from raystow.state.chunks import Cut, cuts
+from raystow.state.planned_chunk import PlannedChunk
+from raystow.state.planner import plan_save
+from raystow.state.shards import Shard
+from raystow.state.tree import Leaf
 from raystow.storage.errors import StateError
 from raystow.storage.format.groups import WEIGHTS
 from raystow.storage.limits import MAX_NAME

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.lossy import rounded_chunk
-from raystow.orchestrator.lossy.profiles import Lossy
-from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule
-from raystow.orchestrator.lossy.tensor_values import words_of
-from raystow.orchestrator.save.planner import Planner, plan_save
+from raystow.state.lossy import rounded_chunk
+from raystow.state.lossy.profiles import Lossy
+from raystow.state.lossy.rules import Blockwise, MantissaBits, Rule
+from raystow.state.lossy.tensor_values import words_of
+from raystow.state.planner import Planner, plan_save
 from raystow.storage.coding.derived import derive
 from raystow.storage.coding.dtypes import MANTISSA
 from raystow.storage.errors import SaveFailed, StateError

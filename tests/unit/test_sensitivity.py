@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import raystow
 from raystow.demo.model import GPT, batch, loss_of
-from raystow.orchestrator.lossy.profiles import Lossy
-from raystow.orchestrator.lossy.rules import MantissaBits
-from raystow.orchestrator.lossy.tensor_roles import role
-from raystow.orchestrator.save.state_tree import flatten
 from raystow.orchestrator.sensitivity import Proposal, Sensitivity, Trial
+from raystow.state.lossy.profiles import Lossy
+from raystow.state.lossy.rules import MantissaBits
+from raystow.state.lossy.tensor_roles import role
+from raystow.state.tree import flatten
 from raystow.storage.errors import StateError
 
 LEVELS = {"weights": [MantissaBits(16), MantissaBits(1)], "exp_avg": [MantissaBits(5)], "exp_avg_sq": [MantissaBits(5)]}

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import distributed
 
-from raystow.orchestrator.save.planner import Planner, plan_save
-from raystow.orchestrator.save.shard_cache import ShardCache, TensorView
-from raystow.orchestrator.save.shards import shard_of
-from raystow.orchestrator.save.state_tree import flatten
+from raystow.state.planner import Planner, plan_save
+from raystow.state.shard_cache import ShardCache, TensorView
+from raystow.state.shards import shard_of
+from raystow.state.tree import flatten
 from raystow.storage.errors import StateError
 
 MEMORY = torch.arange(240, dtype=torch.float32)
@@ -164,7 +164,7 @@ import sys
 import weakref
 import numpy as np
 sys.modules["torch"] = None  # importing it fails
-from raystow.orchestrator.save.planner import plan_save
+from raystow.state.planner import plan_save
 plan = plan_save({"a": np.arange(10), "n": np.float32(1)}, rank=0, world_size=1)
 assert sorted(piece.name for piece in plan.pieces) == ["a", "n"]
 """

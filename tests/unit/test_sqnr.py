@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.lossy import rounded_chunk
-from raystow.orchestrator.lossy.profiles import Lossy, suitable
-from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule
-from raystow.orchestrator.lossy.sqnr import Settled, Sqnr
-from raystow.orchestrator.lossy.tensor_values import Numbers, words_of
-from raystow.orchestrator.save.planner import Planner, SavePlan, plan_save
 from raystow.orchestrator.sensitivity import sensitivity
+from raystow.state.lossy import rounded_chunk
+from raystow.state.lossy.profiles import Lossy, suitable
+from raystow.state.lossy.rules import Blockwise, MantissaBits, Rule
+from raystow.state.lossy.sqnr import Settled, Sqnr
+from raystow.state.lossy.tensor_values import Numbers, words_of
+from raystow.state.planner import Planner, SavePlan, plan_save
 from raystow.storage.coding.chunk import ChunkEncoder
 from raystow.storage.coding.dtypes import dtype as format_of
 from raystow.storage.coding.rounded import together

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from raystow.orchestrator.save.state_cache import StateCache
-from raystow.orchestrator.save.state_tree import flatten
+from raystow.state.tree import flatten
+from raystow.state.tree_cache import StateCache
 from raystow.storage.errors import StateError
 
 
@@ -104,9 +104,7 @@ def test_a_container_that_now_contains_itself_is_refused() -> None:
 def test_a_state_of_the_same_outline_is_not_flattened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     outline = StateCache()
     outline.leaves(nested_state())
-    monkeypatch.setattr(
-        "raystow.orchestrator.save.state_cache.flatten", lambda state: pytest.fail("the state is flattened again")
-    )
+    monkeypatch.setattr("raystow.state.tree_cache.flatten", lambda state: pytest.fail("the state is flattened again"))
     assert not differs(outline.leaves(taken := nested_state()), flatten(taken))
 
 

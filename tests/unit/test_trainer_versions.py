@@ -17,7 +17,7 @@ from transformers_run import Net, same, train
 
 import raystow
 from raystow.integrations import training_state
-from raystow.orchestrator.save import value_text
+from raystow.state import value_text
 from raystow.storage.errors import SaveFailed, StateError
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from local_cluster import LocalCluster
 
-from raystow.orchestrator.save.planner import plan_save
+from raystow.state.planner import plan_save
 from raystow.storage.clock import SYSTEM
 from raystow.storage.gc_pause import uncollected
 

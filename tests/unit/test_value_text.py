@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from raystow.orchestrator.save import value_text
-from raystow.orchestrator.save.value_text import dumps, loads
+from raystow.state import value_text
+from raystow.state.value_text import dumps, loads
 from raystow.storage.errors import Damaged, StateError
 from raystow.storage.format import json_text
 

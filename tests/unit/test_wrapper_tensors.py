@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from wrapper_classes import Derived, Flat, Opaque, Quantized, RowScaled, Secretive
 
 import raystow
-from raystow.orchestrator.save.value_text import dumps
+from raystow.state.value_text import dumps
 from raystow.storage.errors import StateError
 
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.save import write_check
-from raystow.orchestrator.save.planner import Planner, SavePlan, plan_save
-from raystow.orchestrator.save.write_check import SMALL
+from raystow.state import write_check
+from raystow.state.planner import Planner, SavePlan, plan_save
+from raystow.state.write_check import SMALL
 
 COUNT = SMALL // 4 + 999  # number of float32 elements: larger than the tensors that ``save`` copies
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.tensor import DTensor
 
-from ...orchestrator.save.dtensor_layout import dtensor_shard
-from ...orchestrator.save.state_tree import flatten, is_tensor
-from ...orchestrator.save.wrapper_tensors import WrapperText, inner_tensors, unwrapped
+from ...state.dtensor_layout import dtensor_shard
+from ...state.tree import flatten, is_tensor
+from ...state.wrapper_tensors import WrapperText, inner_tensors, unwrapped
 from ...storage.errors import NotARepository, StateError
 from ...storage.stores import open_store
 

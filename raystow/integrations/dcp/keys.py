@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...orchestrator.save.state_tree import Path, PathPart
+from ...state.tree import Path, PathPart
 from ...storage.errors import Damaged
 
 

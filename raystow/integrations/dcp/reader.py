@@ -18,9 +18,9 @@ from ...orchestrator.argument_checks import address
 from ...orchestrator.restore.fill import Fill
 from ...orchestrator.restore.numbers import element
 from ...orchestrator.restore.shared_containers import check_containers
-from ...orchestrator.save.shards import Shard, shard_of
-from ...orchestrator.save.state_tree import Leaf, is_tensor, show
-from ...orchestrator.save.wrapper_tensors import unwrapped
+from ...state.shards import Shard, shard_of
+from ...state.tree import Leaf, is_tensor, show
+from ...state.wrapper_tensors import unwrapped
 from ...storage.arguments import integer
 from ...storage.errors import NotARepository, RaystowError, StateError
 from ...storage.format.manifest import Chunk

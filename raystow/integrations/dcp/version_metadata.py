@@ -8,8 +8,8 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ...orchestrator.save.state_tree import Path
-from ...orchestrator.save.wrapper_tensors import DESCRIPTION
+from ...state.tree import Path
+from ...state.wrapper_tensors import DESCRIPTION
 from ...storage.errors import Damaged, RaystowError, StateError, Unsupported
 from ...storage.format import manifest, values
 from ...storage.format.boxes import Box, tile

@@ -8,9 +8,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ...orchestrator.restore.name_match import is_within
 from ...orchestrator.restore.planner import check_target, check_wrapper
-from ...orchestrator.save.shards import Shard, shard_of
-from ...orchestrator.save.state_tree import Leaf, boxes, flatten
-from ...orchestrator.save.wrapper_tensors import ShardPart, WrapperText
+from ...state.shards import Shard, shard_of
+from ...state.tree import Leaf, boxes, flatten
+from ...state.wrapper_tensors import ShardPart, WrapperText
 from ...storage.errors import StateError
 from ...storage.format import values
 from ...storage.format.manifest import Chunk

@@ -16,13 +16,13 @@ from torch.futures import Future
 
 from ...orchestrator import argument_checks
 from ...orchestrator.coordinator.housekeeping import kept_by_a_run
-from ...orchestrator.lossy.tensor_values import dtype_name
-from ...orchestrator.save.box import Box, Boxes
-from ...orchestrator.save.shards import Shard, shard_of
-from ...orchestrator.save.state_tree import Leaf, boxes, flatten
-from ...orchestrator.save.wrapper_tensors import unwrapped
 from ...orchestrator.standalone.commit import StandaloneCommit
 from ...orchestrator.standalone.writer import StandaloneWriter, StoredPart, cores, merged, value_of
+from ...state.box import Box, Boxes
+from ...state.lossy.tensor_values import dtype_name
+from ...state.shards import Shard, shard_of
+from ...state.tree import Leaf, boxes, flatten
+from ...state.wrapper_tensors import unwrapped
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
 from ...storage.errors import NotARepository, SaveFailed, StateError

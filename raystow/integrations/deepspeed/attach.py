@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import distributed
 
 from ...orchestrator.client.checkpointer import Checkpointer
-from ...orchestrator.save.state_tree import State
+from ...state.tree import State
 from ...storage.errors import NotARepository, NotFound, StateError
 from ...storage.extras import check_methods, tried
 from ...storage.repository import open_repository

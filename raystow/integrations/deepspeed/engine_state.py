@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ...orchestrator.restore.as_saved import CheckedAsSaved
-from ...orchestrator.save import value_text
-from ...orchestrator.save.state_tree import State
+from ...state import value_text
+from ...state.tree import State
 from ...storage.errors import Damaged, StateError
 from ...storage.format.values import is_plain
 from .partitions import Engine, ParameterGroup, groups, partition_of

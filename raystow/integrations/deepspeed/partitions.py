@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import distributed
 
-from ...orchestrator.save.box import Boxes
-from ...orchestrator.save.state_tree import State
+from ...state.box import Boxes
+from ...state.tree import State
 
 Engine: TypeAlias = Any
 """A ``deepspeed.DeepSpeedEngine``, or one of its parts, which are not typed."""

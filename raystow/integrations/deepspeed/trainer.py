@@ -6,7 +6,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import Trainer
 
 from ...orchestrator.client.checkpointer import Checkpointer
-from ...orchestrator.save.state_tree import State
+from ...state.tree import State
 from ...storage.errors import StateError
 from ...storage.version import Version
 from ...storage.version_selector import VersionSelector

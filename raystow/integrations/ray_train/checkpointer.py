@@ -19,7 +19,7 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from ...orchestrator.client import checkpointer
 from ...orchestrator.client.pending import Pending
-from ...orchestrator.save.state_tree import State
+from ...state.tree import State
 from ...storage.errors import ClusterError, OutcomeUnknown, SaveFailed, StateError, Unsupported
 from ...storage.format.root import Entry
 from ...storage.object_store import ObjectStore

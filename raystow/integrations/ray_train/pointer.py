@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ...orchestrator.save.state_tree import State
+from ...state.tree import State
 from ...storage.errors import Damaged, NotFound, StateError
 from ...storage.format import records
 from ...storage.format.json_text import strict_json

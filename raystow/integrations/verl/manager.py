@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-from ...orchestrator.save import value_text
-from ...orchestrator.save.state_tree import State, flatten
+from ...state import value_text
+from ...state.tree import State, flatten
 from ...storage.errors import Damaged, StateError
 from ...storage.repository import open_repository
 from ...storage.version import Version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ...orchestrator.save.state_tree import State
+from ...state.tree import State
 from ...storage.addresses import local_path
 
 VARIABLE = "RAYSTOW_VERL"

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from ...orchestrator.save.box import Box
+from ...state.box import Box
 from ...storage.clock import SYSTEM
 from ...storage.errors import Damaged, StateError
 from ...storage.real_paths import input_path, regular_file

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import distributed
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler, OrchestrationMode
 
-from ...orchestrator.save.state_tree import State
+from ...state.tree import State
 from ...storage.errors import NotARepository, NotFound
 from ...storage.real_paths import input_path
 from ...storage.repository import latest_version, open_repository

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ...orchestrator.client.checkpointer import Checkpointer
-from ...orchestrator.save.state_tree import State
+from ...state.tree import State
 from ...storage.errors import StateError
 from ...storage.retention.policy import Policy
 from .settings import options

@@ -10,6 +10,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
+from ...state.lossy.profiles import Lossy
+from ...state.planner import Planner, plan_save
+from ...state.tree import State, contains_placeholders
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
 from ...storage.errors import RaystowError, StateError
@@ -31,11 +34,8 @@ from .. import argument_checks
 from ..argument_checks import LONGEST, one_of, positive
 from ..coordinator.delta_schedule import AUTO, Delta
 from ..coordinator.housekeeping import kept_by_a_run
-from ..lossy.profiles import Lossy
 from ..restore.name_patterns import NameRules
 from ..restore.planner import RestoreOptions
-from ..save.planner import Planner, plan_save
-from ..save.state_tree import State, contains_placeholders
 from . import exit_notice
 from .due_steps import DueSteps, next_save
 from .failure_reports import FailureReports

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 
+from ...state.planner import SavePlan
 from ...storage import background
 from ...storage.errors import RaystowError, StateError
 from ...storage.stores.settings import place_of
@@ -14,7 +15,6 @@ from ...workers.protocol.messages import OpenSession
 from ...workers.shm.ring import slot_size, two_versions
 from ...workers.staging.client import Staging
 from .. import ray_cluster
-from ..save.planner import SavePlan
 from .options import Compression, Memory, Replication, default_staging
 from .startup import Startup
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+from ...state.lossy.profiles import Lossy
+from ...state.lossy.rules import RuleSelector
 from ...storage.arguments import integer, refused
 from ...storage.errors import StateError
 from ...workers.staging.plan import CODECS, PROCESSES
 from ...workers.usage import AFTERWARDS
 from ..argument_checks import LONGEST, memory_of_a_rank, one_of, positive
-from ..lossy.profiles import Lossy
-from ..lossy.rules import RuleSelector
 
 logger = logging.getLogger(__name__)
 

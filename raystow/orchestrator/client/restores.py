@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from ...state.tree import State
 from ...storage.clock import SYSTEM
 from ...storage.metrics import RESTORE, record
 from ...storage.repository import Repository
@@ -14,7 +15,6 @@ from ..restore.agreed import restore_agreed
 from ..restore.agreement import ClusterAgreement
 from ..restore.name_match import names_digest
 from ..restore.planner import RestoreOptions
-from ..save.state_tree import State
 from .startup import Startup
 
 

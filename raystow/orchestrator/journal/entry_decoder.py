@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
+from ...state.shards import words
 from ...storage.coding import dtypes
 from ...storage.coding.chunk import Coding
 from ...storage.coding.kernels import Bytes
@@ -16,7 +17,6 @@ from ...storage.format.manifest import Chunk
 from ...storage.object_store import Buffer, ObjectStore
 from ...storage.reader import BaseChunks, PackReader, Request
 from ...workers.journal.entry_bytes import POOL
-from ..save.shards import words
 from .entry_file import StoredTensor
 from .gradient_coding import SMALL, WITHOUT_BYTES, checked_dtype, from_values, without_bytes
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from msgspec.structs import replace
 
+from ...state import value_text
 from ...storage.errors import StateError
 from ...storage.format.boxes import Box
 from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep, RecordedTensor
-from ..save import value_text
 from . import entry_file
 from .gradient_coding import TensorEncoder
 from .port import EntrySink

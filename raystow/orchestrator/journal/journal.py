@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...state import value_text
 from ...storage import background
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
@@ -32,7 +33,6 @@ from ...workers.protocol.messages import (
     shortened,
 )
 from ..heartbeat import Heartbeat
-from ..save import value_text
 from .entry_encoder import CapturedEntry, EntryEncoder
 from .port import JournalPort
 from .replay import Replayer, ReplayResult

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...state import value_text
 from ...storage.errors import Damaged, RaystowError, StateError
 from ...storage.log import Log
 from ...workers.protocol.messages import EntryPlace
-from ..save import value_text
 from .shard_check import ShardCheck, ShardComparison
 from .state_digests import Digester
 from .step_hooks import StepHooks

@@ -105,7 +105,7 @@ def _box(parameter: torch.Tensor) -> Box:
 
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim(), tuple(parameter.shape)
-    from ..save.dtensor_layout import dtensor_shard
+    from ...state.dtensor_layout import dtensor_shard
 
     with torch.no_grad():
         return dtensor_shard(parameter, "a parameter").box

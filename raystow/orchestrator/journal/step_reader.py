@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from ...state import value_text
 from ...storage.errors import Damaged, StateError
 from ...storage.format.boxes import Box
 from ...workers.protocol.messages import EntryPlace, OptimizerStep
-from ..save import value_text
 from .entry_decoder import EntryDecoder
 from .entry_file import JournalEntry, StoredTensor, parse
 from .shard_map import ShardMap, layout

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 
+from ...state.tree import State
 from ...storage.errors import Damaged, RankRestarted, RaystowError
 from ...storage.format.root import Entry
 from ...storage.gc_pause import uncollected
 from ...storage.log import about
 from ...storage.repository import Repository
 from ...storage.version import Version
-from ..save.state_tree import State
 from . import progress_bar
 from .agreement import Agreement
 from .name_check import Incomplete

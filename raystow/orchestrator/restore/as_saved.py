@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...state.tree import Elements, Placeholder
 from ...storage.arguments import refused
 from ...storage.coding import dtypes
 from ...storage.errors import StateError, Unsupported
@@ -16,7 +17,6 @@ from ...storage.format.manifest import SCALAR, TENSOR, Chunk, Value, parse_path
 from ...storage.tensor_index import FoundRows
 from ...storage.value_tree import Path, beneath, rows_of_one_rank
 from ...storage.version import Version
-from ..save.state_tree import Elements, Placeholder
 
 if TYPE_CHECKING:
     import torch

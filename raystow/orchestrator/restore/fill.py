@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ...state.shards import Shard, bits, pending
+from ...state.tree import Elements, Path, State, replace, show
 from ...storage.coding import dtypes
 from ...storage.coding.kernels import Words
 from ...storage.errors import StateError, Unsupported
 from ...storage.format.boxes import overlap
 from ...storage.format.manifest import Chunk
 from ...storage.reader import PackReader, Request, Run
-from ..save.shards import Shard, bits, pending
-from ..save.state_tree import Elements, Path, State, replace, show
 from .plan import Progress, silent
 from .shared_containers import check_containers
 from .targets import RestoreTarget, StoredElements, distinct

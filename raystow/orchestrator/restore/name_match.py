@@ -8,14 +8,14 @@ from itertools import accumulate
 
 import numpy as np
 
+from ...state.tree import Leaf, Path, State, flatten, show
+from ...state.wrapper_tensors import ShardPart, WrapperText
 from ...storage.coding.digest import stored_digest
 from ...storage.errors import StateError
 from ...storage.format.manifest import Chunk, Value
 from ...storage.tensor_index import Finder, Seeker
 from ...storage.value_tree import Path as ValuePath
 from ...storage.value_tree import part_text
-from ..save.state_tree import Leaf, Path, State, flatten, show
-from ..save.wrapper_tensors import ShardPart, WrapperText
 from .as_saved import AsSaved, load, rows_beneath
 from .plain_containers import PlainNode, by_container, is_same, match_values
 

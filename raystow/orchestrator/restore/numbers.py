@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...state.shards import Shard
+from ...state.tree import Elements
 from ...storage.coding.kernels import Words
 from ...storage.errors import StateError
 from ...storage.format import manifest
 from ...storage.format.manifest import Chunk
-from ..save.shards import Shard
-from ..save.state_tree import Elements
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...state.tree import Leaf, Path
 from ...storage.format.manifest import Value, parse_path, path_text
 from ...storage.value_tree import container, containers, rows_of_one_rank
-from ..save.state_tree import Leaf, Path
 
 
 @dataclass(frozen=True)

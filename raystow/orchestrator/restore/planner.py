@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...state.shards import Shard, shard_of
+from ...state.tree import Leaf, Path, State, boxes, flatten, show
+from ...state.wrapper_tensors import DESCRIPTION, WRAPPER, ShardPart, WrapperText
 from ...storage.errors import StateError
 from ...storage.format.boxes import bounds
 from ...storage.format.manifest import Chunk, Value
@@ -17,9 +20,6 @@ from ...storage.tensor_index import Seeker
 from ...storage.value_tree import Path as ValuePath
 from ...storage.value_tree import nested
 from ...storage.version import Version
-from ..save.shards import Shard, shard_of
-from ..save.state_tree import Leaf, Path, State, boxes, flatten, show
-from ..save.wrapper_tensors import DESCRIPTION, WRAPPER, ShardPart, WrapperText
 from .as_saved import AsSaved, CheckedAsSaved, load, target
 from .fill import Fill
 from .name_check import (

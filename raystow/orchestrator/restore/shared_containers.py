@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ...state.tree import Path, PathPart, show
 from ...storage.errors import StateError
 from ...storage.format import values
-from ..save.state_tree import Path, PathPart, show
 
 _Changed: TypeAlias = dict[object, object] | list[object]
 

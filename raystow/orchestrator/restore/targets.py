@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...state.shards import overlaps
+from ...state.tree import Elements
 from ...storage.coding import dtypes
 from ...storage.coding.digest import stored_digest
 from ...storage.coding.kernels import Words
@@ -18,8 +20,6 @@ from ...storage.errors import StateError
 from ...storage.format.boxes import Box, overlap
 from ...storage.format.manifest import Chunk
 from ...storage.reader import PackReader, Request
-from ..save.shards import overlaps
-from ..save.state_tree import Elements
 
 _MOST_WORK = 1 << 20  # steps to decide whether two targets with gaps between their elements share memory
 _REMEDY = "give each memory of its own, as clone() does, or leave one of them out"

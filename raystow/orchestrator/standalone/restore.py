@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...state.tree import State
 from ...storage.format import key_files
 from ...storage.repository import Repository
 from ...storage.version import Version
@@ -15,7 +16,6 @@ from ..restore.agreement import LocalAgreement
 from ..restore.name_patterns import NameRules
 from ..restore.plan import Progress
 from ..restore.planner import RestoreOptions
-from ..save.state_tree import State
 
 
 def restore(

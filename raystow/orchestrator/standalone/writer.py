@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...state.chunks import cuts
+from ...state.planned_chunk import PlannedChunk
+from ...state.shards import Shard
+from ...state.tree import Leaf
 from ...storage.format import values
 from ...storage.format.groups import group
 from ...storage.format.manifest import Value, path_text
@@ -27,10 +31,6 @@ from ...workers.packing.packer import Packer
 from ...workers.protocol.coordinator_client import coverage, total
 from ...workers.protocol.messages import Ticket
 from ...workers.shm.ring import SLOT
-from ..save.chunks import cuts
-from ..save.planned_chunk import PlannedChunk
-from ..save.shards import Shard
-from ..save.state_tree import Leaf
 
 _UPLOADS = 4
 

@@ -18,14 +18,14 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from ...storage.coding import dtypes
-from ...storage.errors import Damaged, StateError
-from ...storage.format import manifest, values
-from ...storage.format.json_text import items_of, strict_json
-from ...storage.limits import MAX_ITEMS
-from ...storage.version import as_torch
+from ..storage.coding import dtypes
+from ..storage.errors import Damaged, StateError
+from ..storage.format import manifest, values
+from ..storage.format.json_text import items_of, strict_json
+from ..storage.limits import MAX_ITEMS
+from ..storage.version import as_torch
 from .shards import bits, shard_of
-from .state_tree import Leaf, Path, show
+from .tree import Leaf, Path, show
 
 _DEEPEST = 64
 _MOST = 256 << 20

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from .dtensor_layout import is_dtensor
-from .state_tree import Leaf, flatten, is_tensor
+from .tree import Leaf, flatten, is_tensor
 
 
 class StateCache:

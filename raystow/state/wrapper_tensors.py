@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
-from ...storage.errors import StateError
+from ..storage.errors import StateError
 from .box import Box
 from .dtensor_layout import dtensor_shard, is_dtensor
 

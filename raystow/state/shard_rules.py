@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ...workers.shm.ring import SLOT
-from ...workers.staging.plan import CudaEvent
-from ..lossy.profiles import Lossy
-from ..lossy.rules import Blockwise, MantissaBits, Rule
-from ..lossy.tensor_values import Numbers
+from ..workers.shm.ring import SLOT
+from ..workers.staging.plan import CudaEvent
 from .chunks import cuts
+from .lossy.profiles import Lossy
+from .lossy.rules import Blockwise, MantissaBits, Rule
+from .lossy.tensor_values import Numbers
 from .shards import Shard
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .box import Box
 from .dtensor_layout import MeshKey
 from .shards import Shard, shard_of
-from .state_tree import Elements, Leaf, Path
+from .tree import Elements, Leaf, Path
 
 if TYPE_CHECKING:
     import torch

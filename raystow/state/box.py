@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...storage.errors import StateError
-from ...storage.format import boxes
+from ..storage.errors import StateError
+from ..storage.format import boxes
 
 if TYPE_CHECKING:
     import numpy as np

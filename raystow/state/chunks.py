@@ -6,7 +6,7 @@ import functools
 import itertools
 from typing import NamedTuple
 
-from ...storage.format.boxes import Box
+from ..storage.format.boxes import Box
 from .shards import Shard
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import numpy as np
 
-from ...storage.coding.kernels import Words
-from ...storage.errors import StateError
-from ...storage.format import boxes
+from ..storage.coding.kernels import Words
+from ..storage.errors import StateError
+from ..storage.format import boxes
 from .box import Box
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ...storage.coding.derived import derivable, derive
-from ...storage.coding.kernels import Bytes
-from ...workers.staging.plan import CudaEvent
+from ..storage.coding.derived import derivable, derive
+from ..storage.coding.kernels import Bytes
+from ..workers.staging.plan import CudaEvent
 from .shards import Likeness, Shard
 
 _SAMPLE = 64  # elements

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...storage.coding.kernels import Words
-from ...storage.errors import StateError
-from ...storage.format import values
-from ...storage.format.manifest import path_text
-from ...storage.limits import MAX_NAME
+from ..storage.coding.kernels import Words
+from ..storage.errors import StateError
+from ..storage.format import values
+from ..storage.format.manifest import path_text
+from ..storage.limits import MAX_NAME
 from .box import Box, Boxes
 from .dtensor_layout import dtensor_boxes, is_dtensor
 from .wrapper_tensors import WrapperText, inner_tensors, unwrapped

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ...storage.coding import dtypes
-from ...storage.coding.kernels import Bytes
-from ...storage.format.boxes import Box
-from ...storage.format.manifest import path_text
-from ...workers.protocol.messages import ChunkInfo, DerivedChunk
-from ..lossy import rounded_chunk
-from ..lossy.tensor_values import words_of
+from ..storage.coding import dtypes
+from ..storage.coding.kernels import Bytes
+from ..storage.format.boxes import Box
+from ..storage.format.manifest import path_text
+from ..workers.protocol.messages import ChunkInfo, DerivedChunk
 from .chunks import Cut
+from .lossy import rounded_chunk
+from .lossy.tensor_values import words_of
 from .shards import Shard
-from .state_tree import Elements
+from .tree import Elements
 
 if TYPE_CHECKING:
     import torch

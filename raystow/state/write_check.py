@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from .shard_cache import TensorView
 from .shards import bits, check_memory, resolved
-from .state_tree import Elements
+from .tree import Elements
 
 SMALL = 64 << 10
 """Bytes of a tensor in host memory that is copied by ``save``."""

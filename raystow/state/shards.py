@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from ...storage.coding import dtypes
-from ...storage.errors import StateError
-from ...storage.format import manifest
-from ...storage.format.boxes import Box
-from ..lossy.rules import Rule, RuleSelector
-from ..lossy.tensor_values import dtype_name, words_of
+from ..storage.coding import dtypes
+from ..storage.errors import StateError
+from ..storage.format import manifest
+from ..storage.format.boxes import Box
 from .box import Box as TensorBox
 from .dtensor_layout import dtensor_shard
-from .state_tree import Elements, Leaf, show
+from .lossy.rules import Rule, RuleSelector
+from .lossy.tensor_values import dtype_name, words_of
+from .tree import Elements, Leaf, show
 from .wrapper_tensors import unwrapped
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ...storage.format.groups import OPTIMIZER, WEIGHTS, group
-from ...workers.protocol.coordinator_client import coverage, total
-from ...workers.shm.ring import SLOT
+from ..storage.format.groups import OPTIMIZER, WEIGHTS, group
+from ..workers.protocol.coordinator_client import coverage, total
+from ..workers.shm.ring import SLOT
 from .chunks import Cut, cuts
 from .planned_chunk import DeviceChunks, PlannedChunk, PlannedDerived
 from .shards import Shard

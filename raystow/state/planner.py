@@ -8,23 +8,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...storage.coding.rounded import Rounded
-from ...storage.errors import StateError
-from ...storage.format import values
-from ...storage.format.manifest import path_text
-from ...storage.gc_pause import uncollected
-from ...storage.limits import MAX_ROWS
-from ...workers.staging.plan import CudaEvent
-from ..lossy import rounded_chunk
-from ..lossy.profiles import Lossy
+from ..storage.coding.rounded import Rounded
+from ..storage.errors import StateError
+from ..storage.format import values
+from ..storage.format.manifest import path_text
+from ..storage.gc_pause import uncollected
+from ..storage.limits import MAX_ROWS
+from ..workers.staging.plan import CudaEvent
 from .assignment import ChunkAssignment, assign_chunks
 from .derived_tensors import DerivedTensors
+from .lossy import rounded_chunk
+from .lossy.profiles import Lossy
 from .planned_chunk import DeviceChunks, PlannedChunk, PlannedDerived
 from .shard_cache import ShardCache, TensorView
 from .shard_rules import ShardRules
 from .shards import Shard, check_memory
-from .state_cache import StateCache
-from .state_tree import boxes, show
+from .tree import boxes, show
+from .tree_cache import StateCache
 from .write_check import WriteCheck, copy_unguarded
 
 if TYPE_CHECKING:
