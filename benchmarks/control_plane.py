@@ -34,12 +34,12 @@ from rich.table import Table
 
 import raystow
 from raystow.storage import repository as opening
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.repository import Repository, create_repository
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

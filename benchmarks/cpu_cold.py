@@ -208,7 +208,7 @@ def main(
     from rich.console import Console
     from s3_server import make_bucket
 
-    from raystow.storage.clock import SYSTEM
+    from raystow.storage.runtime.clock import SYSTEM
     from raystow.storage.stores import open_store
 
     about: dict[str, Any] = {**report.about("raystow", "ray", "torch", "obstore", "boto3", "numpy"), "note": note}

@@ -45,12 +45,12 @@ if TYPE_CHECKING:
         Unsupported,
         Untrusted,
     )
+    from .storage.reading.version import TensorInfo, Version
+    from .storage.reading.version_selector import VersionSelector
     from .storage.repository import Repository
     from .storage.retention.collect import CollectionPlan
     from .storage.retention.plan import CompactionPlan, RetentionPlan
     from .storage.retention.policy import Policy
-    from .storage.version import TensorInfo, Version
-    from .storage.version_selector import VersionSelector
 
 __all__ = [
     "AsSaved",
@@ -124,9 +124,9 @@ _MODULES = {
     "RetentionPlan": "storage.retention.plan",
     "Sensitivity": "orchestrator.sensitivity",
     "Sqnr": "state.lossy.sqnr",
-    "TensorInfo": "storage.version",
+    "TensorInfo": "storage.reading.version",
     "Trial": "orchestrator.sensitivity",
-    "Version": "storage.version",
+    "Version": "storage.reading.version",
     "sensitivity": "orchestrator.sensitivity",
 }
 
@@ -140,7 +140,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'raystow' has no attribute {name!r}")
     from .storage import extras
-    from .storage.gc_pause import uncollected
+    from .storage.runtime.gc_pause import uncollected
 
     with uncollected(), extras.named():
         return getattr(importlib.import_module(f".{_MODULES.get(name, 'storage.errors')}", __name__), name)
@@ -272,7 +272,7 @@ def restore(
         Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.
         NotARepository: There is no repository at ``uri``.
     """
-    from .storage.gc_pause import uncollected
+    from .storage.runtime.gc_pause import uncollected
 
     with uncollected():  # imports and the set-up of a store allocate much
         from .orchestrator.standalone.restore import restore as restore_alone

@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.coding import delta
 from raystow.storage.coding.chunk import ChunkEncoder, Coding
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.coding.rounded import Rounded
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import Box, Chunk, Fragment, Value, path_text
 from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.signature import Signer
 from raystow.storage.format.version_record import PackInfo, VersionRecord
-from raystow.storage.register import Register
+from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository, create_repository
-from raystow.storage.version import Version
+from raystow.storage.root.register import Register
+from raystow.storage.runtime.clock import SYSTEM, Clock
 
 Cut = tuple[np.ndarray, Sequence[Box]]
 

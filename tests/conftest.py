@@ -18,7 +18,7 @@ from gcs_server import gcs_server
 from hypothesis import HealthCheck, settings
 from s3_server import make_bucket, s3_server
 
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 _BUCKET = "raystow-tests"
 _STARTS_RAY = re.compile(

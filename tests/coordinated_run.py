@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format.version_record import FragmentInfo
 from raystow.workers.protocol.messages import Begin, Ticket
 

@@ -12,9 +12,9 @@ import torch
 from raystow.orchestrator.journal.journal import Journal, JournalIdentity
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.tracked_state import TrackedState
-from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote, RankReading
 from raystow.workers.shm.ring import Ring, SlotPart
 

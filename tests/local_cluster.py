@@ -29,14 +29,14 @@ from raystow.orchestrator.coordinator.delta_schedule import Delta
 from raystow.state.lossy.profiles import Lossy
 from raystow.state.lossy.rules import RuleSelector
 from raystow.state.planner import Planner, plan_save
-from raystow.storage.clock import SYSTEM, Clock
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import RaystowError
 from raystow.storage.format import values
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
+from raystow.storage.reading.version import Version
 from raystow.storage.repository import create_repository
-from raystow.storage.version import Version
+from raystow.storage.runtime.clock import SYSTEM, Clock
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node.node import Node
 from raystow.workers.protocol.messages import Begin, EntryInfo, OpenSession, SegmentStored, SegmentTicket, Ticket

@@ -16,14 +16,14 @@ from raystow.orchestrator.coordinator.segments import Segments, stored_entries
 from raystow.orchestrator.journal.journal import Journal, JournalIdentity
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.tracked_state import TrackedState
-from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.digest import stored_digest
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError
 from raystow.storage.format.root import Root
 from raystow.storage.format.version_record import VersionRecord
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.repository import create_repository
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.journal.segment_writer import SegmentWriter, read_entry
 from raystow.workers.protocol.messages import (

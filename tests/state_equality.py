@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from raystow.storage.version import Version
+from raystow.storage.reading.version import Version
 
 
 def same(a: Any, b: Any) -> bool:

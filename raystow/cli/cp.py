@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ..storage.clock import SYSTEM
 from ..storage.copies.copy import CopyPlan, plan_copy
 from ..storage.errors import NotFound, StoreUnavailable
-from ..storage.version import Version
+from ..storage.reading.version import Version
+from ..storage.runtime.clock import SYSTEM
 from . import options
 from .exit_codes import error_report
 from .options import Json

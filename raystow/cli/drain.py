@@ -27,7 +27,7 @@ def drain(
     """
     from ..orchestrator import ray_cluster
     from ..orchestrator.coordinator import drain
-    from ..storage.clock import SYSTEM
+    from ..storage.runtime.clock import SYSTEM
     from ..workers.node.actor import saves_on
 
     connection = ray_cluster.connect()

@@ -14,12 +14,12 @@ from ..orchestrator.standalone.writer import StandaloneWriter, cores
 from ..state.shards import Shard
 from ..state.tree import Leaf
 from ..storage.arguments import integer
-from ..storage.clock import SYSTEM
 from ..storage.coding import dtypes
 from ..storage.errors import StateError
 from ..storage.format import manifest
 from ..storage.format.json_text import strict_json
 from ..storage.real_paths import input_path, regular_file, small_file
+from ..storage.runtime.clock import SYSTEM
 from ..storage.stores import open_store
 from ..workers.protocol.coordinator_client import coverage, total
 from ..workers.protocol.messages import Ticket

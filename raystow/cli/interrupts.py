@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import typer
 
-from ..storage import background
-from ..storage.clock import SYSTEM
+from ..storage.runtime import background
+from ..storage.runtime.clock import SYSTEM
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _CLEANING = 30.0  # seconds

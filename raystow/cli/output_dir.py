@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from ..storage.clock import SYSTEM
 from ..storage.errors import StateError
 from ..storage.real_paths import output_path
+from ..storage.runtime.clock import SYSTEM
 from .output import size
 
 

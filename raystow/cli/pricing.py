@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..orchestrator.coordinator.delta_schedule import PAYS
-from ..storage.delta_chain import base_chain
 from ..storage.format.root import Entry
 from ..storage.retention.compaction_policy import estimate
+from ..storage.root.delta_chain import base_chain
 from .output import billed, count
 
 DAYS = 30  # per month

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..storage.checking.repair import RepairPlan, plan_repair
+from ..storage.checking.scan import ScannedAttempt
 from ..storage.format import key_files
-from ..storage.repair import RepairPlan, plan_repair
-from ..storage.scan import ScannedAttempt
 from ..storage.stores import open_store
 from .options import DryRun, Json, Uri, Yes
 from .output import confirmed, count, emit, moment, out, printable, say, size, table

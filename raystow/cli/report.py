@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ..storage.clock import SYSTEM
 from ..storage.errors import StateError
 from ..storage.real_paths import output_path
+from ..storage.runtime.clock import SYSTEM
 from . import options
 from .options import Json, Uri, number
 from .output import count, emit, err, fields_of, out, printable, ratio, size

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from .. import __version__
 from ..orchestrator.save_interval import LEAST, best_interval, lost_share
-from ..storage.clock import SYSTEM
+from ..storage.runtime.clock import SYSTEM
 from . import report_plots as plots
 from .advise import observed_mtbf
 from .output import age, count, dollars, duration, moment, price, printable, size

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from ..storage.delta_chain import base_chain
 from ..storage.errors import Damaged, NotFound
 from ..storage.format import values
+from ..storage.reading.version import TensorInfo, Version
+from ..storage.reading.version_selector import LATEST
 from ..storage.retention import rewrite
-from ..storage.version import TensorInfo, Version
-from ..storage.version_selector import LATEST
+from ..storage.root.delta_chain import base_chain
 from .options import Json, Uri, Which
 from .output import age, count, dimensions, emit, moment, out, printable, ratio, ratio_text, size, table
 from .target import Target, open_target, segment_fields, segments_text

@@ -9,7 +9,7 @@ import typer
 from rich.live import Live
 
 from ..orchestrator.coordinator.status import ClusterStatus
-from ..storage.clock import SYSTEM, Clock
+from ..storage.runtime.clock import SYSTEM, Clock
 from ..storage.stores import open_store
 from . import options
 from .options import Json

@@ -12,15 +12,15 @@ from typing import Annotated
 
 import typer
 
-from ..storage.delta_chain import dependents
+from ..storage.checking.verify import Verified
+from ..storage.checking.verify_progress import VerifyJournal, journal
+from ..storage.commit.segments import read_record, verify_segment
 from ..storage.errors import Damaged, NotFound, RaystowError, StoreError, Unsupported, Untrusted
 from ..storage.format.root import Segment
+from ..storage.reading.version import Version
+from ..storage.reading.version_selector import LATEST
 from ..storage.repository import Repository
-from ..storage.segments import read_record, verify_segment
-from ..storage.verify import Verified
-from ..storage.verify_progress import VerifyJournal, journal
-from ..storage.version import Version
-from ..storage.version_selector import LATEST
+from ..storage.root.delta_chain import dependents
 from .exit_codes import conclude, error_report, exit_code
 from .options import Json, Uri
 from .output import count, out, printable, say, size

@@ -9,13 +9,13 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from ..storage.batches import batches
 from ..storage.coding import dtypes
 from ..storage.coding.dtypes import DType
 from ..storage.coding.kernels import Bytes
 from ..storage.format.boxes import Box
 from ..storage.format.manifest import Chunk
-from ..storage.version import Version
+from ..storage.reading.version import Version
+from ..storage.runtime.batches import batches
 from .output import dimensions
 from .slabs import TensorBox, boxes_of, read_slab
 from .version_files import value_texts

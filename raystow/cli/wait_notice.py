@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..storage import background
-from ..storage.clock import SYSTEM
+from ..storage.runtime import background
+from ..storage.runtime.clock import SYSTEM
 from ..storage.stores import request_limits
 from ..storage.stores.awaited import oldest
 from ..storage.stores.request_limits import COMMAND_LIMITS

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ..cli.options import number
 from ..cli.output import out
-from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError, NotARepository, StateError
 from ..storage.repository import open_repository
+from ..storage.runtime.clock import SYSTEM
 from ..storage.stores import open_store
 from .events import Event, EventReader
 from .settings import EVENTS, RAY_TRAIN, RUNS, UNDISTURBED, WORKERS, DemoSettings

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..storage.clock import SYSTEM
+from ..storage.runtime.clock import SYSTEM
 
 Event = dict[str, Any]
 

@@ -13,8 +13,8 @@ import ray.train
 from ray.cluster_utils import Cluster
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from ..storage import background
-from ..storage.clock import SYSTEM
+from ..storage.runtime import background
+from ..storage.runtime.clock import SYSTEM
 from .events import EventLog, EventReader
 from .settings import DISTURBED, RAY_TRAIN, WORKERS, DemoSettings
 from .train_loop import train

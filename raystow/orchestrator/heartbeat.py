@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ..storage import background
-from ..storage.clock import SYSTEM
+from ..storage.runtime import background
+from ..storage.runtime.clock import SYSTEM
 from ..workers.protocol.messages import JournalVote, RankReading, RestoreVote
 from .late_ranks import LATE, next_warning
 

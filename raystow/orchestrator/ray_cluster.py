@@ -16,8 +16,8 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.exceptions import RayError
 
-from ..storage.clock import SYSTEM, same_random_state
 from ..storage.errors import ClusterError
+from ..storage.runtime.clock import SYSTEM, same_random_state
 from ..workers import head_node
 from ..workers.ray_connection import RayConnection
 

@@ -12,8 +12,8 @@ from ..storage.coding.rounded import Rounded
 from ..storage.errors import StateError
 from ..storage.format import values
 from ..storage.format.manifest import path_text
-from ..storage.gc_pause import uncollected
 from ..storage.limits import MAX_ROWS
+from ..storage.runtime.gc_pause import uncollected
 from ..workers.staging.plan import CudaEvent
 from .assignment import ChunkAssignment, assign_chunks
 from .derived_tensors import DerivedTensors

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from . import rollback
 from .arguments import refused
-from .catalog import Catalog
-from .clock import SYSTEM, Clock
-from .delta_chain import dependents
+from .checking.probe import probe_conditional_writes
+from .checking.verify import Verified, verify_bytes, verify_sizes
+from .checking.verify_progress import VerifyJournal
+from .commit import rollback
+from .commit.catalog import Catalog
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, RaystowError, StateError
 from .format import key_files, keys
 from .format.marker import Marker
@@ -19,18 +20,17 @@ from .format.signature import VERSION, PublicKey, RecordKind, Signer, Trust
 from .limits import MAX_MARKER, MAX_ROOT
 from .notebook import facts_table, moment, rows_table, size
 from .object_store import ObjectStore
-from .probe import probe_conditional_writes
+from .reading.version import Version
+from .reading.version_selector import VersionSelector, check_version, is_reserved, select
 from .retention import collect
 from .retention import plan as retention
 from .retention.collect import CollectionPlan
 from .retention.plan import CompactionPlan, RetentionPlan
 from .retention.policy import Policy
-from .seen_roots import SEEN_ROOTS
+from .root.delta_chain import dependents
+from .root.seen_roots import SEEN_ROOTS
+from .runtime.clock import SYSTEM, Clock
 from .stores import open_store
-from .verify import Verified, verify_bytes, verify_sizes
-from .verify_progress import VerifyJournal
-from .version import Version
-from .version_selector import VersionSelector, check_version, is_reserved, select
 
 _SHOWN = 20  # versions in a notebook
 

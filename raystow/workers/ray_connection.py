@@ -19,9 +19,9 @@ import ray
 from ray._private import auto_init_hook, worker
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 
-from ..storage import background
-from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError, RaystowError
+from ..storage.runtime import background
+from ..storage.runtime.clock import SYSTEM
 from . import head_node
 
 _Answer = TypeVar("_Answer")

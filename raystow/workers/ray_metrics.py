@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from ray.util import metrics as ray_metrics
 
-from ..storage.metrics import Metric, MetricKind, record_with
+from ..storage.runtime.metrics import Metric, MetricKind, record_with
 
 _ASCII = "".join(map(chr, range(128)))
 

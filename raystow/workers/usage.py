@@ -8,7 +8,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from ..storage.clock import Clock
+from ..storage.runtime.clock import Clock
 
 AFTERWARDS = 30.0
 """Seconds for which a node worker stays after its start, and after a process or another node has used it."""

@@ -25,15 +25,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from local_cluster import LocalCluster
 
 from raystow.state.shards import bits
-from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import DTYPES
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys, values
 from raystow.storage.format.manifest import Chunk, Fragment, Value, path_text
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.repository import open_repository
+from raystow.storage.runtime.clock import SYSTEM
 
 RANDOM = np.random.default_rng(1)
 TRANSFORMS = {"": (False, False), "planes": (True, False), "rotl1 planes": (True, True)}

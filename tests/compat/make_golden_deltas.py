@@ -19,7 +19,7 @@ from builders import rows_and_pack, whole, write_rows
 
 from raystow.storage.coding.derived import Derivation, derive
 from raystow.storage.coding.digest import raw_digest
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.repository import create_repository
 
 RANDOM = np.random.default_rng(8)

@@ -15,7 +15,7 @@ from local_cluster import LocalCluster
 
 import raystow
 from raystow.state.shards import bits
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format import values
 from raystow.storage.repository import create_repository
 

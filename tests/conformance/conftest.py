@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.object_store import ObjectStore
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 
 

@@ -19,7 +19,7 @@ from scripted_server import SECRET, TOKEN, Scripted, failures, operations
 import raystow
 from raystow.cli.checks.finding import Status
 from raystow.cli.checks.store import check_store
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import (
     CredentialsRefused,
     Damaged,

@@ -6,7 +6,7 @@ import numpy as np
 from builders import memory_repository, whole, write
 
 import raystow
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 
 
 def test_a_version_is_copied_into_a_store_and_out_of_it(uri: str) -> None:

@@ -18,11 +18,11 @@ import raystow
 from raystow.cli.app import build
 from raystow.cli.checks.finding import Status
 from raystow.cli.checks.store import check_store
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import StoreError, StoreFull
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.repository import create_repository
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 from raystow.storage.stores.request_limits import RequestLimits
 from raystow.storage.stores.s3 import S3Store

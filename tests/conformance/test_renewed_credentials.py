@@ -13,9 +13,9 @@ from key_gateway import KeyGateway, key_gateway
 from s3_server import MOTO, moto
 from scripted_server import Scripted
 
-from raystow.storage import background
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import CredentialsRefused, NotFound
+from raystow.storage.runtime import background
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 from raystow.storage.stores import settings as settings_module
 from raystow.storage.stores.settings import JobSettings, StoreAddress, StoreSettings, settings_of

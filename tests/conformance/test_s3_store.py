@@ -12,8 +12,8 @@ from botocore.exceptions import UnknownServiceError
 from botocore.loaders import Loader
 from scripted_server import SECRET, TOKEN, Scripted, failures, operations
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import CredentialsRefused, Damaged, NotFound, PreconditionFailed, StoreError, StoreUnavailable
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store, s3_clients
 from raystow.storage.stores.request_limits import RequestLimits
 from raystow.storage.stores.s3 import S3Store

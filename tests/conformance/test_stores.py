@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raystow.storage.checking.probe import probe_conditional_writes
 from raystow.storage.errors import Damaged, NotFound, PreconditionFailed, StoreError, UnsafeStore
 from raystow.storage.object_store import Buffer, ObjectStore
-from raystow.storage.probe import probe_conditional_writes
 from raystow.storage.stores import open_store
 from raystow.storage.stores.cloud import CloudStore
 from raystow.storage.stores.memory import MemoryStore

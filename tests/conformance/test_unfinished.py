@@ -13,10 +13,10 @@ from pathlib import Path
 import boto3
 import pytest
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import StoreError, StoreUnavailable
 from raystow.storage.object_store import ObjectStore, Unfinished
 from raystow.storage.repository import create_repository
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 from raystow.storage.stores.local import LocalStore
 from raystow.workers.packing.metered_store import Metered

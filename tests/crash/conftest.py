@@ -11,7 +11,7 @@ from start_repositories import templates
 from trial import Stage
 from trial_store import Folders, Prefixes
 
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 
 @pytest.fixture(scope="session")

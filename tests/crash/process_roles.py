@@ -33,10 +33,10 @@ from raystow.orchestrator.coordinator import actor as coordinator_actor
 from raystow.orchestrator.coordinator import opened, upkeep
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.orchestrator.coordinator.segments import OpenedSegment, Segments
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import RaystowError, SaveFailed
 from raystow.storage.retention.policy import Policy
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 from raystow.workers.node import actor as node_actor
 from raystow.workers.node.node import Node, NoPeers

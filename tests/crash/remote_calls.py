@@ -10,8 +10,8 @@ from node_process import RemotePort
 from tripwire import Tripwire
 
 from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import ClusterError
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.protocol import messages
 
 _RESTARTS = 60.0  # seconds that a call waits for a restart of the coordinator, as calls to Ray's actors do

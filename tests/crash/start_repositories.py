@@ -8,10 +8,10 @@ from processes import Zygote
 from trial_cluster import TrialCluster
 from trial_store import Place
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
 from raystow.storage.retention.policy import Policy
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import durable
 
 _SALT = 3

@@ -17,10 +17,10 @@ from campaign import another, everyone, itself, points, run
 from trial import ACTS, Act, Stage
 from trial_store import belonging
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
 from raystow.storage.retention.collect import CollectionPlan
+from raystow.storage.runtime.clock import SYSTEM
 
 SPREAD = {"create": 3, "save": 8, "journal": 3, "prune": 3, "thin": 3, "compact": 1, "rollback": 3, "gc": 4}
 SPREAD_S3 = {"create": 1, "save": 2, "journal": 1, "prune": 1, "thin": 1, "compact": 1, "rollback": 1, "gc": 2}

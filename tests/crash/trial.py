@@ -16,9 +16,9 @@ from tripwire import Message, Point, Target
 
 from raystow.orchestrator.restore.plan import silent
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
+from raystow.storage.commit.segments import read_record, verify_segment
 from raystow.storage.errors import NotARepository, NotFound
 from raystow.storage.repository import Repository, open_repository
-from raystow.storage.segments import read_record, verify_segment
 
 _FIRST = 2
 """The step of the newest version before the recorded steps."""

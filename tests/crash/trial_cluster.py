@@ -20,7 +20,7 @@ from polling import wait_until
 from processes import Proc, Zygote
 from tripwire import Message, Point, Target
 
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 WORLD_SIZE = 2
 NODES = [f"node-{rank}" for rank in range(WORLD_SIZE)]

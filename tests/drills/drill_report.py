@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 HEADER = (
     "| what died | detected after s | restored from | memory MB | peers MB | store MB | steps lost | back after s |\n"

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import raystow
 from raystow.demo.model import GPT, batch, corpus, loss_of
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 PATIENCE = datetime.timedelta(seconds=60)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from training import Rank, Training
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from polling import wait_until
 from rank import ReadLog
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from rank import Rank
 from training import Training
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.slow
 

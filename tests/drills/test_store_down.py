@@ -15,7 +15,7 @@ from s3_faults.proxy import FaultProxy
 from training import Training
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.slow
 

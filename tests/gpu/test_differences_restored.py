@@ -17,8 +17,8 @@ import raystow
 from raystow.storage.coding import kernels as host
 from raystow.storage.coding.digest import finish, raw_digest
 from raystow.storage.format import keys
-from raystow.storage.reader import Request
-from raystow.storage.version import Version
+from raystow.storage.reading.reader import Request
+from raystow.storage.reading.version import Version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 

@@ -14,7 +14,7 @@ from polling import wait_until
 from ray.cluster_utils import Cluster
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 DEADLINE = 120.0
 SIZE = 1001

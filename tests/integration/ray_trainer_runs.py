@@ -15,7 +15,7 @@ from ray_train_runs import Run
 from torch import nn
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 
 class _Notes:

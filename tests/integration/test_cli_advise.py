@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cli_runner import ran, run, run_json
 
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from raystow.storage.repository import create_repository
+from raystow.storage.runtime.clock import SYSTEM
 
 STALLS = (0.5, 0.4, 4.0)
 

@@ -20,7 +20,7 @@ from test_delta_saves import training
 
 from raystow.dcp import Reader
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.repository import Repository, open_repository
 from raystow.storage.retention.policy import Policy

@@ -15,7 +15,7 @@ from cli_runner import run, run_json
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format import key_files, keys, records
 from raystow.storage.format.key_files import SIGNING_KEY, TRUSTED_KEYS
 

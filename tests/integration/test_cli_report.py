@@ -17,10 +17,10 @@ from chromium import chromium
 from cli_runner import run, run_json
 from local_cluster import LocalCluster
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
 from raystow.storage.format.version_record import RestoreInfo
 from raystow.storage.repository import create_repository, open_repository
+from raystow.storage.runtime.clock import SYSTEM
 
 PRICES = ("--store-price", 0.023, "--gpu-price", 4.4, "--gpus", 8)
 PLOTS = ("bytes", "ratio", "stall", "interval", "restores", "cost", "metric-0")

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 import raystow
 from raystow.cli.app import build
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.long  # all commands, in processes
 

@@ -16,7 +16,7 @@ from ranks import every, start
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from raystow.cli import progress
 from raystow.cli import verify as cli_verify
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, StoreError, StoreUnavailable, Unsupported, Untrusted
 from raystow.storage.repository import Repository, create_repository, open_repository
 

@@ -16,9 +16,9 @@ from state_equality import restores
 from raystow.orchestrator.restore.agreed import restore_agreed
 from raystow.orchestrator.restore.agreement import ClusterAgreement
 from raystow.orchestrator.restore.planner import plan_restore
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import SaveFailed, StoreUnavailable
 from raystow.storage.retention.policy import Policy
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
 

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 import raystow
 from raystow.orchestrator.coordinator.drain import Drained, drain
 from raystow.orchestrator.ray_cluster import announce_end
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.node.actor import saves_on
 from raystow.workers.ray_connection import RayConnection
 

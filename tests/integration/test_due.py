@@ -9,7 +9,7 @@ import torch
 from ranks import Rank, every, start
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

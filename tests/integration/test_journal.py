@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor, coordinator_name
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 from raystow.workers.node.actor import NAMESPACE
 

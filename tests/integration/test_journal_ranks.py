@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from raystow.orchestrator.journal.journal import Journal, JournalIdentity
 from raystow.orchestrator.journal.tracked_state import TrackedState
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.protocol.messages import EntryInfo, JournalChoice, JournalVote
 
 Entries = dict[EntryInfo, bytes]

@@ -13,10 +13,10 @@ from local_cluster import LocalCluster
 from page_cache import page_cached
 from polling import wait_until
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
+from raystow.storage.reading.version import Version
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import direct_io
-from raystow.storage.version import Version
 from raystow.workers.cache.lent_memory import LentMemory
 from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from raystow.workers.cache.ring_pack import RingPack

@@ -22,7 +22,7 @@ from ray.cluster_utils import Cluster
 from s3_server import moto
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 BUCKET = "jobs"
 

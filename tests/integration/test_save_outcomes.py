@@ -17,7 +17,7 @@ from ranks import Rank, every, save_state, start, take
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient, coordinator_actor
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.workers.node.actor import NAMESPACE
 from raystow.workers.node.session import Session
 from raystow.workers.protocol.messages import Ticket

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from raystow.cli.app import build
 from raystow.orchestrator.coordinator import housekeeping
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
+from raystow.storage.commit.leases import Lease
 from raystow.storage.errors import StoreFull
 from raystow.storage.format import keys
-from raystow.storage.leases import Lease
 from raystow.storage.repository import create_repository
 from raystow.storage.retention.policy import Policy
 

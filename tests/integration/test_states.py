@@ -17,7 +17,7 @@ from local_cluster import LocalCluster
 import raystow
 from raystow.state.shards import bits
 from raystow.storage.coding.dtypes import DTYPES
-from raystow.storage.version import Version
+from raystow.storage.reading.version import Version
 
 DTYPES_OF_TORCH = sorted(
     {

@@ -23,9 +23,9 @@ from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
 
 import raystow
-from raystow.storage import background
 from raystow.storage.format import keys
-from raystow.storage.metrics import METRICS
+from raystow.storage.runtime import background
+from raystow.storage.runtime.metrics import METRICS
 from raystow.storage.stores import open_store
 
 DEADLINE = 60.0

@@ -18,7 +18,7 @@ import yaml
 from measured_run import exported
 from prometheus_client.parser import text_string_to_metric_families
 
-from raystow.storage.metrics import METRICS, MetricKind
+from raystow.storage.runtime.metrics import METRICS, MetricKind
 
 pytestmark = pytest.mark.s3
 

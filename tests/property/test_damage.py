@@ -17,9 +17,9 @@ from local_cluster import LocalCluster
 
 import raystow
 from raystow.state.shards import bits
-from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
 from raystow.storage.format.root import Root
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 
 KINDS = {

@@ -20,7 +20,7 @@ from journal_port import EntryBox, snapshot
 from msgspec.structs import replace
 from torch import nn
 
-from raystow.storage import metrics
+from raystow.storage.runtime import metrics
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -9,9 +9,9 @@ from builders import difference, entry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.storage.delta_chain import needed
 from raystow.storage.format.root import Entry
 from raystow.storage.retention.policy import Policy, plan
+from raystow.storage.root.delta_chain import needed
 
 small = st.integers(1, 12)
 rules = st.fixed_dictionaries(

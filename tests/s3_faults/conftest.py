@@ -10,7 +10,7 @@ from local_cluster import LocalCluster
 from s3_faults.proxy import FaultProxy
 from s3_faults.sample_state import HURRY
 
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.s3 import S3Store
 
 

@@ -18,7 +18,7 @@ from s3_faults.proxy import FaultProxy
 from s3_faults.sample_state import check, two_group_state
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 PACK = ("PUT|POST", r"versions/.*\.pack")
 TIMEOUT = 4.0

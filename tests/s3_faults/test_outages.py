@@ -13,7 +13,7 @@ from s3_faults.proxy import FaultProxy
 from s3_faults.sample_state import HURRY, cases, check, two_group_state
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.s3 import S3Store
 
 pytestmark = pytest.mark.s3

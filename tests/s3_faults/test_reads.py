@@ -10,7 +10,7 @@ from s3_faults.proxy import FaultProxy
 from s3_faults.sample_state import cases, check, two_group_state
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.s3
 

@@ -14,7 +14,7 @@ from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
 
 import raystow
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.s3
 

@@ -9,8 +9,12 @@ import types
 from collections.abc import Iterator
 from unittest import mock
 
-from raystow.storage import background, leases, reader, repository, scan
+from raystow.storage import repository
+from raystow.storage.checking import scan
+from raystow.storage.commit import leases
+from raystow.storage.reading import reader
 from raystow.storage.retention import plan, rewrite
+from raystow.storage.runtime import background
 
 from . import clocks
 from .cluster import Cluster

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from raystow.orchestrator.coordinator.attempt import Attempt, Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord

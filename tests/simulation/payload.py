@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raystow.storage import reader
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.kernels import Words, subtract
 from raystow.storage.format.manifest import ARRAY, Chunk, Fragment, path_text
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
+from raystow.storage.reading import reader
 
 KINDS = 4
 GROUP = "weights"

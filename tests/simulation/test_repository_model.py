@@ -11,17 +11,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Fenced, NotFound, SaveFailed, StateError
 from raystow.storage.format import keys
 from raystow.storage.format.root import Root
 from raystow.storage.format.version_record import VersionRecord
+from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
 from raystow.storage.retention.collect import CollectionPlan
 from raystow.storage.retention.plan import RetentionPlan
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
-from raystow.storage.version import Version
 
 from . import payload
 

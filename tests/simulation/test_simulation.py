@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from raystow.storage import invariants
-from raystow.storage.clock import SYSTEM
+from raystow.storage.root import invariants
+from raystow.storage.runtime.clock import SYSTEM
 
 from .planted import BUGS, SEEDS, Bug, changed, find
 from .run import Outcome, play

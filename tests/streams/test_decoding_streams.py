@@ -21,13 +21,13 @@ from encoder_run import HERE, KIB, streams, weights
 from local_cluster import LocalCluster
 from module_mutants import rewritten
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.coding import zstd
 from raystow.storage.coding.chunk import ZSTD
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import Damaged, StateError
-from raystow.storage.reader import PackReader, Request, Run
-from raystow.storage.version import Version
+from raystow.storage.reading.reader import PackReader, Request, Run
+from raystow.storage.reading.version import Version
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.gpu.decode import decoder, lane, lane_plan
 from raystow.workers.gpu.kernels import blake3_kernels
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from builders import memory_repository
 
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.repository import Repository
 from raystow.workers.gpu.encode import pinned_ring
 

@@ -10,12 +10,12 @@ from builders import empty_record, rows_and_pack, whole
 from msgspec import structs
 
 from raystow.storage.coding.digest import stored_digest
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import Chunk, Fragment
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
+from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
-from raystow.storage.version import Version
 
 
 def write_packs(repository: Repository, packs: Mapping[int, np.ndarray], *, raw: int | None = None) -> Version:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import DeadlineExceeded, SaveFailed
-from raystow.storage.memory_budget import MemoryBudget
+from raystow.storage.runtime.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.packing import attempt as attempts

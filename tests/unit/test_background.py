@@ -22,9 +22,10 @@ from polling import wait_until
 
 from raystow.integrations.ray_train.train_sync import TrainSync
 from raystow.orchestrator.client import settings_renewal
-from raystow.storage import background, leases
-from raystow.storage.clock import SYSTEM
-from raystow.storage.metrics import THREAD_ERRORS, Metric, record_with
+from raystow.storage.commit import leases
+from raystow.storage.runtime import background
+from raystow.storage.runtime.clock import SYSTEM
+from raystow.storage.runtime.metrics import THREAD_ERRORS, Metric, record_with
 from raystow.storage.stores.memory import MemoryStore
 from raystow.storage.stores.settings import LOCAL
 from raystow.workers import thread_priority
@@ -92,11 +93,11 @@ AWAITED = {
     "orchestrator/restore/version_cache.py": 1,
     "orchestrator/standalone/writer.py": 2,
     "storage/copies/transfer.py": 1,
-    "storage/reader.py": 2,
+    "storage/reading/reader.py": 2,
     "storage/retention/plan.py": 1,
     "storage/retention/rewrite.py": 1,
-    "storage/scan.py": 1,
-    "storage/tensor_index.py": 1,
+    "storage/checking/scan.py": 1,
+    "storage/reading/tensor_index.py": 1,
     "workers/cache/cache_server.py": 1,
     "workers/gpu/decode/lane_fetcher.py": 1,  # each error is raised where the result of the fetch is taken
     "workers/gpu/pinned_memory.py": 1,

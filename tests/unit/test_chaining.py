@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.storage.delta_chain import base_chain, depths
 from raystow.storage.errors import StateError
 from raystow.storage.format.root import Entry
 from raystow.storage.limits import MAX_CHAIN
 from raystow.storage.retention.policy import Policy, plan
 from raystow.storage.retention.thin_policy import MOST, chained
+from raystow.storage.root.delta_chain import base_chain, depths
 
 
 def entry(id: int, *bases: int, thin: bool = False) -> Entry:

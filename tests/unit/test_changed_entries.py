@@ -16,9 +16,9 @@ from raystow.orchestrator.journal.cluster_port import ClusterPort
 from raystow.orchestrator.journal.journal import Journal, JournalIdentity
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.tracked_state import TrackedState
-from raystow.storage import background
-from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.digest import stored_digest
+from raystow.storage.runtime import background
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.protocol.messages import EntryInfo, JournalChoice, JournalVote, OpenJournal, RankReading
 from raystow.workers.protocol.unix_channel import Listener
 

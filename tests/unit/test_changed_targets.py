@@ -11,12 +11,12 @@ from local_cluster import LocalCluster
 from msgspec.structs import replace
 
 import raystow
-from raystow.storage.clock import SYSTEM
 from raystow.storage.coding import chunk as chunks
 from raystow.storage.coding.kernels import Bytes
-from raystow.storage.reader import Request
+from raystow.storage.reading.reader import Request
+from raystow.storage.reading.version import Version
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
-from raystow.storage.version import Version
 
 
 @pytest.fixture

@@ -10,18 +10,18 @@ import pytest
 from builders import empty_record, overwrite_root, whole, write
 from fake_clock import FakeClock
 
-from raystow.storage import leases
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.commit import leases
+from raystow.storage.commit.committer import Committer
+from raystow.storage.commit.leases import SECONDS, Lease
 from raystow.storage.errors import Damaged, Fenced, NotFound, SaveFailed, StateError
 from raystow.storage.format import keys
 from raystow.storage.format.root import Dropped, Root
-from raystow.storage.leases import SECONDS, Lease
+from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
 from raystow.storage.retention.collect import GRACE, GarbageKind
 from raystow.storage.retention.policy import Policy
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
-from raystow.storage.version import Version
 
 
 class CollectedRun:

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 from builders import empty_record, memory_repository, whole, write
 
-from raystow.storage import committer as committer_module
-from raystow.storage import invariants
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.commit import committer as committer_module
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Fenced, InvariantError, OutcomeUnknown, SaveFailed, StateError, StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectInfo
 from raystow.storage.repository import Repository
 from raystow.storage.retention.policy import Policy
+from raystow.storage.root import invariants
+from raystow.storage.runtime.clock import SYSTEM
 
 
 def objects(repository: Repository) -> list[ObjectInfo]:

@@ -9,7 +9,7 @@ from fake_clock import FakeClock
 from raystow.orchestrator.restore.round import RestoreRound
 from raystow.orchestrator.restore.rounds import RestoreRounds
 from raystow.orchestrator.restore.version_cache import VersionCache
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, DeadlineExceeded, RankRestarted
 from raystow.storage.format.root import Entry
 from raystow.workers.protocol.messages import RestoreVote, UnusedNames

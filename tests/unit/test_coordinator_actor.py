@@ -20,14 +20,14 @@ from s3_server import make_bucket, s3_server
 from raystow.orchestrator.coordinator import actor as actor_module
 from raystow.orchestrator.coordinator import segments
 from raystow.orchestrator.coordinator.actor import CoordinatorActor
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.checking.repair import plan_repair
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import NotARepository, OutcomeUnknown, SaveFailed, StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.format.root import Entry
 from raystow.storage.object_store import ObjectStore
-from raystow.storage.repair import plan_repair
 from raystow.storage.repository import open_repository
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.protocol.messages import (

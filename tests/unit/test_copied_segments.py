@@ -8,14 +8,14 @@ import pytest
 from segment_run import SegmentRun, begin, record, states
 
 from raystow.orchestrator.coordinator.segments import Segments
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
+from raystow.storage.commit.segments import read_record
 from raystow.storage.copies.copy import plan_copy
 from raystow.storage.errors import Damaged
 from raystow.storage.format import key_files, keys
 from raystow.storage.format.signature import Trust
 from raystow.storage.repository import open_repository
-from raystow.storage.segments import read_record
+from raystow.storage.runtime.clock import SYSTEM
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ import pytest
 from builders import live_ids, whole, write
 
 import raystow
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.copies import transfer
 from raystow.storage.copies.copy import plan_copy
 from raystow.storage.copies.transfer import Transfer
@@ -24,8 +23,9 @@ from raystow.storage.errors import Damaged, Fenced, StateError, Untrusted
 from raystow.storage.format import key_files, keys
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.object_store import Buffer
+from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository, create_repository, open_repository
-from raystow.storage.version import Version
+from raystow.storage.runtime.clock import SYSTEM
 
 RANDOM = np.random.default_rng(0).standard_normal(5000)
 

@@ -16,20 +16,20 @@ from packs import flip, pack_key
 
 from raystow.orchestrator.restore.planner import plan_restore
 from raystow.orchestrator.restore.what_if import plan_world
-from raystow.storage import invariants
 from raystow.storage.coding import delta
 from raystow.storage.coding.chunk import ChunkEncoder, decode
 from raystow.storage.coding.derived import Derivation, derive
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import DTYPES, dtype
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, SaveFailed, Unsupported
 from raystow.storage.format import keys
 from raystow.storage.format import root as format_root
 from raystow.storage.format.manifest import SCHEMA, Fragment, rows_of
 from raystow.storage.limits import MAX_CHAIN
+from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
-from raystow.storage.version import Version
+from raystow.storage.root import invariants
 
 ENCODER = ChunkEncoder(1 << 20)
 

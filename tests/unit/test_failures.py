@@ -19,11 +19,11 @@ from raystow.orchestrator.client.saves_in_flight import SavesInFlight
 from raystow.orchestrator.client.version_callbacks import VersionCallbacks
 from raystow.state.lossy.profiles import Lossy
 from raystow.state.planner import Planner
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StateError
 from raystow.storage.log import about
+from raystow.storage.reading.version import Version
 from raystow.storage.stores.memory import MemoryStore
-from raystow.storage.version import Version
 
 
 def failures(on_failure: str | int = 3, counted: list[None] | None = None) -> Failures:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.protocol.messages import SessionOpened, SlotsFree
 from raystow.workers.protocol.unix_channel import Connection, Listener
 

@@ -17,11 +17,11 @@ from fake_clock import FakeClock
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.storage.clock import Clock
-from raystow.storage.committer import Committer, outcome_in
+from raystow.storage.commit.committer import Committer, outcome_in
 from raystow.storage.errors import StoreFull
 from raystow.storage.object_store import Buffer, Tagged
 from raystow.storage.repository import create_repository
+from raystow.storage.runtime.clock import Clock
 from raystow.storage.stores import durable
 
 KINDS = {

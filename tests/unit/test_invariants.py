@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from raystow.storage import invariants
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import Damaged, Fenced, InvariantError
 from raystow.storage.format.root import Dropped, Entry, Rewrite, RolledBack, Root, Segment
-from raystow.storage.history import roll_back, without
-from raystow.storage.invariants import Claims, Fence
 from raystow.storage.limits import MAX_CHAIN, MAX_SEGMENTS
 from raystow.storage.repository import create_repository
+from raystow.storage.root import invariants
+from raystow.storage.root.history import roll_back, without
+from raystow.storage.root.invariants import Claims, Fence
+from raystow.storage.runtime.clock import SYSTEM
 
 SPEC = Path(__file__).parents[2] / "docs" / "spec" / "format-v1.md"
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import ClusterError
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.journal import client, entry_writer
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.entry_bytes import ArrivingEntry, SharedMemories

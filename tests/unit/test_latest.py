@@ -11,7 +11,7 @@ from builders import memory_repository, whole, write
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import raystow
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys, records
 from raystow.storage.format.signature import Signer
 from raystow.storage.object_store import ObjectInfo

@@ -12,14 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 from builders import empty_record, rows_and_pack, whole
 
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import Fragment, Value
 from raystow.storage.format.selection import Sought, select
 from raystow.storage.format.version_record import PackInfo
-from raystow.storage.memory_budget import MemoryBudget
 from raystow.storage.repository import Repository
+from raystow.storage.runtime.memory_budget import MemoryBudget
 
 ROWS, _ = rows_and_pack({"w": whole(np.arange(1000.0))})
 TABLE = pq.read_table(pa.BufferReader(Fragment(0, (ROWS[0],), (Value("v", '["v"]', "1", (0,)),)).dump()))

@@ -7,8 +7,8 @@ from threading import Barrier, Lock
 
 import pytest
 
-from raystow.storage.clock import Clock
 from raystow.storage.errors import StoreUnavailable
+from raystow.storage.runtime.clock import Clock
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.packing.metered_store import Metered
 

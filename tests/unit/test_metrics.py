@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 from ray.util import metrics as ray_metrics
 
-from raystow.storage.metrics import DURABLE, METRICS, VERSIONS, Metric, MetricKind, record, record_with
+from raystow.storage.runtime.metrics import DURABLE, METRICS, VERSIONS, Metric, MetricKind, record, record_with
 from raystow.workers.ray_metrics import RayRecorder
 
 UNITS = ("_seconds", "_bytes", "_ratio")

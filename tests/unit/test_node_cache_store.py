@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from pack_memory import opened
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import RaystowError, StoreError, StoreUnavailable
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache import cache_server, node_cache_store
 from raystow.workers.cache.cache_server import serve_reads

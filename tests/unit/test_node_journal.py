@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from polling import wait_until
 
 from raystow.orchestrator.journal.cluster_port import ClusterPort
-from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.journal import entry_bytes
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.node_journal import NodeJournal

@@ -12,7 +12,7 @@ from pyte import Screen, Stream
 
 from raystow.orchestrator.client.pending import Pending
 from raystow.orchestrator.restore import progress_bar
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import SaveFailed
 from raystow.storage.format import keys
 

@@ -11,8 +11,8 @@ import torch
 from raystow.orchestrator.client import saves_in_flight
 from raystow.orchestrator.client.pending import Pending
 from raystow.orchestrator.client.saves_in_flight import SavesInFlight
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import OutcomeUnknown, SaveFailed
+from raystow.storage.runtime.clock import SYSTEM
 
 
 def test_the_stall_grows_only_while_the_caller_waits() -> None:

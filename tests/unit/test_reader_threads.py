@@ -10,7 +10,7 @@ import torch
 from local_cluster import LocalCluster
 
 from raystow.storage.errors import StoreUnavailable
-from raystow.storage.reader import Request, Run
+from raystow.storage.reading.reader import Request, Run
 from raystow.storage.stores.memory import MemoryStore
 
 

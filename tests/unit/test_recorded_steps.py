@@ -22,9 +22,9 @@ from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.step_hooks import StepHooks
 from raystow.orchestrator.journal.step_reader import DecodedStep, StepReader
 from raystow.orchestrator.journal.tracked_state import TrackedState
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, RankRestarted, StateError
 from raystow.storage.log import about
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.protocol.messages import START, EntryInfo, Generation, JournalVote, RankReading
 
 

@@ -25,7 +25,7 @@ from raystow.storage.coding import digest
 from raystow.storage.coding.chunk import reference
 from raystow.storage.coding.derived import Derivation, derive
 from raystow.storage.coding.digest import SecretKeys, digest_pair, process_keys, raw_digest, stored_digest
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, Unsupported
 from raystow.storage.format.manifest import SCHEMA, Chunk, Fragment, rows_of
 from raystow.storage.repository import Repository, create_repository

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raystow.storage.errors import NotFound, PreconditionFailed, StoreUnavailable
 from raystow.storage.object_store import Tagged
-from raystow.storage.register import Register
+from raystow.storage.root.register import Register
 from raystow.storage.stores.memory import MemoryStore
 
 FATES = ["works", "lost answer", "412 that was ours", "down", "late", "412"]

@@ -13,7 +13,7 @@ from fake_clock import FakeClock
 from raystow.orchestrator.restore.agreement import ClusterAgreement
 from raystow.orchestrator.restore.rounds import RestoreRounds
 from raystow.orchestrator.restore.version_cache import VersionCache
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import RankRestarted
 from raystow.storage.format.root import Entry
 from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import pytest
 from fake_clock import FakeClock
 
-from raystow.storage import background
 from raystow.storage.errors import ClusterError
 from raystow.storage.format import keys
 from raystow.storage.object_store import Buffer
+from raystow.storage.runtime import background
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.protocol.messages import AttemptKey, Holding, NodePart, Replica
 from raystow.workers.replication.partners import partners

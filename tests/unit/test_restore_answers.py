@@ -11,10 +11,10 @@ from raystow.orchestrator.restore import rounds as rounds_module
 from raystow.orchestrator.restore.round import RestoreRound
 from raystow.orchestrator.restore.rounds import RestoreRounds
 from raystow.orchestrator.restore.version_cache import VersionCache
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, NotFound, RaystowError, StateError
 from raystow.storage.format.root import Entry
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.protocol.messages import RestoreVote
 

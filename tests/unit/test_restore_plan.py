@@ -23,11 +23,11 @@ from raystow.orchestrator.restore.name_patterns import ANY_NAMES
 from raystow.orchestrator.restore.plan import MEMORY, PEER, STORE, Rates, Sources
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.orchestrator.restore.what_if import plan_world
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import RankRestarted, StateError
 from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectStore
-from raystow.storage.version import Version
+from raystow.storage.reading.version import Version
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
 
 MIB = 1 << 20

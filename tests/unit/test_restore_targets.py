@@ -14,7 +14,7 @@ from local_cluster import LocalCluster
 
 import raystow
 from raystow.orchestrator.restore.targets import RestoreTarget, distinct
-from raystow.storage.version import Version
+from raystow.storage.reading.version import Version
 
 SHAPE = 400, 3000
 _NAMES = itertools.count()

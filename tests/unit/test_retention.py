@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from builders import empty_record, live_ids, orphans, overwrite_root
 
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.repository import Repository

@@ -11,7 +11,7 @@ import pytest
 from builders import empty_record
 
 from raystow.orchestrator.restore.agreement import LocalAgreement
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, NotFound, SaveFailed, StoreUnavailable
 from raystow.storage.format.root import RolledBack, Root
 from raystow.storage.repository import Repository

@@ -6,7 +6,7 @@ from builders import coded_row
 
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.format.manifest import Chunk
-from raystow.storage.reader import PackReader, Piece, Run
+from raystow.storage.reading.reader import PackReader, Piece, Run
 from raystow.storage.stores.memory import MemoryStore
 
 MIB = 1 << 20

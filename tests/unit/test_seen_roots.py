@@ -12,12 +12,12 @@ import pytest
 from builders import whole, write
 
 import raystow
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, StateError
 from raystow.storage.format import keys
 from raystow.storage.repository import Repository, create_repository
-from raystow.storage.seen_roots import SEEN_ROOTS
+from raystow.storage.root.seen_roots import SEEN_ROOTS
+from raystow.storage.runtime.clock import SYSTEM
 
 
 @pytest.fixture

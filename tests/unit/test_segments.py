@@ -15,14 +15,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from segment_run import SegmentRun, Training, begin, record, replay, states
 
 from raystow.orchestrator.coordinator.segments import OpenedSegment, segment_record
-from raystow.storage.clock import SYSTEM
+from raystow.storage.checking.repair import plan_repair
 from raystow.storage.coding.digest import stored_digest
+from raystow.storage.commit.segments import put_segment, read_record
 from raystow.storage.errors import Damaged, SaveFailed, StoreUnavailable, Untrusted
 from raystow.storage.format import keys, records
 from raystow.storage.format.signature import Signer, Trust
 from raystow.storage.object_store import Buffer
-from raystow.storage.repair import plan_repair
-from raystow.storage.segments import put_segment, read_record
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.journal.segment_writer import read_entry
 from raystow.workers.protocol.messages import EntryInfo, EntryPlace, Generation, StoredEntry
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from segment_run import SegmentRun, begin, record, replay, states
 
+from raystow.storage.commit.segments import read_record, verify_segment
 from raystow.storage.errors import StoreUnavailable
 from raystow.storage.repository import Repository
-from raystow.storage.segments import read_record, verify_segment
 
 _OPERATIONS = ("get", "get_range", "put", "get_tagged", "put_if", "list")
 

@@ -9,7 +9,7 @@ import pytest
 
 from raystow.orchestrator.client import settings_renewal
 from raystow.orchestrator.client.settings_renewal import SettingsRenewal
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.settings import StoreSettings
 
 HOUR = 3600.0

@@ -25,14 +25,14 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 import raystow
-from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.digest import stored_digest
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, RaystowError, StateError, StoreUnavailable, Untrusted
 from raystow.storage.format import key_files, keys, records
 from raystow.storage.format.signature import Signer
+from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository, create_repository, open_repository
-from raystow.storage.version import Version
+from raystow.storage.runtime.clock import SYSTEM
 
 ARRAY = np.arange(5.0)
 

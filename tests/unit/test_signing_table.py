@@ -14,14 +14,14 @@ from builders import whole, write
 import raystow
 from raystow.cli.import_command import find_tensors
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer
+from raystow.storage.checking.repair import plan_repair
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Untrusted
 from raystow.storage.format import key_files, keys, records
 from raystow.storage.format.signature import PublicKey, Signer
 from raystow.storage.object_store import ObjectStore
-from raystow.storage.repair import plan_repair
 from raystow.storage.repository import Repository, create_repository, open_repository
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_cluster import LocalCluster
 
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.node.actor import _gpu_variables
 from raystow.workers.shm.ring import SLOT, Ring, SlotPart
 from raystow.workers.shm.slots import Slots, SlotUse

@@ -14,10 +14,10 @@ import pytest
 from msgspec.structs import replace
 
 from raystow.orchestrator.client.node_connection import NodeConnection
-from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError, RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.gpu.encode_request import EncodeRequest
 from raystow.workers.protocol.messages import Begin, ChunkInfo, ComparedChunks, OpenSession, SessionOpened, SlotsFilled
 from raystow.workers.protocol.unix_channel import Connection, Listener

@@ -11,7 +11,7 @@ from builders import rows_and_pack, whole
 from local_cluster import LocalCluster
 from msgspec.structs import replace
 
-from raystow.storage.clock import SYSTEM
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.packing import stale_state
 from raystow.workers.protocol.messages import SaveDone
 from raystow.workers.protocol.unix_channel import Connection

@@ -23,9 +23,9 @@ from raystow.cli.top_data import RunState, run_of, run_state
 from raystow.cli.top_view import view
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.orchestrator.coordinator.status import ClusterStatus
-from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.errors import ClusterError, StateError
 from raystow.storage.format.root import Entry
+from raystow.storage.runtime.clock import SYSTEM, Clock
 from raystow.workers.protocol.messages import (
     AttemptStatus,
     CoordinatorStatus,

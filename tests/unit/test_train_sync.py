@@ -22,7 +22,7 @@ from raystow.integrations.ray_train.pointer import FILE, Identity, folder, ident
 from raystow.integrations.ray_train.storage import repository_in, store_in
 from raystow.integrations.ray_train.train_sync import TrainSync
 from raystow.orchestrator.client.failures import Failures
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, NotFound, OutcomeUnknown, RaystowError, SaveFailed, StateError, StoreUnavailable
 from raystow.storage.format.root import Entry
 from raystow.storage.repository import Repository, create_repository

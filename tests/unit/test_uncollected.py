@@ -13,8 +13,8 @@ import pytest
 from local_cluster import LocalCluster
 
 from raystow.state.planner import plan_save
-from raystow.storage.clock import SYSTEM
-from raystow.storage.gc_pause import uncollected
+from raystow.storage.runtime.clock import SYSTEM
+from raystow.storage.runtime.gc_pause import uncollected
 
 
 def test_the_collector_is_enabled_again_after_an_error() -> None:
@@ -67,7 +67,7 @@ def test_a_collector_that_was_disabled_stays_disabled() -> None:
 def test_frozen_objects_are_not_tracked() -> None:
     script = """
 import gc
-from raystow.storage.gc_pause import freeze
+from raystow.storage.runtime.gc_pause import freeze
 there, loop = len(gc.get_objects()), []
 loop.append(loop)
 del loop

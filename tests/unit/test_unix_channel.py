@@ -11,8 +11,8 @@ from contextlib import closing
 
 import pytest
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import ClusterError, ProtocolError
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.protocol import unix_channel
 from raystow.workers.protocol.messages import ShareMemory
 from raystow.workers.protocol.unix_channel import Connection, Listener

@@ -20,8 +20,7 @@ from raystow.orchestrator.client.failures import Failures
 from raystow.orchestrator.client.pending import Pending
 from raystow.orchestrator.client.save_outcome import find_outcome
 from raystow.orchestrator.coordinator.attempt import Phase
-from raystow.storage.clock import SYSTEM
-from raystow.storage.committer import Committer, outcome_in
+from raystow.storage.commit.committer import Committer, outcome_in
 from raystow.storage.errors import (
     ClusterError,
     Fenced,
@@ -33,7 +32,8 @@ from raystow.storage.errors import (
 )
 from raystow.storage.format.root import Dropped, Entry
 from raystow.storage.format.version_record import FragmentInfo
-from raystow.storage.memory_budget import MemoryBudget
+from raystow.storage.runtime.clock import SYSTEM
+from raystow.storage.runtime.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome
 from raystow.workers.packing.stale_state import OptimizerWatch

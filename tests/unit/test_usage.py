@@ -16,7 +16,7 @@ from local_cluster import LocalCluster
 from polling import wait_until
 
 from raystow.orchestrator.client.presence import AFTER_DEATH, Presence
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, OutcomeUnknown
 from raystow.storage.format import keys
 from raystow.workers.node import node as node_module

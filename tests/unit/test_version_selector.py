@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from builders import empty_record, memory_repository
 
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import NotFound, StateError
+from raystow.storage.reading.version_selector import is_reserved, select, selector_text
 from raystow.storage.repository import Repository
 from raystow.storage.retention.policy import Policy
-from raystow.storage.version_selector import is_reserved, select, selector_text
 
 STEPS = (10, 20, 20, 30)
 

@@ -15,12 +15,12 @@ from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
 
-from ...storage.clock import SYSTEM, Clock
+from ...storage.checking.probe import probe_conditional_writes
 from ...storage.errors import NotARepository, RaystowError, StoreError
 from ...storage.format import keys
 from ...storage.object_store import ObjectStore
-from ...storage.probe import probe_conditional_writes
 from ...storage.repository import open_repository
+from ...storage.runtime.clock import SYSTEM, Clock
 from ...storage.stores import direct_io, open_store
 from ..output import count, size
 from ..versioned_bucket import NEEDS_A_RULE, keeps_deleted

@@ -14,7 +14,7 @@ from ...state.wrapper_tensors import ShardPart, WrapperText
 from ...storage.errors import StateError
 from ...storage.format import values
 from ...storage.format.manifest import Chunk
-from ...storage.version import Version
+from ...storage.reading.version import Version
 
 _WHAT = "state_dict"
 

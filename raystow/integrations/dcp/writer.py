@@ -24,13 +24,13 @@ from ...state.shards import Shard, shard_of
 from ...state.tree import Leaf, boxes, flatten
 from ...state.wrapper_tensors import unwrapped
 from ...storage.arguments import integer
-from ...storage.clock import SYSTEM
 from ...storage.errors import NotARepository, SaveFailed, StateError
 from ...storage.format.manifest import Value
+from ...storage.reading.version import Version
 from ...storage.repository import open_repository
 from ...storage.retention.policy import Policy
+from ...storage.runtime.clock import SYSTEM
 from ...storage.stores import open_store
-from ...storage.version import Version
 from ...workers.protocol.coordinator_client import coverage, total
 from ...workers.protocol.messages import Ticket
 from .checkpoint_id import is_id, parse_id

@@ -17,8 +17,8 @@ from ...storage.errors import Damaged, NotFound, StateError
 from ...storage.format import records
 from ...storage.format.json_text import strict_json
 from ...storage.format.root import Entry
+from ...storage.reading.version import Version
 from ...storage.repository import Repository, open_repository
-from ...storage.version import Version
 from .storage import repository_in, store_in
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from ...storage import background
 from ...storage.errors import Damaged, RaystowError, StateError, Untrusted
 from ...storage.format.root import Entry, Root
 from ...storage.repository import Repository
+from ...storage.runtime import background
 from .pointer import Identity, folder
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from pathlib import Path, PurePosixPath
 import torch
 
 from ...state.box import Box
-from ...storage.clock import SYSTEM
 from ...storage.errors import Damaged, StateError
+from ...storage.reading.version import Version
+from ...storage.reading.version_selector import VersionSelector
 from ...storage.real_paths import input_path, regular_file
-from ...storage.version import Version
-from ...storage.version_selector import VersionSelector
+from ...storage.runtime.clock import SYSTEM
 
 FILES = "files"
 """The key of the files in the state."""

@@ -16,9 +16,9 @@ from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler, Orchestr
 
 from ...state.tree import State
 from ...storage.errors import NotARepository, NotFound
+from ...storage.reading.version import Version
 from ...storage.real_paths import input_path
 from ...storage.repository import latest_version, open_repository
-from ...storage.version import Version
 from .settings import configure, local_dir, repository_of, settings
 from .step_folder import read_files, restored_folder, step_folder, write_files
 from .training_process import PROCESS, Commit

@@ -6,9 +6,9 @@ import concurrent.futures
 import logging
 from collections.abc import Callable
 
-from ...storage import background
 from ...storage.errors import Fenced, RaystowError
 from ...storage.log import Log
+from ...storage.runtime import background
 from ...workers.protocol.messages import AskNextSave, NextSave, OnFenced
 from ..argument_checks import LONGEST
 from .options import Interval

@@ -7,7 +7,7 @@ import atexit
 import os
 import weakref
 
-from ...storage.clock import SYSTEM
+from ...storage.runtime.clock import SYSTEM
 from .saves_in_flight import SavesInFlight
 
 PATIENCE = 20.0

@@ -6,10 +6,10 @@ import logging
 import threading
 from collections.abc import Callable
 
-from ...storage import background
-from ...storage.clock import SYSTEM
 from ...storage.errors import RaystowError
 from ...storage.log import Log
+from ...storage.runtime import background
+from ...storage.runtime.clock import SYSTEM
 
 
 class FailureReports:

@@ -7,8 +7,8 @@ import os
 import threading
 
 from ...state.planner import SavePlan
-from ...storage import background
 from ...storage.errors import RaystowError, StateError
+from ...storage.runtime import background
 from ...storage.stores.settings import place_of
 from ...workers.cache.host_memory import memory_limit
 from ...workers.protocol.messages import OpenSession

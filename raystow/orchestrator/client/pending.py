@@ -7,12 +7,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
-from ...storage import background
-from ...storage.clock import SYSTEM
 from ...storage.errors import DeadlineExceeded, OutcomeUnknown, RaystowError
 from ...storage.log import Log
 from ...storage.notebook import facts_table
-from ...storage.version import Version
+from ...storage.reading.version import Version
+from ...storage.runtime import background
+from ...storage.runtime.clock import SYSTEM
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from ...storage import background
 from ...storage.errors import ClusterError
+from ...storage.runtime import background
 from ...workers.protocol.messages import Acknowledged, KeepNode, RenewSettings
 from ...workers.protocol.unix_channel import Connection
 

@@ -6,15 +6,15 @@ import contextlib
 import functools
 from collections.abc import Callable
 
-from ...storage import background
-from ...storage.clock import SYSTEM
-from ...storage.committer import outcome_in
+from ...storage.commit.committer import outcome_in
 from ...storage.errors import Fenced, NotARepository, NotFound, OutcomeUnknown, RaystowError, SaveFailed
 from ...storage.format.root import Entry
-from ...storage.metrics import DURABLE, record
 from ...storage.object_store import ObjectStore
+from ...storage.reading.version import Version
 from ...storage.repository import Repository
-from ...storage.version import Version
+from ...storage.runtime import background
+from ...storage.runtime.clock import SYSTEM
+from ...storage.runtime.metrics import DURABLE, record
 from ...workers.staging.plan import SaveOrder
 from .failure_reports import FailureReports
 from .failures import Failures

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...storage.clock import SYSTEM
-from ...storage.committer import UNKNOWN
+from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import DeadlineExceeded, OutcomeUnknown, RaystowError
 from ...storage.log import Log
-from ...storage.version import Version
+from ...storage.reading.version import Version
+from ...storage.runtime.clock import SYSTEM
 from .pending import Pending
 from .save_outcome import SOON
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ...storage import background
-from ...storage.clock import SYSTEM
+from ...storage.runtime import background
+from ...storage.runtime.clock import SYSTEM
 from ...storage.stores.settings import StoreSettings
 
 _LONGEST, _SHORTEST = 60.0, 1.0  # seconds between two looks

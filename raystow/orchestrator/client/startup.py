@@ -9,12 +9,12 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FuturesTimeout
 from weakref import WeakValueDictionary
 
-from ...storage import background
 from ...storage.errors import ClusterError, StateError
 from ...storage.format import key_files
 from ...storage.log import here
 from ...storage.object_store import ObjectStore
 from ...storage.repository import Repository
+from ...storage.runtime import background
 from ...storage.stores.settings import LOCAL, StoreSettings, settings_of
 from ...workers import ray_metrics
 from ...workers.node.actor import node_actor

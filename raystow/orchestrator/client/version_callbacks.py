@@ -8,10 +8,10 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from ...storage import background
 from ...storage.errors import StateError
 from ...storage.log import Log
-from ...storage.version import Version
+from ...storage.reading.version import Version
+from ...storage.runtime import background
 
 _PATIENCE = 60.0  # seconds in which ``close`` waits for callbacks
 

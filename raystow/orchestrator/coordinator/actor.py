@@ -13,15 +13,15 @@ from typing import TypeVar
 import ray
 from msgspec.structs import replace
 
-from ...storage import background
-from ...storage.catalog import Catalog
-from ...storage.clock import SYSTEM
 from ...storage.coding.digest import stored_digest
-from ...storage.committer import outcome_in
+from ...storage.commit.catalog import Catalog
+from ...storage.commit.committer import outcome_in
 from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from ...storage.log import about
+from ...storage.runtime import background
+from ...storage.runtime.clock import SYSTEM
 from ...storage.stores.settings import JobSettings, StoreAddress
 from ...workers import actor_environment
 from ...workers.node.actor import ask_for_settings, holders, journal_entries, ranks_connected

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ...storage.committer import Committer
+from ...storage.commit.committer import Committer
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format import values
 from ...storage.format.root import Entry

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ...storage.clock import Clock
-from ...storage.committer import Committer
+from ...storage.commit.committer import Committer
 from ...storage.errors import Damaged, Fenced, NotARepository, OutcomeUnknown, RaystowError, SaveFailed
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord, check_part, check_restore
 from ...storage.log import Log, about
-from ...storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
-from ...storage.root_register import BEGIN_ANEW
+from ...storage.root.root_register import BEGIN_ANEW
+from ...storage.runtime.clock import Clock
+from ...storage.runtime.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...workers.protocol.coordinator_client import differing, total
 from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksWarning, RestoreVote, Ticket, UnusedNames
 from ..late_ranks import LATE, next_warning, process_name

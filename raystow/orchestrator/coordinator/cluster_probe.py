@@ -6,8 +6,8 @@ from __future__ import annotations
 import ray
 from ray.exceptions import RayError
 
-from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError
+from ...storage.runtime.clock import SYSTEM
 from ...workers.node.actor import NAMESPACE, NODE
 from ...workers.protocol.messages import CoordinatorStatus, NodeStatus
 from .. import ray_cluster

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ...storage.clock import Clock
 from ...storage.errors import DeadlineExceeded
+from ...storage.runtime.clock import Clock
 from ...workers.protocol.messages import Saves
 
 _LOOK = 0.5  # seconds between two polls of the saves

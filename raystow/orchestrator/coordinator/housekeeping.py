@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Collection
 from urllib.parse import unquote, urlsplit
 
-from ...storage.catalog import Catalog
-from ...storage.committer import Committer
+from ...storage.commit.catalog import Catalog
+from ...storage.commit.committer import Committer
 from ...storage.errors import Damaged, NotFound, RaystowError, StateError, Unsupported, Untrusted
 from ...storage.log import Log, about
 from ...storage.retention import collect

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...storage.catalog import Catalog
+from ...storage.commit.catalog import Catalog
 from ...storage.errors import ClusterError
 from ...storage.format.root import Root
 from ...workers.node.actor import journal_entries

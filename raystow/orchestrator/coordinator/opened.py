@@ -7,13 +7,13 @@ import platform
 from collections.abc import Collection
 
 from ... import __version__
-from ...storage import metrics
-from ...storage.clock import SYSTEM
-from ...storage.committer import Committer
+from ...storage.commit.committer import Committer
 from ...storage.errors import Fenced, NotARepository, NotFound, RaystowError, StoreError
 from ...storage.format import key_files
 from ...storage.repository import create_repository
-from ...storage.root_register import BEGIN_ANEW
+from ...storage.root.root_register import BEGIN_ANEW
+from ...storage.runtime import metrics
+from ...storage.runtime.clock import SYSTEM
 from ...storage.stores import open_store
 from ...storage.stores.settings import JobSettings
 from .. import ray_cluster

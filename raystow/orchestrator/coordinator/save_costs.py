@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
-from ...storage.catalog import Catalog
+from ...storage.commit.catalog import Catalog
 from ...storage.errors import RaystowError
 from ...storage.format.version_record import RestoreInfo, VersionRecord
-from ...storage.version import Version
+from ...storage.reading.version import Version
 from ...workers.protocol.messages import AskNextSave
 from ..save_interval import LEAST, best_interval, time_between_failures
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Set
 
-from ...storage.clock import Clock
+from ...storage.runtime.clock import Clock
 from ...workers.protocol.messages import AskNextSave, NextSave
 
 _KEPT = 16  # decisions; ranks are apart by one or two

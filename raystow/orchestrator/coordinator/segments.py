@@ -10,14 +10,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ...storage.catalog import Catalog
-from ...storage.clock import Clock
-from ...storage.committer import Committer
+from ...storage.commit.catalog import Catalog
+from ...storage.commit.committer import Committer
+from ...storage.commit.segments import read_record, verify_segment
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format.root import Root, Segment
 from ...storage.format.segment_record import RankEntries, RecordedStep, SegmentRecord
 from ...storage.log import about
-from ...storage.segments import read_record, verify_segment
+from ...storage.runtime.clock import Clock
 from ...workers.protocol.messages import START, EntryInfo, Generation, SegmentStored, SegmentTicket, StoredEntry, generation_of
 
 logger = logging.getLogger(__name__)

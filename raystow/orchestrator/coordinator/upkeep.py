@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
-from ...storage import background, metrics
-from ...storage.clock import SYSTEM
-from ...storage.committer import UNKNOWN, Committer
+from ...storage.commit.committer import UNKNOWN, Committer
 from ...storage.errors import OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import VersionRecord
 from ...storage.log import about
 from ...storage.retention.policy import Policy
+from ...storage.runtime import background, metrics
+from ...storage.runtime.clock import SYSTEM
 from .housekeeping import Housekeeping
 
 logger = logging.getLogger(__name__)

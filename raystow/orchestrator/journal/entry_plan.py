@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ...storage.clock import Clock
+from ...storage.runtime.clock import Clock
 from ...workers.protocol.messages import STORE, EntryInfo, EntryPlace, Generation, generation_of
 
 _MOST_GENERATIONS = 64

@@ -15,12 +15,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...state import value_text
-from ...storage import background
 from ...storage.arguments import integer
-from ...storage.clock import SYSTEM
 from ...storage.errors import RankRestarted, RaystowError, StateError
 from ...storage.log import about
-from ...storage.metrics import JOURNALED, STALL, UNRECORDED, record
+from ...storage.runtime import background
+from ...storage.runtime.clock import SYSTEM
+from ...storage.runtime.metrics import JOURNALED, STALL, UNRECORDED, record
 from ...workers.protocol.codec import MAX_JSON
 from ...workers.protocol.messages import (
     START,

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...storage.clock import Clock
 from ...storage.errors import ClusterError, DeadlineExceeded, RankRestarted, RaystowError, StateError
+from ...storage.runtime.clock import Clock
 from ...workers.protocol.messages import EntryInfo, Generation, JournalChoice, JournalVote, RankReading
 from .entry_plan import EntryPlan, continued, plan_entries
 

@@ -10,16 +10,16 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from ...storage.clock import SYSTEM
 from ...storage.errors import Damaged, NotFound, RankRestarted, RaystowError
 from ...storage.format import keys
 from ...storage.format.root import Entry
 from ...storage.limits import MAX_ROWS
 from ...storage.log import about
-from ...storage.metrics import RESTORED, record
+from ...storage.reading.version import Bases, Version
+from ...storage.reading.version_selector import LATEST, VersionSelector, select, selector_text
 from ...storage.repository import Repository
-from ...storage.version import Bases, Version
-from ...storage.version_selector import LATEST, VersionSelector, select, selector_text
+from ...storage.runtime.clock import SYSTEM
+from ...storage.runtime.metrics import RESTORED, record
 from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
 from ..heartbeat import Heartbeat, StallWatch

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from ...storage import background
+from ...storage.runtime import background
 from .plan import Progress, silent
 
 _APPEARS = 2.0  # seconds

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from ... import __version__
-from ...storage.clock import SYSTEM
-from ...storage.committer import Committer
+from ...storage.commit.committer import Committer
 from ...storage.errors import NotARepository, SaveFailed
 from ...storage.format import key_files, values
+from ...storage.reading.version import Version
 from ...storage.repository import create_repository
 from ...storage.retention.policy import Policy
-from ...storage.version import Version
+from ...storage.runtime.clock import SYSTEM
 from ...workers.protocol.coordinator_client import total
 from ..coordinator.attempt import Attempt, version_record
 from ..coordinator.housekeeping import Housekeeping

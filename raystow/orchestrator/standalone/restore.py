@@ -7,9 +7,9 @@ from typing import Any
 
 from ...state.tree import State
 from ...storage.format import key_files
+from ...storage.reading.version import Version
+from ...storage.reading.version_selector import LATEST, VersionSelector
 from ...storage.repository import Repository
-from ...storage.version import Version
-from ...storage.version_selector import LATEST, VersionSelector
 from ..client.rank_discovery import placement, process_group
 from ..restore.agreed import restore_agreed
 from ..restore.agreement import LocalAgreement

@@ -23,8 +23,8 @@ from ...storage.format import values
 from ...storage.format.groups import group
 from ...storage.format.manifest import Value, path_text
 from ...storage.format.version_record import FragmentInfo, PackInfo
-from ...storage.memory_budget import MemoryBudget
 from ...storage.object_store import ObjectStore
+from ...storage.runtime.memory_budget import MemoryBudget
 from ...workers.packing.attempt import draft
 from ...workers.packing.chunk_writer import ChunkWriter
 from ...workers.packing.packer import Packer

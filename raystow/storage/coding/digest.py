@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from ..clock import SYSTEM
 from ..limits import MAX_CHUNK
+from ..runtime.clock import SYSTEM
 from . import kernels
 from .kernels import Bytes
 

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..arguments import integer, refused
-from ..catalog import Catalog
-from ..clock import SYSTEM, Clock
-from ..delta_chain import needed
+from ..checking.verify import verify_sizes
+from ..commit.catalog import Catalog
+from ..commit.leases import Lease
+from ..commit.rollback import rollback as roll_back
 from ..errors import StateError
 from ..format import key_files
 from ..format.root import Entry, Root, Segment
 from ..format.signature import Signer
-from ..invariants import Claims, Fence
-from ..leases import Lease
+from ..reading.version import Version
+from ..reading.version_selector import VersionSelector, select
 from ..repository import Repository, create_repository, open_repository
-from ..rollback import rollback as roll_back
-from ..verify import verify_sizes
-from ..version import Version
-from ..version_selector import VersionSelector, select
+from ..root.delta_chain import needed
+from ..root.invariants import Claims, Fence
+from ..runtime.clock import SYSTEM, Clock
 from .segments import copy_segment
 from .transfer import MEMORY, Transfer
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..catalog import Catalog
 from ..coding.digest import stored_digest
+from ..commit.catalog import Catalog
+from ..commit.segments import read_record, verify_segment
 from ..errors import Damaged, NotFound
 from ..format import keys
 from ..format.root import Root, Segment
 from ..format.segment_record import RankEntries, SegmentRecord
 from ..format.signature import SEGMENT, Signer
-from ..invariants import Claims
 from ..object_store import ObjectStore
-from ..segments import read_record, verify_segment
+from ..root.invariants import Claims
 from .transfer import copy_signature
 
 

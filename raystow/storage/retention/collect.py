@@ -21,9 +21,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .. import leases, scan, segments
 from ..arguments import refused
-from ..catalog import Catalog
+from ..checking import scan
+from ..commit import leases, segments
+from ..commit.catalog import Catalog
 from ..format import keys
 from ..format.root import Root
 from ..object_store import ObjectInfo, ObjectStore, Unfinished

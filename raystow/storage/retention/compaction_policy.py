@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..delta_chain import base_chain
 from ..format.root import Entry
+from ..root.delta_chain import base_chain
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import history
 from ..arguments import refused
-from ..catalog import Catalog
-from ..delta_chain import base_chain, needed
+from ..commit.catalog import Catalog
 from ..errors import Damaged, NotFound, RaystowError, StateError, Unsupported, Untrusted
 from ..format.root import Dropped, Entry, Root
-from ..invariants import Claims, Fence
 from ..log import about
-from ..version import Version
+from ..reading.version import Version
+from ..root import history
+from ..root.delta_chain import base_chain, needed
+from ..root.invariants import Claims, Fence
 from . import policy as policies
 from . import replacement
 from .compaction_policy import as_it_is, estimate

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from ..arguments import integer, refused
 from ..coding.dtypes import MANTISSA
-from ..delta_chain import needed
 from ..format.root import Entry
+from ..root.delta_chain import needed
 from .compaction_policy import Freeing, as_it_is, freeings
 from .thin_policy import MOST, chained
 

@@ -19,19 +19,19 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .. import leases
-from ..catalog import Catalog
-from ..committer import put_record
+from ..commit import leases
+from ..commit.catalog import Catalog
+from ..commit.committer import put_record
 from ..errors import Damaged, InvariantError, NotFound, Untrusted
 from ..format import key_files, keys
 from ..format.groups import WEIGHTS
 from ..format.root import Dropped, Entry, Rewrite, Root
 from ..format.signature import Signer
 from ..format.version_record import Thinned, VersionRecord
-from ..invariants import Claims, Fence
 from ..limits import MAX_SIGNATURE
 from ..log import about
-from ..version import Version
+from ..reading.version import Version
+from ..root.invariants import Claims, Fence
 from . import rewrite
 from .rewrite import Progress, Rewriting
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from msgspec import structs
 
-from ..batches import batches
 from ..coding import delta, dtypes
 from ..coding.chunk import ChunkEncoder
 from ..coding.derived import Derivation
@@ -30,8 +29,9 @@ from ..format.groups import WEIGHTS, group
 from ..format.manifest import Chunk, Fragment
 from ..format.version_record import FragmentInfo, PackInfo
 from ..object_store import Buffer
-from ..reader import Request, decode
-from ..version import Version
+from ..reading.reader import Request, decode
+from ..reading.version import Version
+from ..runtime.batches import batches
 
 _PACK = 64 << 20  # bytes
 _AT_ONCE = 4  # packs

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..delta_chain import depths
 from ..format.root import Entry
+from ..root.delta_chain import depths
 
 MOST = 6
 """Deltas in a row. Weights behind 6 are read in less than twice the time of a complete version; 10 would save 4 % of the bytes

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from obstore.exceptions import BaseError
 
-from ..clock import SYSTEM
-from ..metrics import RETRIES, record
+from ..runtime.clock import SYSTEM
+from ..runtime.metrics import RETRIES, record
 from .request_limits import RequestLimits
 from .store_answers import StoreAnswers
 

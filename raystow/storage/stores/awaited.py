@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ..clock import SYSTEM
+from ..runtime.clock import SYSTEM
 
 _Item = TypeVar("_Item")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from botocore.awsrequest import AWSHTTPConnection, AWSHTTPConnectionPool, AWSHTTPSConnection, AWSHTTPSConnectionPool
 
-from ..clock import SYSTEM
+from ..runtime.clock import SYSTEM
 
 _SLACK = 1 << 20
 """Bytes of an answer besides its body."""

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec
 import obstore
 
 from ..errors import CredentialsRefused, NotFound, StateError, StoreError
-from ..gc_pause import uncollected
-from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged
+from ..runtime.gc_pause import uncollected
+from ..runtime.metrics import RETRIES, record
 from . import checks
 from .attempts import FAILURES, Attempts
 from .awaited import Awaited, awaiting, each

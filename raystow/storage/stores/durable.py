@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..clock import Clock
 from ..object_store import Buffer
+from ..runtime.clock import Clock
 from . import direct_io
 
 TEMPORARY = ".raystow.tmp-"

@@ -15,7 +15,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import TypeVar
 
-from .. import background
+from ..runtime import background
 
 _Result = TypeVar("_Result")
 _PAUSE = 0.05

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..clock import Clock
 from ..errors import StoreUnavailable, UnsafeStore
+from ..runtime.clock import Clock
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP)
 _FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.05

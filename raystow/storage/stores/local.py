@@ -17,10 +17,10 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from ..clock import SYSTEM, Clock
 from ..errors import Damaged, NotFound, StateError, StoreError, StoreFull, StoreUnavailable
 from ..limits import MAX_ROOT
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
+from ..runtime.clock import SYSTEM, Clock
 from . import checks, durable, mounts
 from .file_lock import exclusive
 

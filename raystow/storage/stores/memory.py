@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..clock import SYSTEM, Clock
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
+from ..runtime.clock import SYSTEM, Clock
 from . import checks
 
 

@@ -16,8 +16,8 @@ import obstore
 from botocore.exceptions import ClientError
 
 from ..errors import StoreUnavailable
-from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
+from ..runtime.metrics import RETRIES, record
 from . import bounded_http, checks, endless_answers
 from .awaited import each
 from .bucket import Bucket, renewing

@@ -31,8 +31,8 @@ from botocore.model import OperationModel
 from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.store import S3Store as ObstoreS3
 
-from ..clock import SYSTEM
 from ..errors import StoreError
+from ..runtime.clock import SYSTEM
 from . import bounded_http
 from .bucket import BucketClients
 from .request_limits import ONCE, RequestLimits, of_process

@@ -7,9 +7,9 @@ import queue
 import threading
 from collections.abc import Callable
 
-from ...storage import background
 from ...storage.errors import ClusterError, ProtocolError
 from ...storage.log import about
+from ...storage.runtime import background
 from ..protocol.messages import (
     RECORDING,
     EntryInfo,

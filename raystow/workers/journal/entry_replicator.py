@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from ...storage.clock import Clock
 from ...storage.errors import RaystowError
+from ...storage.runtime.clock import Clock
 from ..protocol.messages import EntryInfo, EntryKept, PutEntry, shortened
 from ..replication.reconciler import LOOK, ClusterNodes, PartnerNodes, Reconciler
 from .entry_store import EntryStore

@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 from msgspec.structs import replace
 
-from ...storage import background
-from ...storage.clock import Clock
 from ...storage.errors import ClusterError, ProtocolError, RaystowError
-from ...storage.metrics import JOURNAL_MEMORY, RECORDED_STEP, record
+from ...storage.runtime import background
+from ...storage.runtime.clock import Clock
+from ...storage.runtime.metrics import JOURNAL_MEMORY, RECORDED_STEP, record
 from ...storage.stores.settings import StoreAddress
 from ..cache.fetcher import PeerReader
 from ..protocol.messages import (

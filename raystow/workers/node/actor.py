@@ -15,10 +15,10 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from ...storage import background
-from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError
-from ...storage.gc_pause import freeze
+from ...storage.runtime import background
+from ...storage.runtime.clock import SYSTEM
+from ...storage.runtime.gc_pause import freeze
 from ...storage.stores.settings import JobSettings
 from .. import actor_environment
 from ..protocol.coordinator_client import CoordinatorClient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...storage.metrics import (
+from ...storage.runtime.metrics import (
     MEMORY_TIER,
     MEMORY_TIER_LIMIT,
     QUEUE,

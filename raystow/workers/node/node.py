@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from ...storage import background
-from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
 from ...storage.log import about
-from ...storage.memory_budget import MemoryBudget
 from ...storage.object_store import Buffer, ObjectStore
 from ...storage.repository import open_repository
+from ...storage.runtime import background
+from ...storage.runtime.clock import SYSTEM
+from ...storage.runtime.memory_budget import MemoryBudget
 from ...storage.stores import open_store
 from ...storage.stores.settings import JobSettings, StoreAddress
 from ..cache.base_version import BaseVersion, KnownChunks

@@ -12,21 +12,21 @@ from concurrent.futures import Executor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass
 
-from ...storage import background
-from ...storage.batches import batches
-from ...storage.clock import SYSTEM
 from ...storage.coding.chunk import Coding
 from ...storage.coding.derived import Derivation
 from ...storage.coding.kernels import Bytes
 from ...storage.coding.rounded import Rounded
-from ...storage.committer import UNKNOWN
+from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StoreError
 from ...storage.format.manifest import Chunk, Value
 from ...storage.format.root import Entry
-from ...storage.gc_pause import uncollected
 from ...storage.log import about
-from ...storage.memory_budget import MemoryBudget
 from ...storage.object_store import ObjectStore
+from ...storage.runtime import background
+from ...storage.runtime.batches import batches
+from ...storage.runtime.clock import SYSTEM
+from ...storage.runtime.gc_pause import uncollected
+from ...storage.runtime.memory_budget import MemoryBudget
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..protocol.coordinator_client import CoordinatorClient, coverage, total
 from ..protocol.messages import AttemptKey, AttemptStatus, ChunkInfo, Stage, Ticket

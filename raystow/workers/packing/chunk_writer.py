@@ -19,8 +19,8 @@ from ...storage.coding.rounded import Rounded
 from ...storage.errors import SaveFailed
 from ...storage.format import keys
 from ...storage.format.manifest import Chunk, Fragment, Value
-from ...storage.gc_pause import uncollected
-from ...storage.memory_budget import MemoryBudget
+from ...storage.runtime.gc_pause import uncollected
+from ...storage.runtime.memory_budget import MemoryBudget
 from ..cache.base_version import BaseVersion, Identity, KnownChunks
 from ..protocol.messages import AttemptKey, Ticket
 from ..shm.ring import SLOT

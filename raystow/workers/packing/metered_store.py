@@ -6,9 +6,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ...storage.clock import Clock
-from ...storage.metrics import UPLOADED, record
 from ...storage.object_store import Buffer, ObjectStore
+from ...storage.runtime.clock import Clock
+from ...storage.runtime.metrics import UPLOADED, record
 
 
 class Metered:

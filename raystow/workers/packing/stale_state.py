@@ -16,7 +16,7 @@ from ...storage.coding.digest import stored_digest
 from ...storage.format.groups import OPTIMIZER
 from ...storage.format.manifest import Chunk
 from ...storage.log import about
-from ...storage.metrics import STALE, record
+from ...storage.runtime.metrics import STALE, record
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import struct
 from collections.abc import Iterator
 from typing import TypeVar
 
-from ...storage.clock import SYSTEM
 from ...storage.errors import ProtocolError
 from ...storage.object_store import Buffer
+from ...storage.runtime.clock import SYSTEM
 from .messages import GREETING, Contact, Message, check_greeting, decode, encode
 from .peer_tls import client_context
 

@@ -17,8 +17,8 @@ import threading
 import weakref
 from typing import TypeVar
 
-from ...storage import background
 from ...storage.errors import ClusterError, ProtocolError
+from ...storage.runtime import background
 from .messages import GREETING, Message, check_greeting, decode, encode
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import ssl
 import threading
 from typing import Protocol
 
-from ...storage import background
-from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, DeadlineExceeded, ProtocolError
+from ...storage.runtime import background
+from ...storage.runtime.clock import SYSTEM
 from ..cache.fetcher import Fetcher
 from ..protocol.messages import (
     JOURNAL,

@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ...storage.clock import Clock
 from ...storage.errors import ClusterError
 from ...storage.object_store import Buffer
+from ...storage.runtime.clock import Clock
 from ..protocol.messages import (
     Claim,
     ClaimSpan,

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from ...storage.clock import Clock
 from ...storage.errors import RaystowError
+from ...storage.runtime.clock import Clock
 from .partners import partners
 
 logger = logging.getLogger(__name__)

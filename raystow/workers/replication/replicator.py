@@ -17,10 +17,10 @@ from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from ...storage.clock import Clock
 from ...storage.errors import RaystowError
 from ...storage.log import about
 from ...storage.object_store import Buffer
+from ...storage.runtime.clock import Clock
 from ...storage.stores.settings import StoreAddress
 from ..cache.tier import MemoryTier
 from ..protocol.messages import AttemptKey, Holding, NodePart, Replica, ReplicationProgress

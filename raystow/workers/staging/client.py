@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ...storage import background
-from ...storage.clock import SYSTEM
-from ...storage.committer import UNKNOWN
+from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import ClusterError, OutcomeUnknown, ProtocolError, RaystowError, SaveFailed
 from ...storage.format.root import Entry
 from ...storage.log import about
+from ...storage.runtime import background
+from ...storage.runtime.clock import SYSTEM
 from ..protocol.messages import (
     STAGING_ANSWERS,
     AbortSave,

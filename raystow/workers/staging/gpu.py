@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...storage.clock import SYSTEM
 from ...storage.coding.digest import SecretKeys
 from ...storage.errors import ClusterError
+from ...storage.runtime.clock import SYSTEM
 from ..gpu.encode_request import EncodeRequest, EncodingRefused
 from ..protocol.messages import BaseDigests, DeviceAnswer, Message, SessionOpened, StageDerived
 from .plan import ChunkSource, SaveOrder, StagingPlan

@@ -6,7 +6,7 @@ import pytest
 from fake_clock import FakeClock
 from training_versions import mixed
 
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format.root import Root
 from raystow.storage.repository import Repository
 from raystow.storage.stores.memory import MemoryStore

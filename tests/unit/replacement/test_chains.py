@@ -13,14 +13,14 @@ from training_versions import collect
 from weight_history import bases, train, weights
 
 from raystow.orchestrator.restore.planner import plan_restore
-from raystow.storage import invariants
-from raystow.storage.committer import Committer
-from raystow.storage.delta_chain import dependents
+from raystow.storage.checking.repair import plan_repair
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged
 from raystow.storage.format import keys
-from raystow.storage.repair import plan_repair
 from raystow.storage.repository import Repository
 from raystow.storage.retention.policy import Policy
+from raystow.storage.root import invariants
+from raystow.storage.root.delta_chain import dependents
 from raystow.storage.stores.memory import MemoryStore
 
 CHAINED = Policy(resumable=1, delta=3)

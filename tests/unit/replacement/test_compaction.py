@@ -12,11 +12,11 @@ from killed_store import Killed, KilledStore
 from training_versions import bits, collect
 from weight_history import bases
 
-from raystow.storage.committer import Committer
+from raystow.storage.checking.repair import plan_repair
+from raystow.storage.commit.committer import Committer
+from raystow.storage.commit.leases import Lease
 from raystow.storage.errors import Damaged, Fenced, StateError
 from raystow.storage.format import keys
-from raystow.storage.leases import Lease
-from raystow.storage.repair import plan_repair
 from raystow.storage.repository import Repository
 from raystow.storage.retention import replacement
 from raystow.storage.retention.policy import Policy

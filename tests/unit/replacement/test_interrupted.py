@@ -12,10 +12,10 @@ from fake_clock import FakeClock
 from killed_store import Killed, KilledStore
 from training_versions import bits, collect, thin, weights
 
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
+from raystow.storage.commit.leases import Lease
 from raystow.storage.errors import Damaged, Fenced, StoreUnavailable
 from raystow.storage.format import keys
-from raystow.storage.leases import Lease
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.repository import Repository
 from raystow.storage.retention import replacement

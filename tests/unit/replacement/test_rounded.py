@@ -14,19 +14,19 @@ from msgspec import structs
 from training_versions import collect, halves, whole
 from weight_history import bases, weights
 
-from raystow.storage import invariants
+from raystow.storage.checking.repair import plan_repair
 from raystow.storage.coding.derived import Derivation, derive
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.coding.nearest import round_to_nearest
 from raystow.storage.coding.rounded import Rounded
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import StateError
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk
-from raystow.storage.repair import plan_repair
 from raystow.storage.repository import Repository
 from raystow.storage.retention import replacement
 from raystow.storage.retention.policy import Policy
+from raystow.storage.root import invariants
 from raystow.storage.stores.memory import MemoryStore
 
 ROUNDED = Policy(resumable=1, delta=3, mantissa_bits=4)

@@ -12,10 +12,10 @@ from fake_clock import FakeClock
 from training_versions import bits, halves, thin, weights
 
 from raystow.orchestrator.restore.agreement import LocalAgreement
-from raystow.storage.committer import Committer
+from raystow.storage.checking.repair import plan_repair
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, SaveFailed
 from raystow.storage.format import keys
-from raystow.storage.repair import plan_repair
 from raystow.storage.repository import Repository
 from raystow.storage.retention import replacement
 from raystow.storage.retention.policy import Policy

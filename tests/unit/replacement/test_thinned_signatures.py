@@ -9,7 +9,7 @@ import pytest
 from builders import overwrite_root
 from training_versions import mixed, thin
 
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, Untrusted
 from raystow.storage.format import key_files, keys
 from raystow.storage.format.signature import Signer, Trust

@@ -10,7 +10,7 @@ from builders import rows_and_pack, whole
 from fake_clock import FakeClock
 from training_versions import MASTER, NORM, bits, collect, mixed, thin, weights
 
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format.manifest import ARRAY
 from raystow.storage.repository import Repository
 from raystow.storage.retention import replacement, rewrite

@@ -9,10 +9,10 @@ from training_versions import bits, halves
 
 from raystow.storage.coding.derived import Derivation, derive
 from raystow.storage.coding.digest import raw_digest
-from raystow.storage.committer import Committer
+from raystow.storage.commit.committer import Committer
 from raystow.storage.format.manifest import TENSOR, Chunk
+from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
-from raystow.storage.version import Version
 
 
 def train(committer: Committer, count: int) -> list[dict[str, bytes]]:

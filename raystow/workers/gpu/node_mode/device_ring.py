@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ....storage.clock import SYSTEM
 from ....storage.errors import ClusterError
+from ....storage.runtime.clock import SYSTEM
 from ..kernels.library import DriverError, context
 
 SLOT = 64 << 20

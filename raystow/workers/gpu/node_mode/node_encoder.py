@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ....storage import background
 from ....storage.coding import dtypes
 from ....storage.coding.chunk import RAW
 from ....storage.coding.digest import finish
 from ....storage.errors import ClusterError, RaystowError, SaveFailed
 from ....storage.log import about
+from ....storage.runtime import background
 from ...packing.attempt import NodeAttempt, taken_over
 from ...protocol.messages import (
     CheckDevice,

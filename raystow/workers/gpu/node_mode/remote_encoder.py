@@ -24,8 +24,8 @@ from typing import TypeVar
 import torch
 from torch.cuda import Event
 
-from ....storage.batches import batches
 from ....storage.errors import ProtocolError, RaystowError, SaveFailed
+from ....storage.runtime.batches import batches
 from ...protocol.messages import (
     BaseDigests,
     CheckDevice,

@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 
-from .coding.digest import stored_digest
-from .errors import Damaged, NotFound
-from .format import keys
-from .format.root import Segment
-from .format.segment_record import SegmentRecord
-from .format.signature import SEGMENT, Signer, Trust
-from .limits import MAX_SEGMENT
-from .object_store import ObjectInfo, ObjectStore
+from ..coding.digest import stored_digest
+from ..errors import Damaged, NotFound
+from ..format import keys
+from ..format.root import Segment
+from ..format.segment_record import SegmentRecord
+from ..format.signature import SEGMENT, Signer, Trust
+from ..limits import MAX_SEGMENT
+from ..object_store import ObjectInfo, ObjectStore
 from .signed_record import put_signed
 
 

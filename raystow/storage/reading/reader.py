@@ -14,16 +14,16 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from .coding import chunk as chunks
-from .coding.derived import derive
-from .coding.digest import raw_digest, stored_digest
-from .coding.dtypes import DType
-from .coding.kernels import Bytes
-from .errors import Damaged, NotFound, StateError, Unsupported
-from .format import keys
-from .format.boxes import Box, overlap, tile, within
-from .format.manifest import Chunk
-from .object_store import Buffer, ObjectStore
+from ..coding import chunk as chunks
+from ..coding.derived import derive
+from ..coding.digest import raw_digest, stored_digest
+from ..coding.dtypes import DType
+from ..coding.kernels import Bytes
+from ..errors import Damaged, NotFound, StateError, Unsupported
+from ..format import keys
+from ..format.boxes import Box, overlap, tile, within
+from ..format.manifest import Chunk
+from ..object_store import Buffer, ObjectStore
 
 _RUN = 16 << 20  # bytes; adjacent chunks are fetched together up to this
 _GAP = 64 << 10  # bytes; a hole of this size costs less than another request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from .format.root import Entry
+from ..format.root import Entry
 
 
 def needed(entries: Sequence[Entry], ids: Iterable[int]) -> dict[int, list[int]]:

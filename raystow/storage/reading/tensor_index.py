@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from .coding import dtypes
-from .errors import Damaged
-from .format.boxes import overlap, span, tile
-from .format.manifest import Chunk, Value, parse_path
-from .format.selection import Selection, Sought
-from .format.version_record import FragmentInfo
+from ..coding import dtypes
+from ..errors import Damaged
+from ..format.boxes import overlap, span, tile
+from ..format.manifest import Chunk, Value, parse_path
+from ..format.selection import Selection, Sought
+from ..format.version_record import FragmentInfo
 from .value_tree import RankValues, containers
 
 _AT_ONCE = 8  # fragments read in parallel

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from .arguments import refused
-from .errors import NotFound, StateError
-from .format.root import Entry, Root
+from ..arguments import refused
+from ..errors import NotFound, StateError
+from ..format.root import Entry, Root
 from .version import Version
 
 LATEST = "latest"

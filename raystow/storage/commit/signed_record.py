@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .coding.digest import stored_digest
-from .errors import Damaged, SaveFailed, Unsupported
-from .format.segment_record import SegmentRecord
-from .format.signature import RecordKind, Signer
-from .format.version_record import VersionRecord
-from .object_store import ObjectStore
+from ..coding.digest import stored_digest
+from ..errors import Damaged, SaveFailed, Unsupported
+from ..format.segment_record import SegmentRecord
+from ..format.signature import RecordKind, Signer
+from ..format.version_record import VersionRecord
+from ..object_store import ObjectStore
 
 
 def put_signed(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from .format.root import RolledBack, Root
+from ..format.root import RolledBack, Root
 
 
 def predecessors(root: Root) -> dict[int, int]:

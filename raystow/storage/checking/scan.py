@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from . import segments
-from .coding.digest import stored_digest
-from .errors import Damaged, NotFound, Untrusted
-from .format import keys
-from .format.root import Entry, Segment
-from .format.segment_record import SegmentRecord
-from .format.signature import SEGMENT, Trust
-from .format.version_record import VersionRecord
-from .limits import MAX_FRAGMENT, MAX_RECORD, MAX_SEGMENT
-from .object_store import ObjectInfo, ObjectStore
+from ..coding.digest import stored_digest
+from ..commit import segments
+from ..errors import Damaged, NotFound, Untrusted
+from ..format import keys
+from ..format.root import Entry, Segment
+from ..format.segment_record import SegmentRecord
+from ..format.signature import SEGMENT, Trust
+from ..format.version_record import VersionRecord
+from ..limits import MAX_FRAGMENT, MAX_RECORD, MAX_SEGMENT
+from ..object_store import ObjectInfo, ObjectStore
 
 _AT_ONCE = 16  # attempts that are looked at in parallel: each holds one fragment in memory
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ..errors import Fenced, InvariantError
+from ..format import keys
+from ..format.root import Dropped, Entry, Rewrite, Root
+from ..limits import MAX_CHAIN, MAX_SEGMENTS
 from .delta_chain import depths
-from .errors import Fenced, InvariantError
-from .format import keys
-from .format.root import Dropped, Entry, Rewrite, Root
 from .history import predecessors, remaining
-from .limits import MAX_CHAIN, MAX_SEGMENTS
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from ..errors import NotFound
+from ..format.root import Entry, Root
+from ..format.signature import PublicKey, Signer, Trust
+from ..object_store import ObjectStore
+from ..reading.version import Version
+from ..reading.version_selector import check_version
+from ..root.delta_chain import needed
+from ..root.root_register import RootRegister
+from ..runtime.clock import SYSTEM, Clock
 from . import leases, store_clock
-from .clock import SYSTEM, Clock
-from .delta_chain import needed
-from .errors import NotFound
-from .format.root import Entry, Root
-from .format.signature import PublicKey, Signer, Trust
 from .leases import Lease
-from .object_store import ObjectStore
-from .root_register import RootRegister
-from .version import Version
-from .version_selector import check_version
 
 _Catalog = TypeVar("_Catalog", bound="Catalog")
 

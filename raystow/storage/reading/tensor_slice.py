@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import StateError
+from ..errors import StateError
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from .clock import Clock
-from .errors import Damaged, InvariantError, NotFound, PreconditionFailed, StoreError, StoreUnavailable, Unsupported
-from .object_store import ObjectStore
+from ..errors import Damaged, InvariantError, NotFound, PreconditionFailed, StoreError, StoreUnavailable, Unsupported
+from ..object_store import ObjectStore
+from ..runtime.clock import Clock
 
 
 class Content(Protocol):

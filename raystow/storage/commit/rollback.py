@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from . import history
+from ..errors import NotFound
+from ..format.root import Root
+from ..reading.version import Version
+from ..root import history
+from ..root.invariants import Claims
 from .catalog import Catalog
-from .errors import NotFound
-from .format.root import Root
-from .invariants import Claims
-from .version import Version
 
 
 def rollback(catalog: Catalog, version: Version, claims: Claims = Claims()) -> list[Version]:  # noqa: B008  # immutable

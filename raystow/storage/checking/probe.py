@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 
-from .clock import SYSTEM, Clock
-from .errors import PreconditionFailed, StoreError, UnsafeStore
-from .format import keys
-from .object_store import ObjectStore
+from ..errors import PreconditionFailed, StoreError, UnsafeStore
+from ..format import keys
+from ..object_store import ObjectStore
+from ..runtime.clock import SYSTEM, Clock
 
 _MAX_BYTES = 4096
 _REMEDY = "use a store with conditional writes (AWS S3, Ceph 20, R2, Google, Azure, a local disk), or a newer release of this one"

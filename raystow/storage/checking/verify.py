@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from .errors import Damaged
-from .format import keys, values
-from .format.boxes import tile
-from .format.manifest import Chunk
+from ..errors import Damaged
+from ..format import keys, values
+from ..format.boxes import tile
+from ..format.manifest import Chunk
+from ..reading.version import Version
 from .verify_progress import VerifyJournal
-from .version import Version
 
 MEMORY = 512 << 20
 """Bytes that a deep verification may take in addition to the manifest."""

@@ -6,18 +6,18 @@ import contextlib
 import threading
 from dataclasses import replace
 
+from ..errors import Damaged, InvariantError, NotARepository, NotFound, OutcomeUnknown, SaveFailed, StoreError
+from ..format import keys
+from ..format.root import REPAIRER, Entry, Root, Segment
+from ..format.segment_record import SegmentRecord
+from ..format.signature import VERSION, Signer
+from ..format.version_record import VersionRecord
+from ..object_store import ObjectStore
+from ..reading.version import Version
+from ..root.invariants import Claims, Fence
 from .catalog import Catalog
-from .errors import Damaged, InvariantError, NotARepository, NotFound, OutcomeUnknown, SaveFailed, StoreError
-from .format import keys
-from .format.root import REPAIRER, Entry, Root, Segment
-from .format.segment_record import SegmentRecord
-from .format.signature import VERSION, Signer
-from .format.version_record import VersionRecord
-from .invariants import Claims, Fence
-from .object_store import ObjectStore
 from .segments import put_segment
 from .signed_record import put_signed
-from .version import Version
 
 UNKNOWN = "call result() again, or look for its step with `raystow ls URI`"
 """The remedy for an unknown outcome."""

@@ -16,16 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from . import invariants
-from .clock import SYSTEM, Clock
-from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StoreUnavailable
-from .format import keys
-from .format.marker import Marker
-from .format.root import REPAIRER, Entry, Root, Segment
-from .format.signature import PublicKey, Trust
-from .format.version_record import VersionRecord
-from .limits import MAX_MARKER, MAX_ROOT, MAX_SEGMENTS
-from .object_store import ObjectStore
+from ..errors import Damaged, NotARepository, NotFound, PreconditionFailed, StoreUnavailable
+from ..format import keys
+from ..format.marker import Marker
+from ..format.root import REPAIRER, Entry, Root, Segment
+from ..format.signature import PublicKey, Trust
+from ..format.version_record import VersionRecord
+from ..limits import MAX_MARKER, MAX_ROOT, MAX_SEGMENTS
+from ..object_store import ObjectStore
+from ..root import invariants
+from ..runtime.clock import SYSTEM, Clock
 from .scan import ScannedAttempt, ScannedSegment, scan_attempts, scan_segments
 
 _AGAIN = "run `raystow repair URI` again"

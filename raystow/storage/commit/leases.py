@@ -13,11 +13,11 @@ import platform
 import threading
 from types import TracebackType
 
-from . import background
-from .clock import Clock
-from .errors import NotFound, StoreError
-from .format import keys
-from .object_store import ObjectStore
+from ..errors import NotFound, StoreError
+from ..format import keys
+from ..object_store import ObjectStore
+from ..runtime import background
+from ..runtime.clock import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
 
+from ..errors import Damaged, NotARepository, NotFound, RaystowError, StateError, StoreError, StoreFull
+from ..format import keys
+from ..format.marker import Marker
+from ..format.root import REPAIR, Root
+from ..limits import MAX_MARKER, MAX_ROOT
+from ..object_store import ObjectStore
+from ..runtime.clock import Clock
 from . import invariants
-from .clock import Clock
-from .errors import Damaged, NotARepository, NotFound, RaystowError, StateError, StoreError, StoreFull
-from .format import keys
-from .format.marker import Marker
-from .format.root import REPAIR, Root
 from .invariants import Claims
-from .limits import MAX_MARKER, MAX_ROOT
-from .object_store import ObjectStore
 from .register import Register
 from .seen_roots import SeenRoot
 

@@ -6,10 +6,10 @@ not delete what others read.
 
 from __future__ import annotations
 
-from .clock import Clock
-from .errors import StoreError, StoreUnavailable
-from .format import keys
-from .object_store import ObjectStore
+from ..errors import StoreError, StoreUnavailable
+from ..format import keys
+from ..object_store import ObjectStore
+from ..runtime.clock import Clock
 
 _TRIES = 5
 

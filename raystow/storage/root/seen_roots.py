@@ -10,15 +10,15 @@ import json
 import os
 from pathlib import Path
 
-from .addresses import local_path
-from .clock import SYSTEM
-from .coding.digest import stored_digest
-from .errors import Damaged, StateError
-from .format import keys
-from .format.root import Root
-from .real_paths import input_path, small_file
-from .stores import durable
-from .stores.file_lock import exclusive
+from ..addresses import local_path
+from ..coding.digest import stored_digest
+from ..errors import Damaged, StateError
+from ..format import keys
+from ..format.root import Root
+from ..real_paths import input_path, small_file
+from ..runtime.clock import SYSTEM
+from ..stores import durable
+from ..stores.file_lock import exclusive
 
 SEEN_ROOTS = "RAYSTOW_SEEN_ROOTS"
 """Names the folder in which this machine remembers the roots that it has seen."""

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from .errors import StateError
-from .real_paths import output_path, regular_file
+from ..errors import StateError
+from ..real_paths import output_path, regular_file
 
 _OTHER = "name a new file"
 

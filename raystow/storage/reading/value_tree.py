@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
-from .coding.digest import stored_digest
-from .errors import Damaged
-from .format.manifest import Value, parse_path
-from .format.values import loads
+from ..coding.digest import stored_digest
+from ..errors import Damaged
+from ..format.manifest import Value, parse_path
+from ..format.values import loads
 
 Path = tuple[str | int | tuple[str, int], ...]
 

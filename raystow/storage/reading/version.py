@@ -12,28 +12,28 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from .arguments import integer, refused
-from .clock import SYSTEM
-from .coding import dtypes
-from .coding.derived import Derivation
-from .coding.digest import stored_digest
-from .coding.kernels import Words
-from .coding.rounded import Rounded
-from .delta_chain import needed
-from .errors import Damaged, NotFound, StateError, Unsupported
-from .format import key_files, keys, manifest, values
-from .format.boxes import Box
-from .format.manifest import Chunk, Fragment, parse_path
-from .format.root import Entry
-from .format.selection import Selection, Sought, select
-from .format.signature import Trust
-from .format.version_record import FragmentInfo, VersionRecord
-from .limits import MAX_CHAIN, MAX_FRAGMENT, MAX_RECORD, most_cells, most_text
-from .memory_budget import MemoryBudget
-from .notebook import facts_table, moment, size
-from .object_store import ObjectStore
+from ..arguments import integer, refused
+from ..coding import dtypes
+from ..coding.derived import Derivation
+from ..coding.digest import stored_digest
+from ..coding.kernels import Words
+from ..coding.rounded import Rounded
+from ..errors import Damaged, NotFound, StateError, Unsupported
+from ..format import key_files, keys, manifest, values
+from ..format.boxes import Box
+from ..format.manifest import Chunk, Fragment, parse_path
+from ..format.root import Entry
+from ..format.selection import Selection, Sought, select
+from ..format.signature import Trust
+from ..format.version_record import FragmentInfo, VersionRecord
+from ..limits import MAX_CHAIN, MAX_FRAGMENT, MAX_RECORD, most_cells, most_text
+from ..notebook import facts_table, moment, size
+from ..object_store import ObjectStore
+from ..root.delta_chain import needed
+from ..root.root_register import RootRegister
+from ..runtime.clock import SYSTEM
+from ..runtime.memory_budget import MemoryBudget
 from .reader import PackReader, Request, Run
-from .root_register import RootRegister
 from .tensor_index import Finder, Seeker
 from .tensor_slice import Index, resolved
 from .value_tree import beneath, container, rows_of_one_rank

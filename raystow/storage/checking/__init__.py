@@ -1,0 +1,1 @@
+"""Whether a repository is whole, and what can be repaired."""

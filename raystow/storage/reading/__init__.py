@@ -1,0 +1,1 @@
+"""Versions as readers see them: which one, its tensors, their slices and values, and the bytes of packs."""

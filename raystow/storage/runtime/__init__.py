@@ -1,0 +1,1 @@
+"""What every layer needs of its process: time, threads, memory, metrics, pauses of the garbage collector."""
