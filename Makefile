@@ -46,6 +46,7 @@ lint: $(READY)  ## style (ruff), types (mypy), layers (import-linter)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_imports.py
 
 test-s3: $(READY)  ## store tests and demo on a real S3 server: a private Ceph, or $RAYSTOW_TEST_S3
 	@if [ -n "$${RAYSTOW_TEST_S3:-}" ]; then \

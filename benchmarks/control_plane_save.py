@@ -23,6 +23,7 @@ import ray
 from report import peak_memory
 
 from raystow.orchestrator.coordinator.actor import CoordinatorActor
+from raystow.state.coverage import coverage, total
 from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.format import keys
@@ -31,7 +32,6 @@ from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import Repository, create_repository
 from raystow.workers.packing.packer import PACK
-from raystow.workers.protocol.coordinator_client import coverage, total
 from raystow.workers.protocol.messages import AwaitRanks, Begin, PartStaged, RankFinished, Ticket
 from raystow.workers.ray_connection import RayConnection
 

@@ -130,7 +130,7 @@ def prepared(way: str, folder: Path, bucket: str, into: dict[str, Any]) -> Calla
         import raystow.storage.stores.s3
 
     if way == "raystow: open":
-        return lambda: raystow.open(folder / "raystow").latest().restore(into)  # type: ignore[union-attr]
+        return lambda: raystow.restore(raystow.open(folder / "raystow").latest(), into)  # type: ignore[arg-type]
     return lambda: raystow.restore_latest(bucket if way == "raystow: restore_latest, S3" else folder / "raystow", into)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     import os
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
         Unsupported,
         Untrusted,
     )
-    from .storage.reading.version import TensorInfo, Version
-    from .storage.reading.version_selector import VersionSelector
     from .storage.repository import Repository
     from .storage.retention.collect import CollectionPlan
     from .storage.retention.plan import CompactionPlan, RetentionPlan
     from .storage.retention.policy import Policy
+    from .storage.versions.version import TensorInfo, Version
+    from .storage.versions.version_selector import VersionSelector
 
 __all__ = [
     "AsSaved",
@@ -124,9 +124,9 @@ _MODULES = {
     "RetentionPlan": "storage.retention.plan",
     "Sensitivity": "orchestrator.sensitivity",
     "Sqnr": "state.lossy.sqnr",
-    "TensorInfo": "storage.reading.version",
+    "TensorInfo": "storage.versions.version",
     "Trial": "orchestrator.sensitivity",
-    "Version": "storage.reading.version",
+    "Version": "storage.versions.version",
     "sensitivity": "orchestrator.sensitivity",
 }
 
@@ -232,7 +232,7 @@ def copy(
 
 
 def restore(
-    uri: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Version,
     into: State,
     version: VersionSelector = "latest",
     *,
@@ -248,11 +248,11 @@ def restore(
     version up by itself: pass an id, or use ``Checkpointer.restore``, with which all ranks agree.
 
     Args:
-        uri: See ``open``.
+        source: A repository, see ``open``, or a ``Version``.
         into: A state like the one saved. Tensors and arrays are filled in place, of DTensors this rank's shards; other values are
             replaced in the dicts and lists that hold them, and containers of such values as a whole. ``AsSaved`` stands for a
             part of another structure.
-        version: An id, the name of a pin, ``"step:60"`` (the newest version of that step), a ``Version``, or ``"latest"``: the
+        version: Of a repository, an id, the name of a pin, ``"step:60"`` (the newest version of that step), or ``"latest"``: the
             newest one. If that is damaged and this process is alone, the newest whole one before it is restored, with an error
             in the log.
         strict: Whether names that only one side has are an error. False allows all of them, with a warning.
@@ -270,7 +270,7 @@ def restore(
         StateError: Names, shapes or dtypes do not match or memory is shared: ``into`` is unchanged; or ``version`` is invalid.
         NotFound: There is no such version.
         Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.
-        NotARepository: There is no repository at ``uri``.
+        NotARepository: There is no repository at ``source``.
     """
     from .storage.runtime.gc_pause import uncollected
 
@@ -278,7 +278,7 @@ def restore(
         from .orchestrator.standalone.restore import restore as restore_alone
 
         names = {"allow_missing": allow_missing, "allow_unused": allow_unused}
-        return restore_alone(open(uri), into, version, strict=strict, cast=cast, progress=progress, **names)
+        return restore_alone(source, into, version, strict=strict, cast=cast, progress=progress, **names)
 
 
 def restore_latest(
@@ -293,7 +293,7 @@ def restore_latest(
     """Fill ``into`` from the latest version: ``restore`` without ``version``.
 
     Args:
-        uri: See ``restore``.
+        uri: See ``open``.
         into: See ``restore``.
         strict: See ``restore``.
         allow_missing: See ``restore``.

@@ -19,10 +19,10 @@ from raystow.storage.format.manifest import Box, Chunk, Fragment, Value, path_te
 from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.signature import Signer
 from raystow.storage.format.version_record import PackInfo, VersionRecord
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository, create_repository
 from raystow.storage.root.register import Register
 from raystow.storage.runtime.clock import SYSTEM, Clock
+from raystow.storage.versions.version import Version
 
 Cut = tuple[np.ndarray, Sequence[Box]]
 

@@ -6,9 +6,9 @@ import numpy as np
 from local_cluster import LocalCluster, first_save
 from msgspec.structs import replace
 
+from raystow.state.coverage import coverage
 from raystow.storage.coding.digest import raw_digest, stored_digest, unfinished
 from raystow.storage.coding.kernels import Bytes
-from raystow.workers.protocol.coordinator_client import coverage
 from raystow.workers.protocol.messages import (
     STAGING_ANSWERS,
     BatchBytes,

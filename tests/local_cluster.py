@@ -34,9 +34,9 @@ from raystow.storage.errors import RaystowError
 from raystow.storage.format import values
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import create_repository
 from raystow.storage.runtime.clock import SYSTEM, Clock
+from raystow.storage.versions.version import Version
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node.node import Node
 from raystow.workers.protocol.messages import Begin, EntryInfo, OpenSession, SegmentStored, SegmentTicket, Ticket

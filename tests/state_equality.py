@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from raystow.storage.reading.version import Version
+import raystow
+from raystow.storage.versions.version import Version
 
 
 def same(a: Any, b: Any) -> bool:
@@ -30,7 +31,7 @@ def same(a: Any, b: Any) -> bool:
 def restores(version: Version, state: dict[str, Any]) -> bool:
     """Return whether a version restores these nested dicts of tensors."""
     into = _blank(state)
-    version.restore(into)
+    raystow.restore(version, into)
     return same(into, state)
 
 

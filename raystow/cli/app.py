@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from .. import __version__
+from .._version import __version__
 from .exit_codes import EXIT_CODES, error_report, reporting
 from .interrupts import end_by_closed_pipe, interruptible, say_interrupted
 from .wait_notice import say_what_is_awaited

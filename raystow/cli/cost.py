@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..storage.errors import NotFound
-from ..storage.reading.version_selector import LATEST
+from ..storage.versions.version_selector import LATEST
 from . import options
 from .options import Json, number, seconds
 from .output import billed, count, dollars, duration, emit, out, price, say, table

@@ -10,8 +10,8 @@ import typer
 
 from ..storage.copies.copy import CopyPlan, plan_copy
 from ..storage.errors import NotFound, StoreUnavailable
-from ..storage.reading.version import Version
 from ..storage.runtime.clock import SYSTEM
+from ..storage.versions.version import Version
 from . import options
 from .exit_codes import error_report
 from .options import Json

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..storage.reading.version import Version
-from ..storage.reading.version_selector import LATEST
+from ..storage.versions.version import Version
+from ..storage.versions.version_selector import LATEST
 from .exit_codes import DIFFERENT
 from .options import Json, Uri, Which, number
 from .output import count, emit, out, printable, ratio, size, table

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from ..storage.reading.version import Version
-from ..storage.reading.version_selector import LATEST
 from ..storage.real_paths import real_path
+from ..storage.versions.version import Version
+from ..storage.versions.version_selector import LATEST
 from . import options
 from .hf_folder import HfFolder, plan_folder
 from .hub import HubRepository

@@ -11,6 +11,7 @@ import typer
 
 from ..orchestrator.standalone.commit import StandaloneCommit
 from ..orchestrator.standalone.writer import StandaloneWriter, cores
+from ..state.coverage import coverage, total
 from ..state.shards import Shard
 from ..state.tree import Leaf
 from ..storage.arguments import integer
@@ -21,7 +22,6 @@ from ..storage.format.json_text import strict_json
 from ..storage.real_paths import input_path, regular_file, small_file
 from ..storage.runtime.clock import SYSTEM
 from ..storage.stores import open_store
-from ..workers.protocol.coordinator_client import coverage, total
 from ..workers.protocol.messages import Ticket
 from .options import Json, Uri, local, number
 from .output import count, emit, out, size

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..storage.errors import NotFound
-from ..storage.reading.version_selector import is_reserved
+from ..storage.versions.version_selector import is_reserved
 from .options import Json, Uri, Which
 from .output import emit, say
 from .target import open_target

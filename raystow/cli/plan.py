@@ -10,7 +10,7 @@ import typer
 
 from ..orchestrator.restore.plan import Rates
 from ..orchestrator.restore.what_if import MOST_RANKS, Reads, plan_world
-from ..storage.reading.version_selector import LATEST
+from ..storage.versions.version_selector import LATEST
 from . import options
 from .options import Json, Uri, Which, number
 from .output import count, duration, emit, fields_of, out, say, size, table

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..storage.checking.repair import RepairPlan, plan_repair
-from ..storage.checking.scan import ScannedAttempt
+from ..storage.checks.repair import RepairPlan, plan_repair
+from ..storage.checks.scan import ScannedAttempt
 from ..storage.format import key_files
 from ..storage.stores import open_store
 from .options import DryRun, Json, Uri, Yes

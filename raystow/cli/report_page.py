@@ -9,7 +9,7 @@ from itertools import accumulate
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from .. import __version__
+from .._version import __version__
 from ..orchestrator.save_interval import LEAST, best_interval, lost_share
 from ..storage.runtime.clock import SYSTEM
 from . import report_plots as plots

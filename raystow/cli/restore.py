@@ -6,8 +6,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
-from ..storage.reading.version_selector import LATEST
 from ..storage.real_paths import real_path
+from ..storage.versions.version_selector import LATEST
 from . import options, version_files
 from .options import Json, Uri, Which
 from .output import count, dimensions, emit, out, printable, size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..storage.reading.version_selector import LATEST
+from ..storage.versions.version_selector import LATEST
 from .options import Json, Uri, Which
 from .output import count, emit, say
 from .target import open_target

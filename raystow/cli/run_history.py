@@ -12,7 +12,7 @@ from statistics import median
 
 from ..storage.errors import Damaged, NotFound, Unsupported, Untrusted
 from ..storage.format.version_record import RestoreInfo
-from ..storage.reading.version import Version
+from ..storage.versions.version import Version
 from .pricing import GB, MONTH, Prices
 from .target import Target
 

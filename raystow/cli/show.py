@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 
 from ..storage.errors import Damaged, NotFound
 from ..storage.format import values
-from ..storage.reading.version import TensorInfo, Version
-from ..storage.reading.version_selector import LATEST
 from ..storage.retention import rewrite
 from ..storage.root.delta_chain import base_chain
+from ..storage.versions.version import TensorInfo, Version
+from ..storage.versions.version_selector import LATEST
 from .options import Json, Uri, Which
 from .output import age, count, dimensions, emit, moment, out, printable, ratio, ratio_text, size, table
 from .target import Target, open_target, segment_fields, segments_text

@@ -10,8 +10,8 @@ from ..state.chunks import cuts_of_extent
 from ..storage.coding import dtypes
 from ..storage.coding.kernels import Bytes
 from ..storage.format.boxes import Box
-from ..storage.reading.reader import PackReader, Request
-from ..storage.reading.version import TensorInfo, Version
+from ..storage.versions.reader import PackReader, Request
+from ..storage.versions.version import TensorInfo, Version
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..storage.format.root import Entry, Root, Segment
-from ..storage.reading.version import Version
-from ..storage.reading.version_selector import select
 from ..storage.repository import Repository, open_repository
+from ..storage.versions.version import Version
+from ..storage.versions.version_selector import select
 from .output import age, count, size
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ..integrations.dcp.keys import assemble
 from ..state.tree import Path as StatePath
 from ..storage.format import manifest, values
-from ..storage.reading.version import Version
+from ..storage.versions.version import Version
 from .output_dir import new_file
 
 

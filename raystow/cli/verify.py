@@ -12,15 +12,15 @@ from typing import Annotated
 
 import typer
 
-from ..storage.checking.verify import Verified
-from ..storage.checking.verify_progress import VerifyJournal, journal
+from ..storage.checks.verify import Verified
+from ..storage.checks.verify_progress import VerifyJournal, journal
 from ..storage.commit.segments import read_record, verify_segment
 from ..storage.errors import Damaged, NotFound, RaystowError, StoreError, Unsupported, Untrusted
 from ..storage.format.root import Segment
-from ..storage.reading.version import Version
-from ..storage.reading.version_selector import LATEST
 from ..storage.repository import Repository
 from ..storage.root.delta_chain import dependents
+from ..storage.versions.version import Version
+from ..storage.versions.version_selector import LATEST
 from .exit_codes import conclude, error_report, exit_code
 from .options import Json, Uri
 from .output import count, out, printable, say, size

@@ -14,8 +14,8 @@ from ..storage.coding.dtypes import DType
 from ..storage.coding.kernels import Bytes
 from ..storage.format.boxes import Box
 from ..storage.format.manifest import Chunk
-from ..storage.reading.version import Version
 from ..storage.runtime.batches import batches
+from ..storage.versions.version import Version
 from .output import dimensions
 from .slabs import TensorBox, boxes_of, read_slab
 from .version_files import value_texts

@@ -17,8 +17,8 @@ from ..storage.coding import dtypes
 from ..storage.coding.kernels import Bytes
 from ..storage.errors import StateError
 from ..storage.format import values
-from ..storage.reading.version import Version
 from ..storage.runtime.batches import batches
+from ..storage.versions.version import Version
 from .output_dir import durable_file
 from .safetensors_file import SafetensorsFile
 from .slabs import TensorBox, boxes_of, read_slab

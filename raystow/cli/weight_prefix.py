@@ -10,7 +10,7 @@ from ..storage.coding import dtypes
 from ..storage.errors import StateError
 from ..storage.format.groups import WEIGHTS, group
 from ..storage.format.manifest import parse_path
-from ..storage.reading.version import TensorInfo, Version
+from ..storage.versions.version import TensorInfo, Version
 from .output import size
 
 _WRAPPERS = re.compile(r"((module|_orig_mod)\.)*")

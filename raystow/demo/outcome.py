@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..storage.coding import dtypes
-from ..storage.reading.reader import Request
-from ..storage.reading.version import Version
 from ..storage.repository import Repository
+from ..storage.versions.reader import Request
+from ..storage.versions.version import Version
 from .events import Event, select
 from .settings import DISTURBED, UNDISTURBED
 

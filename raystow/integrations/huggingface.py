@@ -25,7 +25,7 @@ from ..storage.addresses import local_path
 from ..storage.arguments import integer
 from ..storage.errors import StateError
 from ..storage.format.values import is_plain
-from ..storage.reading.version_selector import LATEST, VersionSelector
+from ..storage.versions.version_selector import LATEST, VersionSelector
 from . import training_state
 from .save_requests import SaveRequests
 

@@ -24,7 +24,7 @@ from ..orchestrator.journal.journal import Journal
 from ..state.tree import State
 from ..storage.arguments import integer
 from ..storage.errors import StateError
-from ..storage.reading.version_selector import LATEST, VersionSelector
+from ..storage.versions.version_selector import LATEST, VersionSelector
 from . import training_state
 from .save_requests import SaveRequests
 

@@ -18,9 +18,9 @@ from ..orchestrator.argument_checks import address
 from ..state.tree import State
 from ..storage.errors import NotARepository
 from ..storage.extras import check_methods
-from ..storage.reading.version import Version
 from ..storage.repository import latest_version
 from ..storage.retention.policy import Policy
+from ..storage.versions.version import Version
 from .dcp import Reader, Writer
 
 _OVERRIDDEN = ("dcp_save", "_load", "_find_load_step", "_purge_stale_checkpoints", "_states_to_load")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..storage import extras
 from ..storage.errors import StateError
-from ..storage.reading.version import Version
+from ..storage.versions.version import Version
 
 if TYPE_CHECKING:
     import wandb

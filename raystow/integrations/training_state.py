@@ -24,8 +24,8 @@ from ..state.tree import State
 from ..storage.arguments import integer
 from ..storage.errors import Damaged, StateError
 from ..storage.format.values import is_plain
-from ..storage.reading.version import Version
-from ..storage.reading.version_selector import VersionSelector
+from ..storage.versions.version import Version
+from ..storage.versions.version_selector import VersionSelector
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..storage.format.groups import OPTIMIZER, WEIGHTS, group
-from ..workers.protocol.coordinator_client import coverage, total
-from ..workers.shm.ring import SLOT
+from .chunk_info import DEVICE_CHUNK, HOST_CHUNK
 from .chunks import Cut, cuts
+from .coverage import coverage, total
 from .planned_chunk import DeviceChunks, PlannedChunk, PlannedDerived
 from .shards import Shard
-
-DEVICE_CHUNK = 16 << 20
-"""Bytes of the largest chunk of a tensor on a GPU."""
 
 SMALL = 64 << 10
 """Bytes up to which a shard of several ranks is not split, so that a reader asks one node for it."""
@@ -53,7 +50,7 @@ def assign_chunks(
     for i, shard in enumerate(shards):
         if i not in derived:
             device = _coder(shard) if on_gpu else None
-            limit = SLOT if device is None else DEVICE_CHUNK
+            limit = HOST_CHUNK if device is None else DEVICE_CHUNK
             packs, followers[id(shard)] = _group_of([shard, *dependents[i]]), dependents[i]
             alike[shard.holders or everyone] += [PlannedChunk(shard, cut, device, packs) for cut in cuts(shard, limit)]
     mine: dict[int | None, list[PlannedChunk]] = defaultdict(list)

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from ..storage.coding.derived import derivable, derive
 from ..storage.coding.kernels import Bytes
-from ..workers.staging.plan import CudaEvent
 from .shards import Likeness, Shard
+
+if TYPE_CHECKING:
+    import torch
 
 _SAMPLE = 64  # elements
 
-Ready = Mapping[int, CudaEvent]
+Ready: TypeAlias = "Mapping[int, torch.cuda.Event]"
 """For each device an event, after which its tensors may be read."""
 
 

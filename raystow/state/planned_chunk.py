@@ -12,7 +12,7 @@ from ..storage.coding import dtypes
 from ..storage.coding.kernels import Bytes
 from ..storage.format.boxes import Box
 from ..storage.format.manifest import path_text
-from ..workers.protocol.messages import ChunkInfo, DerivedChunk
+from .chunk_info import ChunkInfo, DerivedChunk
 from .chunks import Cut
 from .lossy import rounded_chunk
 from .lossy.tensor_values import words_of
@@ -27,7 +27,8 @@ _path_text = functools.lru_cache(maxsize=1 << 14)(path_text)
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """A chunk that this rank stores: a ``ChunkSource``. ``group``: its group of packs."""
+    """A chunk that this rank stores. ``device``: the CUDA device that codes it; None: the node worker
+    does. ``group``: its group of packs."""
 
     shard: Shard
     cut: Cut
@@ -125,7 +126,7 @@ class PlannedChunk:
 
 @dataclass(frozen=True)
 class PlannedDerived:
-    """A ``DerivedSource``: a chunk that is not stored if all its elements can be derived from ``source``, which has the same
+    """A chunk that is not stored if all its elements can be derived from ``source``, which has the same
     box."""
 
     piece: PlannedChunk

@@ -14,7 +14,6 @@ from ..storage.format import values
 from ..storage.format.manifest import path_text
 from ..storage.limits import MAX_ROWS
 from ..storage.runtime.gc_pause import uncollected
-from ..workers.staging.plan import CudaEvent
 from .assignment import ChunkAssignment, assign_chunks
 from .derived_tensors import DerivedTensors
 from .lossy import rounded_chunk
@@ -72,7 +71,7 @@ class Planner:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank saves: a ``StagingPlan``.
+    """What one rank saves. Only the staging thread uses what is computed at first use.
 
     ``views``: its tensors. ``on_gpu``: GPUs code their tensors. ``planner``: the same for all saves of this rank; ``save``: the
     number of the save, the same on all ranks. ``writes``: finds tensors that change before they are read. The other properties
@@ -83,7 +82,7 @@ class SavePlan:
     world_size: int
     views: tuple[TensorView, ...]
     values: tuple[tuple[str, str, str], ...]
-    ready: Mapping[int, CudaEvent]
+    ready: Mapping[int, torch.cuda.Event]
     on_gpu: bool
     planner: Planner
     save: int

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ..workers.shm.ring import SLOT
-from ..workers.staging.plan import CudaEvent
+from .chunk_info import HOST_CHUNK
 from .chunks import cuts
 from .lossy.profiles import Lossy
 from .lossy.rules import Blockwise, MantissaBits, Rule
@@ -37,7 +36,7 @@ class ShardRules:
             logger.warning("Compression.lossy: this rank has no tensor of group %s", ", ".join(idle))
         self._warned = True
 
-    def choose(self, shards: Sequence[Shard], ready: Mapping[int, CudaEvent]) -> bool:
+    def choose(self, shards: Sequence[Shard], ready: Mapping[int, torch.cuda.Event]) -> bool:
         """Choose the rule of each shard; whether any has changed. ``ready``: for each device an event, after which its tensors
         may be read."""
         before, rules = [shard.rule for shard in shards], [self._rule(shard, ready) for shard in shards]
@@ -45,14 +44,14 @@ class ShardRules:
             shard.rule = rule
         return rules != before
 
-    def _rule(self, shard: Shard, ready: Mapping[int, CudaEvent]) -> Rule | None:
+    def _rule(self, shard: Shard, ready: Mapping[int, torch.cuda.Event]) -> Rule | None:
         """A tensor and its copy have the same numbers, so they get the same rule."""
         if shard.selector is None or isinstance(shard.selector, MantissaBits | Blockwise):
             return shard.selector
         with self._stream(shard.device, ready):
             return shard.selector.choose(lambda: _numbers(shard), shard.rule)
 
-    def _stream(self, device: int | None, ready: Mapping[int, CudaEvent]) -> torch.cuda.StreamContext | nullcontext[None]:
+    def _stream(self, device: int | None, ready: Mapping[int, torch.cuda.Event]) -> torch.cuda.StreamContext | nullcontext[None]:
         """A context that waits only for the work that makes the tensors, not for other work queued on the device."""
         if device is None:
             for event in ready.values():
@@ -67,5 +66,5 @@ class ShardRules:
 
 
 def _numbers(shard: Shard) -> Numbers:
-    boxes = [cut.box for cut in cuts(shard, SLOT) if cut.nbytes]  # small boxes take less memory of a device
+    boxes = [cut.box for cut in cuts(shard, HOST_CHUNK) if cut.nbytes]  # small boxes take less memory of a device
     return Numbers(shard.leaf.name, shard.dtype, shard.bits, boxes, shard.offset[-1])

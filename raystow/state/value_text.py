@@ -23,7 +23,7 @@ from ..storage.errors import Damaged, StateError
 from ..storage.format import manifest, values
 from ..storage.format.json_text import items_of, strict_json
 from ..storage.limits import MAX_ITEMS
-from ..storage.reading.version import as_torch
+from ..storage.versions.torch_tensor import as_torch
 from .shards import bits, shard_of
 from .tree import Leaf, Path, show
 

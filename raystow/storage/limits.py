@@ -6,6 +6,10 @@ module with the table in docs/spec/format-v1.md. Sizes are bytes.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 MAX_MARKER = 64 << 10
 """The marker: one id, and the public keys that a repository may ask for."""
 
@@ -89,3 +93,12 @@ MAX_NUMBER = 10**9 - 1
 
 MAX_CHAIN = 12
 """Versions of a chain of deltas, the one that is read among them."""
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+"""A name, a path, an address, or an explanation."""
+
+Digest = Annotated[int, msgspec.Meta(ge=0)]
+"""An unsigned integer of 64 bits."""
+
+Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+"""One number for each dimension of a tensor."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from .arguments import refused
-from .checking.probe import probe_conditional_writes
-from .checking.verify import Verified, verify_bytes, verify_sizes
-from .checking.verify_progress import VerifyJournal
+from .checks.probe import probe_conditional_writes
+from .checks.verify import Verified, verify_bytes, verify_sizes
+from .checks.verify_progress import VerifyJournal
 from .commit import rollback
 from .commit.catalog import Catalog
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, RaystowError, StateError
@@ -20,8 +20,6 @@ from .format.signature import VERSION, PublicKey, RecordKind, Signer, Trust
 from .limits import MAX_MARKER, MAX_ROOT
 from .notebook import facts_table, moment, rows_table, size
 from .object_store import ObjectStore
-from .reading.version import Version
-from .reading.version_selector import VersionSelector, check_version, is_reserved, select
 from .retention import collect
 from .retention import plan as retention
 from .retention.collect import CollectionPlan
@@ -31,6 +29,8 @@ from .root.delta_chain import dependents
 from .root.seen_roots import SEEN_ROOTS
 from .runtime.clock import SYSTEM, Clock
 from .stores import open_store
+from .versions.version import Version
+from .versions.version_selector import VersionSelector, check_version, is_reserved, select
 
 _SHOWN = 20  # versions in a notebook
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raystow.storage.checking.probe import probe_conditional_writes
+from raystow.storage.checks.probe import probe_conditional_writes
 from raystow.storage.errors import Damaged, NotFound, PreconditionFailed, StoreError, UnsafeStore
 from raystow.storage.object_store import Buffer, ObjectStore
 from raystow.storage.stores import open_store

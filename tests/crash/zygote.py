@@ -22,7 +22,7 @@ import ray  # noqa: F401
 from process_roles import play
 
 import raystow.cli.app
-from raystow.storage.reading.version import Version
+from raystow.storage.versions.version import Version
 from raystow.workers.packing.chunk_writer import warm_up
 
 with contextlib.suppress(ImportError):

@@ -28,10 +28,10 @@ from raystow.storage.format.manifest import Value
 from raystow.storage.format.root import Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.limits import MAX_NUMBER
-from raystow.storage.reading.value_tree import container
 from raystow.storage.repository import Repository, open_repository
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores import open_store
+from raystow.storage.versions.value_tree import container
 
 URI = "memory://fuzz"
 ID, ATTEMPT = "cafe", "0" * 16

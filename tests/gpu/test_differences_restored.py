@@ -17,8 +17,8 @@ import raystow
 from raystow.storage.coding import kernels as host
 from raystow.storage.coding.digest import finish, raw_digest
 from raystow.storage.format import keys
-from raystow.storage.reading.reader import Request
-from raystow.storage.reading.version import Version
+from raystow.storage.versions.reader import Request
+from raystow.storage.versions.version import Version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
@@ -68,7 +68,7 @@ def test_a_chain_of_deltas_is_decoded_on_the_gpu(id: int, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO):
         for names in (list(expected), ["weights"], ["weights", "few"]):
             some = {name: into[name].zero_() for name in names}
-            version.restore(some, strict=False)
+            raystow.restore(version, some, strict=False)
             assert {name: blake3.blake3(as_bytes(tensor)).hexdigest() for name, tensor in some.items()} == {
                 name: expected[name] for name in names
             }
@@ -118,7 +118,7 @@ def test_deltas_are_restored_bit_for_bit(
         told = list[int]()
         into = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in state.items()}
         with caplog.at_level(logging.INFO):
-            version.restore(into, progress=told.append)
+            raystow.restore(version, into, progress=told.append)
         assert {name: as_bytes(into[name]) == as_bytes(state[name]) for name in state} == dict.fromkeys(state, True)
         assert sum(told) == sum(tensor.nbytes for tensor in state.values())
     assert "on the CPU" not in caplog.text
@@ -161,7 +161,7 @@ def test_a_damaged_base_names_the_base_and_its_delta(
     try:
         into = {name: torch.zeros_like(states[2][name], device="cuda")}
         with pytest.raises(raystow.Damaged, match=rf"{name}'.*not match.*; '{name}' of version 3 is a delta to it") as raised:
-            versions[2].restore(into, strict=False)
+            raystow.restore(versions[2], into, strict=False)
         assert key in str(raised.value)
     finally:
         store.put(key, [data])

@@ -11,7 +11,7 @@ from local_cluster import LocalCluster
 
 import raystow
 from raystow.storage.coding.digest import stored_digest
-from raystow.storage.reading.reader import PackReader
+from raystow.storage.versions.reader import PackReader
 from raystow.workers.packing import chunk_writer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]

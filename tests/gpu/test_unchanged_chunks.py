@@ -11,8 +11,8 @@ from local_cluster import LocalCluster
 
 import raystow
 from raystow.storage.coding.digest import SecretKeys, digest_pair, finish
-from raystow.storage.reading.version import Version
 from raystow.storage.retention.policy import Policy
+from raystow.storage.versions.version import Version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 

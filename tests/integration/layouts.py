@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import raystow
-from raystow.storage.reading.reader import PackReader, Run
+from raystow.storage.versions.reader import PackReader, Run
 
 STEPS = 2
 PATIENCE = datetime.timedelta(seconds=30)

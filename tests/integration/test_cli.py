@@ -22,8 +22,8 @@ from raystow.cli import output, safetensors_file, version_files
 from raystow.cli.checks import hardware, software
 from raystow.storage.errors import Damaged, UnsafeStore
 from raystow.storage.format import values
-from raystow.storage.reading.version import TensorInfo
 from raystow.storage.repository import create_repository, open_repository
+from raystow.storage.versions.version import TensorInfo
 from raystow.workers.cache import host_memory
 
 

@@ -157,7 +157,7 @@ def call_api(draw: Draw, base: Path) -> object:
         lambda: version(place).read(draw(name), draw(any_values)),
         lambda: version(uri).tensors(),
         lambda: version().values(draw(any_values)),
-        lambda: version().restore(draw(into)),
+        lambda: raystow.restore(version(), draw(into)),
         lambda: raystow.restore(draw(uri), draw(into), draw(which), strict=draw(st.booleans()), cast=draw(st.booleans())),
         lambda: raystow.restore_latest(str(base / "good"), draw(into)),
         lambda: raystow.copy(draw(uri), draw(st.sampled_from(ADDRESSES) | any_values), draw(any_values), memory=draw(any_values)),

@@ -62,7 +62,7 @@ def blank(step: int = 9) -> dict[str, Any]:
 def check_thin(repository: Repository, id: int) -> None:
     version = repository.version(id)
     into = blank()
-    version.restore(into)
+    raystow.restore(version, into)
     assert same(into, {"model": mixed_precision_state(id)["model"], "step": id})
     repository.verify(version)
     assert not version.resumable
@@ -87,7 +87,7 @@ def test_prune_thins_versions_that_all_commands_can_read(folder: Path) -> None:
         check_thin(repository, id)
     for version in repository.versions()[2:]:
         into = mixed_precision_state(9)
-        version.restore(into)
+        raystow.restore(version, into)
         assert same(into, mixed_precision_state(version.step))
     assert [row["groups"] for row in run_json("ls", folder)["versions"]] == [["weights"], ["weights"], None, None]
     assert "weights only" in ran("ls", folder).stdout
@@ -118,7 +118,7 @@ def test_prune_rounds_the_thinned_weights(folder: Path) -> None:
     assert done["thinned"] == [1, 2, 3]
     for id in (1, 2, 3):
         into, version = blank(), repository.version(id)
-        version.restore(into)
+        raystow.restore(version, into)
         for name, expected in mixed_precision_state(id)["model"].items():
             found = into["model"][name]
             assert same(found, expected) if expected.dim() == 1 else 0 < ((found - expected) / expected).abs().max() <= 2**-5
@@ -170,11 +170,11 @@ def test_restoring_a_thinned_version_fully_reports_the_thinning(folder: Path, ca
     assert [entry.id for entry in plan.execute()] == [1]
     into = mixed_precision_state(9)
     with pytest.raises(StateError, match=r"optimizer\.exp_avg.*was thinned at 20.* UTC and holds its weights only") as caught:
-        repository.version(2).restore(into)
+        raystow.restore(repository.version(2), into)
     assert "newer version" in caught.value.remedy
     assert same(into, mixed_precision_state(9)), "nothing was touched"
     with caplog.at_level(logging.WARNING):
-        repository.version(2).restore(into, strict=False)
+        raystow.restore(repository.version(2), into, strict=False)
     assert "was thinned" in caplog.text
     assert same(into, {**mixed_precision_state(9), "model": mixed_precision_state(2)["model"], "step": 2})
     whole = mixed_precision_state(9)

@@ -15,7 +15,7 @@ from builders import layers
 from ranks import every, save_state, start, take
 
 import raystow
-from raystow.storage.checking.repair import plan_repair
+from raystow.storage.checks.repair import plan_repair
 from raystow.storage.format import keys
 from raystow.storage.stores import open_store
 

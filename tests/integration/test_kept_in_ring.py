@@ -13,10 +13,11 @@ from local_cluster import LocalCluster
 from page_cache import page_cached
 from polling import wait_until
 
+import raystow
 from raystow.storage.format import keys
-from raystow.storage.reading.version import Version
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import direct_io
+from raystow.storage.versions.version import Version
 from raystow.workers.cache.lent_memory import LentMemory
 from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from raystow.workers.cache.ring_pack import RingPack
@@ -104,7 +105,7 @@ def test_a_version_stays_in_the_ring_without_a_copy(cluster: LocalCluster) -> No
     wait_until(lambda: tier.used < used + SIZE // 2, "the second version replaces the first")
     version = cluster.repository.latest()
     restored = {"w0": np.zeros(SIZE, np.uint8)}
-    version.restore(restored)
+    raystow.restore(version, restored)
     assert np.array_equal(restored["w0"], data)
     rank.close()
     assert read_of(cluster, version) == {"memory": 2 * SIZE - 1000}

@@ -28,7 +28,7 @@ version = repository.latest()
 part = version.read("model.w", index=(slice(0, 2), 3))
 into = {"model": {"w": np.zeros((6, 4), np.float32), "h": None}, "step": None, "names": [None]}
 raystow.restore(sys.argv[1], into=into)
-repository.version("step:41").restore(into)
+raystow.restore(repository.version("step:41"), into)
 repository.verify(version)
 print(json.dumps({
     "versions": [v.step for v in repository.versions()],

@@ -11,10 +11,10 @@ from local_cluster import LocalCluster
 from state_equality import restores
 
 from raystow.orchestrator.coordinator.delta_schedule import DEEPEST
-from raystow.storage.checking.repair import plan_repair
-from raystow.storage.reading.version import Version
+from raystow.storage.checks.repair import plan_repair
 from raystow.storage.retention.policy import Policy
 from raystow.storage.runtime.clock import SYSTEM
+from raystow.storage.versions.version import Version
 
 State = dict[str, Any]
 

@@ -17,7 +17,7 @@ from local_cluster import LocalCluster
 import raystow
 from raystow.state.shards import bits
 from raystow.storage.coding.dtypes import DTYPES
-from raystow.storage.reading.version import Version
+from raystow.storage.versions.version import Version
 
 DTYPES_OF_TORCH = sorted(
     {
@@ -234,7 +234,7 @@ def plain() -> Version:
 )
 def test_a_tensor_gets_a_number_that_its_dtype_has(plain: Version, name: str, target: Any) -> None:
     into = {name: target}
-    plain.restore(into, strict=False)
+    raystow.restore(plain, into, strict=False)
     assert into[name] is target
     got = target.item()
     assert got == PLAIN[name] or (got != got and PLAIN[name] != PLAIN[name])
@@ -258,7 +258,7 @@ def test_a_tensor_gets_a_number_that_its_dtype_has(plain: Version, name: str, ta
 def test_a_tensor_is_not_replaced_by_a_plain_value(plain: Version, name: str, target: Any, what: str) -> None:
     into = {"flag": False, name: target}
     with pytest.raises(raystow.StateError, match=rf'into\["{name}"\]: {what}'):
-        plain.restore(into, strict=False)
+        raystow.restore(plain, into, strict=False)
     assert into[name] is target
     assert not into["flag"]
     assert not np.asarray(target).any()
@@ -266,12 +266,12 @@ def test_a_tensor_is_not_replaced_by_a_plain_value(plain: Version, name: str, ta
 
 def test_numbers_are_converted_with_cast(plain: Version) -> None:
     tenth, big, i = torch.zeros(()), np.zeros((), np.float32), torch.zeros((), dtype=torch.float64)
-    plain.restore({"tenth": tenth, "big": big, "i": i}, strict=False, cast=True)
+    raystow.restore(plain, {"tenth": tenth, "big": big, "i": i}, strict=False, cast=True)
     assert tenth == torch.tensor(0.1)
     assert big == 2**24
     assert i == 0
     with pytest.raises(raystow.StateError, match="the version holds None"):
-        plain.restore({"none": tenth}, strict=False, cast=True)
+        raystow.restore(plain, {"none": tenth}, strict=False, cast=True)
 
 
 def test_a_number_is_replaced_by_the_number_of_a_saved_tensor() -> None:
@@ -285,13 +285,13 @@ def test_a_number_is_replaced_by_the_number_of_a_saved_tensor() -> None:
     with LocalCluster("memory://numbers") as cluster:
         version = cluster.save(state, step=1)
     into: dict[str, Any] = {"a": 0, "b": 0.0, "c": 1, "d": None, "w": None}
-    version.restore(into)
+    raystow.restore(version, into)
     assert [type(into[name]) for name in "abcd"] == [float, int, float, torch.Tensor]
     assert (into["a"], into["b"], into["c"]) == (7.5, 3, 0.5)
     assert torch.equal(into["w"], torch.ones(2))
     for number in (0, 0.0, np.float64(0)):
         with pytest.raises(raystow.StateError, match=r'into\["w"\]: is a number, but the version holds float32 \(2,\)'):
-            version.restore({"w": number}, strict=False)
+            raystow.restore(version, {"w": number}, strict=False)
 
 
 def freed() -> torch.Tensor:

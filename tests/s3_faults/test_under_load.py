@@ -48,7 +48,7 @@ def test_saves_and_restores_survive_many_faults(proxy: FaultProxy, s3_bucket: st
         def restored(version: raystow.Version) -> bool:
             into = {"w": torch.zeros(300_000), "step": 0}
             try:
-                version.restore(into)
+                raystow.restore(version, into)
             except (raystow.StoreError, raystow.Damaged):  # damaged: two reads were corrupted
                 return True
             return torch.equal(into["w"], states(version.step)[0]["w"])

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from unittest import mock
 
 from raystow.storage import repository
-from raystow.storage.checking import scan
+from raystow.storage.checks import scan
 from raystow.storage.commit import leases
-from raystow.storage.reading import reader
 from raystow.storage.retention import plan, rewrite
 from raystow.storage.runtime import background
+from raystow.storage.versions import reader
 
 from . import clocks
 from .cluster import Cluster

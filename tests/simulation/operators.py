@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from raystow.orchestrator.restore.agreement import LocalAgreement
-from raystow.storage.checking.repair import plan_repair
+from raystow.storage.checks.repair import plan_repair
 from raystow.storage.errors import Damaged, NotFound, RaystowError, StateError, StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.format.root import Entry
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository, open_repository
 from raystow.storage.retention.policy import Policy
+from raystow.storage.versions.version import Version
 
 from .invariants import Role
 

@@ -14,7 +14,7 @@ from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.kernels import Words, subtract
 from raystow.storage.format.manifest import ARRAY, Chunk, Fragment, path_text
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
-from raystow.storage.reading import reader
+from raystow.storage.versions import reader
 
 KINDS = 4
 GROUP = "weights"

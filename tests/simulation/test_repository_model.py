@@ -16,12 +16,12 @@ from raystow.storage.errors import Fenced, NotFound, SaveFailed, StateError
 from raystow.storage.format import keys
 from raystow.storage.format.root import Root
 from raystow.storage.format.version_record import VersionRecord
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
 from raystow.storage.retention.collect import CollectionPlan
 from raystow.storage.retention.plan import RetentionPlan
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.versions.version import Version
 
 from . import payload
 

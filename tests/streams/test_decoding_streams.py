@@ -25,9 +25,9 @@ from raystow.storage.coding import zstd
 from raystow.storage.coding.chunk import ZSTD
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import Damaged, StateError
-from raystow.storage.reading.reader import PackReader, Request, Run
-from raystow.storage.reading.version import Version
 from raystow.storage.runtime.clock import SYSTEM
+from raystow.storage.versions.reader import PackReader, Request, Run
+from raystow.storage.versions.version import Version
 from raystow.workers.gpu.decode import decoder, lane, lane_plan
 from raystow.workers.gpu.kernels import blake3_kernels
 

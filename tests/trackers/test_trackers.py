@@ -17,9 +17,9 @@ from raystow.orchestrator.client.version_callbacks import VersionCallbacks
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import StateError
 from raystow.storage.format.version_record import FragmentInfo, VersionRecord
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import create_repository
 from raystow.storage.runtime.clock import SYSTEM
+from raystow.storage.versions.version import Version
 
 FIGURES = {"version": 1, "raw_bytes": 1000, "stored_bytes": 710, "ratio": 0.71, "stall_seconds": 0.25}
 

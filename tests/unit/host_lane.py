@@ -18,7 +18,7 @@ from raystow.storage.coding import kernels, zstd
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.derived import derive
 from raystow.storage.coding.kernels import Bytes
-from raystow.storage.reading.reader import PackReader, Request, Run
+from raystow.storage.versions.reader import PackReader, Request, Run
 from raystow.workers.gpu.decode.lane_plan import Assembly, LaneMemory, LanePlan, plan
 from raystow.workers.gpu.stream_layout import compute_tables
 

@@ -14,8 +14,8 @@ from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import Chunk, Fragment
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
+from raystow.storage.versions.version import Version
 
 
 def write_packs(repository: Repository, packs: Mapping[int, np.ndarray], *, raw: int | None = None) -> Version:

@@ -42,7 +42,7 @@ from raystow.workers.protocol.unix_channel import Connection
 from raystow.workers.replication import reconciler, replicator
 from raystow.workers.usage import AFTERWARDS, Usage
 
-PACKAGE = Path(background.__file__).parents[1]
+PACKAGE = Path(background.__file__).parents[2]
 
 LOOPS = {
     *("raystow-accept", "raystow-copies", "raystow-entries", "raystow-measure", "raystow-peer_server"),
@@ -93,11 +93,11 @@ AWAITED = {
     "orchestrator/restore/version_cache.py": 1,
     "orchestrator/standalone/writer.py": 2,
     "storage/copies/transfer.py": 1,
-    "storage/reading/reader.py": 2,
+    "storage/versions/reader.py": 2,
     "storage/retention/plan.py": 1,
     "storage/retention/rewrite.py": 1,
-    "storage/checking/scan.py": 1,
-    "storage/reading/tensor_index.py": 1,
+    "storage/checks/scan.py": 1,
+    "storage/versions/tensor_index.py": 1,
     "workers/cache/cache_server.py": 1,
     "workers/gpu/decode/lane_fetcher.py": 1,  # each error is raised where the result of the fetch is taken
     "workers/gpu/pinned_memory.py": 1,

@@ -54,7 +54,7 @@ def test_ranges_restore_whole_tensors_and_other_ranges() -> None:
         assert torch.equal(first.read(name) * 2, tensor)
     for part in ranges(tensors, (0.1, 0.5, 0.51)):
         into = {name: blank(boxes) for name, boxes in part.items()}
-        version.restore(into)
+        raystow.restore(version, into)
         for name, boxes in into.items():
             assert all(torch.equal(a.local, b.local) for a, b in zip(boxes.boxes, part[name].boxes, strict=True)), name
 
@@ -78,12 +78,12 @@ def test_uneven_boxes_of_two_ranks_restore_anywhere() -> None:
     assert version.raw == 2 * tensor.nbytes + array.nbytes  # an equal box is stored once
     assert torch.equal(version.read("w"), tensor)
     into: dict[str, Any] = {"w": torch.zeros(9, 4), "a": np.zeros(10, np.int64), "same": torch.zeros(9, 4)}
-    version.restore(into)
+    raystow.restore(version, into)
     assert torch.equal(into["w"], tensor)
     assert torch.equal(into["same"], tensor)
     assert np.array_equal(into["a"], array)
     other = {"w": Box(torch.zeros(4, 2), (9, 4), (4, 1)), "a": Box(np.zeros(3, np.int64), (10,), (5,))}
-    version.restore(other, strict=False)
+    raystow.restore(version, other, strict=False)
     assert torch.equal(other["w"].local, tensor[4:8, 1:3])
     assert np.array_equal(other["a"].local, array[5:8])
 
@@ -138,7 +138,7 @@ def test_boxes_of_other_shapes_and_dtypes_are_refused() -> None:
             cluster.save({"w": Box(torch.ones(4, 2), (4, 2), (0, 0), ranks=(1, 2))}, step=2)
     for box in (Box(torch.ones(2, 2), (5, 2), (0, 0)), Box(torch.ones(2, 2).half(), (4, 2), (0, 0))):
         with pytest.raises(StateError, match=r'into\["w"\]: is '):
-            version.restore({"w": box})
+            raystow.restore(version, {"w": box})
 
 
 @st.composite

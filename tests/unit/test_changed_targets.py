@@ -13,10 +13,10 @@ from msgspec.structs import replace
 import raystow
 from raystow.storage.coding import chunk as chunks
 from raystow.storage.coding.kernels import Bytes
-from raystow.storage.reading.reader import Request
-from raystow.storage.reading.version import Version
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.versions.reader import Request
+from raystow.storage.versions.version import Version
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from raystow.storage.commit.leases import SECONDS, Lease
 from raystow.storage.errors import Damaged, Fenced, NotFound, SaveFailed, StateError
 from raystow.storage.format import keys
 from raystow.storage.format.root import Dropped, Root
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
 from raystow.storage.retention.collect import GRACE, GarbageKind
 from raystow.storage.retention.policy import Policy
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.versions.version import Version
 
 
 class CollectedRun:

@@ -9,7 +9,7 @@ from builders import whole, write
 from raystow.cli import version_comparison
 from raystow.cli.version_comparison import Change, Deviation, Difference, compare, deviate, differences, work
 from raystow.storage.coding import dtypes
-from raystow.storage.reading.version import Version
+from raystow.storage.versions.version import Version
 
 ROWS = [((0, 0), (5, 6)), ((5, 0), (3, 6))]
 COLUMNS = [((0, 0), (8, 1)), ((0, 1), (8, 3)), ((0, 4), (8, 2))]

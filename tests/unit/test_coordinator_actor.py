@@ -20,7 +20,7 @@ from s3_server import make_bucket, s3_server
 from raystow.orchestrator.coordinator import actor as actor_module
 from raystow.orchestrator.coordinator import segments
 from raystow.orchestrator.coordinator.actor import CoordinatorActor
-from raystow.storage.checking.repair import plan_repair
+from raystow.storage.checks.repair import plan_repair
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import NotARepository, OutcomeUnknown, SaveFailed, StoreUnavailable
 from raystow.storage.format import keys

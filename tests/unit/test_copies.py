@@ -23,9 +23,9 @@ from raystow.storage.errors import Damaged, Fenced, StateError, Untrusted
 from raystow.storage.format import key_files, keys
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.object_store import Buffer
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository, create_repository, open_repository
 from raystow.storage.runtime.clock import SYSTEM
+from raystow.storage.versions.version import Version
 
 RANDOM = np.random.default_rng(0).standard_normal(5000)
 

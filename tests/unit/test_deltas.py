@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from packs import flip, pack_key
 
+import raystow
 from raystow.orchestrator.restore.planner import plan_restore
 from raystow.orchestrator.restore.what_if import plan_world
 from raystow.storage.coding import delta
@@ -27,9 +28,9 @@ from raystow.storage.format import keys
 from raystow.storage.format import root as format_root
 from raystow.storage.format.manifest import SCHEMA, Fragment, rows_of
 from raystow.storage.limits import MAX_CHAIN
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
 from raystow.storage.root import invariants
+from raystow.storage.versions.version import Version
 
 ENCODER = ChunkEncoder(1 << 20)
 
@@ -114,7 +115,7 @@ def test_a_delta_chain_is_read_whole_in_parts_and_in_place() -> None:
     newest, state = versions[-1], states[-1]
     assert np.array_equal(newest.read("w", (slice(140, 160), slice(190, 290, 3))), state["w"][140:160, 190:290:3])
     into = {name: np.zeros_like(array) for name, array in state.items()}
-    newest.restore(into)
+    raystow.restore(newest, into)
     assert all(np.array_equal(into[name], array) for name, array in state.items())
     assert [version.record.bases for version in versions] == [(), (1,), (2,), (3,)]
     assert [entry.bases for entry in repo.root().versions] == [(), (1,), (2,), (3,)]

@@ -22,8 +22,8 @@ from raystow.state.planner import Planner
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StateError
 from raystow.storage.log import about
-from raystow.storage.reading.version import Version
 from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.versions.version import Version
 
 
 def failures(on_failure: str | int = 3, counted: list[None] | None = None) -> Failures:

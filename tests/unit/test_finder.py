@@ -15,7 +15,7 @@ from raystow.storage.format.boxes import Box, overlap
 from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, Value, path_text
 from raystow.storage.format.selection import Selection, Sought, select
 from raystow.storage.format.version_record import FragmentInfo
-from raystow.storage.reading.tensor_index import Finder, FoundRows, Seeker
+from raystow.storage.versions.tensor_index import Finder, FoundRows, Seeker
 
 CODING = Coding(False, False, ("raw",), (4,), b"", 65536)
 

@@ -14,7 +14,7 @@ from builders import memory_repository, whole, write
 from raystow.orchestrator.restore.fill import fill_on_gpu
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Unsupported
-from raystow.storage.reading.reader import Request
+from raystow.storage.versions.reader import Request
 from raystow.workers.gpu.kernels import bfloat16_kernels, blake3_kernels, copy_kernels, library, word_kernels
 from raystow.workers.gpu.kernels.constants import NARROW
 from raystow.workers.gpu.kernels.library import PTX, SHIPPED, Architecture, Binary, Kernel, sources_digest, variant_name

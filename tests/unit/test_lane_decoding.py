@@ -17,8 +17,8 @@ from raystow.storage.coding.digest import raw_digest
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged
 from raystow.storage.format.boxes import Box
-from raystow.storage.reading.reader import Request, Run
-from raystow.storage.reading.version import Version
+from raystow.storage.versions.reader import Request, Run
+from raystow.storage.versions.version import Version
 from raystow.workers.gpu.decode import lane_plan
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

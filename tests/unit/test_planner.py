@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from raystow.state import planner
 from raystow.state.assignment import SMALL, share
 from raystow.state.chunks import Cut, cuts
+from raystow.state.coverage import total
 from raystow.state.planned_chunk import PlannedChunk
 from raystow.state.planner import plan_save
 from raystow.state.shards import Shard
@@ -18,7 +19,6 @@ from raystow.state.tree import Leaf
 from raystow.storage.errors import StateError
 from raystow.storage.format.groups import WEIGHTS
 from raystow.storage.limits import MAX_NAME
-from raystow.workers.protocol.coordinator_client import total
 
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, StateError
 from raystow.storage.format.manifest import Box
-from raystow.storage.reading.version import Version
+from raystow.storage.versions.version import Version
 
 ARRAYS = {
     "cube": np.arange(7 * 5 * 6, dtype=np.int32).reshape(7, 5, 6),

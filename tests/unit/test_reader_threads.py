@@ -10,8 +10,8 @@ import torch
 from local_cluster import LocalCluster
 
 from raystow.storage.errors import StoreUnavailable
-from raystow.storage.reading.reader import Request, Run
 from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.versions.reader import Request, Run
 
 
 def test_an_error_ends_the_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:

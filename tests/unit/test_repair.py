@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fake_clock import FakeClock
 from packs import flip
 
-from raystow.storage.checking.repair import RepairPlan, State, plan_repair
+from raystow.storage.checks.repair import RepairPlan, State, plan_repair
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.commit.committer import Committer
 from raystow.storage.commit.leases import Lease
@@ -33,11 +33,11 @@ from raystow.storage.format.root import Dropped, Rewrite, RolledBack, Root, Segm
 from raystow.storage.format.signature import Signer, Trust
 from raystow.storage.format.version_record import FragmentInfo
 from raystow.storage.limits import MAX_FRAGMENT, MAX_INTEGER
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository, create_repository, open_repository
 from raystow.storage.retention.policy import Policy
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.versions.version import Version
 
 
 def commit(repository: Repository, number: int = 1) -> list[Version]:

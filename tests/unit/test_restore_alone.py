@@ -51,14 +51,14 @@ def test_any_version_is_restored(folder: Path, which: int | str, id: int) -> Non
 def test_a_version_restores_itself(folder: Path) -> None:
     version, read = raystow.open(folder).version("best"), list[int]()
     state = blank()
-    assert version.restore(state, progress=read.append) is None
+    assert raystow.restore(version, state, progress=read.append) == version
     assert is_full_of(state, 2)
     assert sum(read) == 2 * 50 * 4
     state = blank()
     assert raystow.restore(folder, into=state, version=version) == version
     assert is_full_of(state, 2)
     weights = {"model": torch.zeros(50, dtype=torch.float64)}
-    version.restore(weights, strict=False, cast=True)
+    raystow.restore(version, weights, strict=False, cast=True)
     assert (weights["model"] == 2).all()
 
 
@@ -74,7 +74,7 @@ def test_without_a_version_the_latest_is_restored(folder: Path) -> None:
 def test_a_version_is_leased_during_its_restore(folder: Path) -> None:
     repository, leased = raystow.open(folder), list[set[tuple[int, str]]]()
     version = repository.version(2)
-    version.restore(blank(), progress=lambda nbytes: leased.append(repository.leased()))
+    raystow.restore(version, blank(), progress=lambda nbytes: leased.append(repository.leased()))
     assert {(version.id, version.attempt)} in leased
     assert repository.leased() == set()
 
@@ -82,7 +82,7 @@ def test_a_version_is_leased_during_its_restore(folder: Path) -> None:
 def test_a_damaged_version_is_an_error_and_not_replaced(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     version = raystow.open(folder).version(2)
     cut_one_pack(folder, version)
-    for restore in (lambda: version.restore(blank()), lambda: raystow.restore(folder, blank(), "best")):
+    for restore in (lambda: raystow.restore(version, blank()), lambda: raystow.restore(folder, blank(), "best")):
         with pytest.raises(raystow.Damaged, match=r"^version 2 \(step 20\): .*choose another version") as caught:
             restore()
         assert ".pack" in caught.value.what
@@ -98,7 +98,7 @@ def test_a_dropped_version_is_an_error(folder: Path) -> None:
     version = repository.version(1)
     repository.plan_retention(raystow.Policy(keep_last=1)).execute()
     state = blank()
-    for restore in (lambda: version.restore(state), lambda: raystow.restore(folder, state, 1)):
+    for restore in (lambda: raystow.restore(version, state), lambda: raystow.restore(folder, state, 1)):
         with pytest.raises(raystow.NotFound, match="version 1 was dropped"):
             restore()
     with pytest.raises(raystow.NotFound, match="there is no version of step 10"):
@@ -112,9 +112,9 @@ def test_a_thinned_version_restores_its_weights(folder: Path) -> None:
     repository.plan_retention(raystow.Policy(resumable=1)).execute()
     for version in (before, repository.version(3)):
         with pytest.raises(raystow.StateError, match=r"version 3: .*was thinned at .*allow_missing='optim"):
-            version.restore(blank())
+            raystow.restore(version, blank())
         weights = {"model": torch.zeros(50)}
-        version.restore(weights)
+        raystow.restore(version, weights)
         assert (weights["model"] == 3).all()
 
 
@@ -135,6 +135,6 @@ def test_copies_are_restored_into_interleaved_memory(tmp_path: Path) -> None:
     assert [row.derivation is not None for rows in version.chunks.values() for row in rows] == [False, True]
     memory = torch.zeros(2, 3 * 4096)
     into = {"a": memory[0, 4096:].view(2, 4096), "b": memory[:, :4096]}
-    version.restore(into)
+    raystow.restore(version, into)
     assert torch.equal(into["a"], weights)
     assert torch.equal(into["b"], weights)

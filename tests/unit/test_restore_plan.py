@@ -26,8 +26,8 @@ from raystow.orchestrator.restore.what_if import plan_world
 from raystow.storage.errors import RankRestarted, StateError
 from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectStore
-from raystow.storage.reading.version import Version
 from raystow.storage.runtime.clock import SYSTEM
+from raystow.storage.versions.version import Version
 from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
 
 MIB = 1 << 20

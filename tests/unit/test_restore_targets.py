@@ -14,7 +14,7 @@ from local_cluster import LocalCluster
 
 import raystow
 from raystow.orchestrator.restore.targets import RestoreTarget, distinct
-from raystow.storage.reading.version import Version
+from raystow.storage.versions.version import Version
 
 SHAPE = 400, 3000
 _NAMES = itertools.count()
@@ -68,7 +68,7 @@ SHARED = [same, alias_of_numpy, parts_of_a_buffer, across_dtypes, turned, backwa
 def test_targets_that_share_memory_are_refused_by_name(version: Version, make: Callable[[], dict[str, Any]]) -> None:
     into = make()
     with pytest.raises(raystow.StateError, match=r'into\["(emb|head)"\]: .* memory .*into\["(emb|head)"\].*clone\(\)') as error:
-        version.restore(into)
+        raystow.restore(version, into)
     assert all(f'into["{name}"]' in str(error.value) for name in into)
     assert all((np.asarray(target) == 9).all() for target in into.values())
 
@@ -87,11 +87,11 @@ def test_tied_targets_with_equal_elements_are_filled(make: Callable[..., Any]) -
     weight = make(SHAPE)
     version = save({"emb": weight, "other": make(7), "deep": [{"head": weight}]})
     target, read = make(SHAPE), list[int]()
-    version.restore({"emb": target, "other": make(7), "deep": [{"head": target}]}, progress=read.append)
+    raystow.restore(version, {"emb": target, "other": make(7), "deep": [{"head": target}]}, progress=read.append)
     assert np.array_equal(np.asarray(target), np.asarray(weight))
     assert sum(read) == 4 * (400 * 3000 + 7)  # once
     bf16 = torch.zeros(SHAPE, dtype=torch.bfloat16)
-    version.restore({"emb": bf16, "deep": [{"head": bf16}]}, strict=False, cast=True)
+    raystow.restore(version, {"emb": bf16, "deep": [{"head": bf16}]}, strict=False, cast=True)
     assert torch.equal(bf16, torch.as_tensor(weight).bfloat16())
 
 
@@ -99,9 +99,9 @@ def test_tied_targets_with_colliding_digests_are_refused() -> None:
     one, other = map(torch.from_numpy, colliding_tensors())
     version, target = save({"a": one, "b": other, "c": one}), torch.zeros_like(one)
     with pytest.raises(raystow.StateError, match="the version holds different elements for them"):
-        version.restore({"a": target, "b": target}, strict=False)
+        raystow.restore(version, {"a": target, "b": target}, strict=False)
     assert not target.any()
-    version.restore({"a": target, "c": target}, strict=False)
+    raystow.restore(version, {"a": target, "c": target}, strict=False)
     assert torch.equal(target, one)
 
 
@@ -114,7 +114,7 @@ def test_tied_targets_are_filled_however_they_are_stored() -> None:
         bases = [version.chunks[name][0].coding.base for name in "ab"]
         assert bases == [1, 1], "both are deltas, to different elements"
         target = torch.zeros(SHAPE)
-        raystow.open(cluster.uri).version(2).restore({"a": target, "b": target})
+        raystow.restore(cluster.uri, {"a": target, "b": target}, 2)
     assert torch.equal(target, last)
 
 
@@ -122,11 +122,11 @@ def test_equal_bits_of_other_values_are_not_tied() -> None:
     version = save({"a": torch.ones(50, dtype=torch.complex64) * 1j, "b": torch.ones(50, dtype=torch.complex64) * 1j})
     target = torch.zeros(50, dtype=torch.complex64)
     with pytest.raises(raystow.StateError, match="shares memory with"):
-        version.restore({"a": target, "b": target.conj()})
+        raystow.restore(version, {"a": target, "b": target.conj()})
     words = torch.zeros(50, 2)
     pairs = {"a": words, "b": words.view(torch.int32)}
     with pytest.raises(raystow.StateError, match="shares memory with"):
-        save({"a": torch.ones(50, 2), "b": torch.ones(50, 2)}).restore(pairs, cast=True)
+        raystow.restore(save({"a": torch.ones(50, 2), "b": torch.ones(50, 2)}), pairs, cast=True)
     assert not target.any()
     assert not words.any()
 
@@ -149,14 +149,14 @@ def rows_backwards() -> dict[str, Any]:
 @pytest.mark.parametrize("make", [columns, halves, rows_backwards])
 def test_views_of_one_buffer_without_a_common_element_are_filled(version: Version, make: Callable[[], dict[str, Any]]) -> None:
     into = make()
-    version.restore(into)
+    raystow.restore(version, into)
     for name, target in into.items():
         assert np.array_equal(np.asarray(target), np.asarray(version.read(name)))
 
 
 def test_targets_that_are_not_filled_may_share_memory(version: Version) -> None:
     weight = torch.zeros(SHAPE)
-    version.restore({"emb": weight, "unsaved": weight[3:], "head": torch.zeros(SHAPE)}, strict=False)
+    raystow.restore(version, {"emb": weight, "unsaved": weight[3:], "head": torch.zeros(SHAPE)}, strict=False)
     assert torch.equal(weight, version.read("emb"))
 
 
@@ -164,9 +164,9 @@ def test_numbers_and_tensors_of_one_memory_are_refused() -> None:
     version = save({"a": 1, "b": 2, "c": 2})
     step, buffer = torch.zeros(()), torch.zeros(2)
     with pytest.raises(raystow.StateError, match=r'into\["b"\]: is the memory of into\["a"\]'):
-        version.restore({"a": step, "b": step, "c": 0})
+        raystow.restore(version, {"a": step, "b": step, "c": 0})
     assert step == 0
-    version.restore({"a": buffer[0], "b": buffer[1], "c": buffer[1]})
+    raystow.restore(version, {"a": buffer[0], "b": buffer[1], "c": buffer[1]})
     assert buffer.tolist() == [1, 2]
 
 

@@ -70,7 +70,7 @@ class Pair(NamedTuple):
 def test_containers_of_plain_values_are_replaced_whole(tmp_path: Path, before: Any, after: Any, options: Any) -> None:
     version = saved(tmp_path, {"w": weight(1), "x": after, "in": {"w": weight(2), "x": after}})
     into = {"w": weight(), "x": copy.deepcopy(before), "in": {"w": weight(), "x": copy.deepcopy(before)}}
-    version.restore(into, **options)
+    raystow.restore(version, into, **options)
     assert same(into, {"w": weight(1), "x": after, "in": {"w": weight(2), "x": after}})
 
 
@@ -82,7 +82,7 @@ def test_containers_keep_their_identity(tmp_path: Path) -> None:
     ordered = OrderedDict(a=inner)
     into: dict[str, Any] = {"list": [], "dict": ordered, "pair": Pair(0, inner_too), "one": shared, "two": shared}
     state, held = {"x": into, "w": weight()}, into["list"]
-    version.restore(state)
+    raystow.restore(version, state)
     assert state["x"] is into
     assert (into["list"] is held, held) == (True, [1, 2, 3])
     assert into["dict"] is ordered
@@ -106,10 +106,11 @@ def test_a_container_at_two_places_gets_no_two_values(tmp_path: Path, before: An
         into = {"a": both, "deep": [{"b": both}], "w": weight()}
         version = saved(tmp_path / f"different{in_dict}", {"a": held(first), "deep": [{"b": held(second)}], "w": weight(7)})
         with pytest.raises(raystow.StateError) as caught:
-            version.restore(into)
+            raystow.restore(version, into)
         assert str(caught.value).startswith(f'into["deep"][0]["b"]{key}: is in the same {type(both).__name__} as into["a"]{key}')
         assert same(into, {"a": held(before), "deep": [{"b": held(before)}], "w": weight()})
-        saved(tmp_path / f"equal{in_dict}", {"a": held(first), "deep": [{"b": held(first)}], "w": weight(7)}).restore(into)
+        equal = saved(tmp_path / f"equal{in_dict}", {"a": held(first), "deep": [{"b": held(first)}], "w": weight(7)})
+        raystow.restore(equal, into)
         kept = first.item() if before == 0 and isinstance(first, np.generic) else first  # a number stays one
         assert same(into, {"a": held(kept), "deep": [{"b": held(kept)}], "w": weight(7)})
 
@@ -117,7 +118,7 @@ def test_a_container_at_two_places_gets_no_two_values(tmp_path: Path, before: An
 def test_keys_keep_their_order(tmp_path: Path) -> None:
     version = saved(tmp_path, {"x": {"a": 1, "b": 2, "c": 3}, "w": weight(1)})
     into = {"x": OrderedDict(c=0, gone=0, a=0), "w": weight()}
-    version.restore(into)
+    raystow.restore(version, into)
     assert list(into["x"].items()) == [("c", 3), ("a", 1), ("b", 2)]
 
 
@@ -125,7 +126,7 @@ def test_an_error_leaves_plain_values_as_they_were(tmp_path: Path) -> None:
     version = saved(tmp_path, {"x": [7, 8, 9], "w": weight(1)})
     into = {"x": [1, 2], "w": torch.zeros(3)}
     with pytest.raises(raystow.StateError, match="version 1 holds"):
-        version.restore(into)
+        raystow.restore(version, into)
     assert same(into, {"x": [1, 2], "w": torch.zeros(3)})
 
 
@@ -147,12 +148,12 @@ def test_another_structure_is_refused_and_the_remedy_works(tmp_path: Path, name:
     before = copy.deepcopy(into)
     place = {"adam": 'into["opt"]["adam"]["state"]'}.get(name, f'into["opt"]["{name}"]')
     with pytest.raises(raystow.StateError) as caught:
-        version.restore(into)
+        raystow.restore(version, into)
     assert f"put raystow.AsSaved() in place of {place}" in caught.value.remedy
     assert same(into, before)
     holder = into["opt"]["adam"] if name == "adam" else into["opt"]
     holder["state" if name == "adam" else name] = raystow.AsSaved()
-    version.restore(into)
+    raystow.restore(version, into)
     assert same(into, {"opt": GROWN})
 
 
@@ -162,7 +163,7 @@ def test_a_marker_takes_any_entry_as_it_was_saved(tmp_path: Path) -> None:
     into = {key: raystow.AsSaved() for key in ("all", "one", "number", "empty")} | {"w": weight()}
     torch.set_default_device("meta")
     try:
-        version.restore(into)
+        raystow.restore(version, into)
     finally:
         torch.set_default_device(None)
     assert same(into, state)
@@ -172,7 +173,7 @@ def test_a_marker_takes_any_entry_as_it_was_saved(tmp_path: Path) -> None:
 def test_a_marker_in_a_tuple_and_of_sharded_tensors(tmp_path: Path) -> None:
     version = saved(tmp_path, {"t": ([weight(1)], 3), "w": weight(2)}, {"t": ([weight(1)], 4), "w": weight(2)})
     into = {"t": (raystow.AsSaved(), 0), "w": raystow.AsSaved()}
-    version.restore(into)
+    raystow.restore(version, into)
     assert same(into, {"t": ([weight(1)], 3), "w": weight(2)})
 
 
@@ -180,17 +181,17 @@ def test_a_marker_makes_no_tensor_that_consists_of_others(tmp_path: Path) -> Non
     version = saved(tmp_path, {"optim": {"m": Quantized.random((8,))}})
     into = {"optim": raystow.AsSaved()}
     with pytest.raises(raystow.StateError, match=r'into\["optim"\]\["m"\]: AsSaved cannot make'):
-        version.restore(into)
+        raystow.restore(version, into)
     assert isinstance(into["optim"], raystow.AsSaved)
 
 
 def test_a_marker_for_a_name_that_was_not_saved_is_missing(tmp_path: Path) -> None:
     version = saved(tmp_path, {"w": weight(1)})
     with pytest.raises(raystow.StateError, match=r"in `into` but not saved: replay .*allow_missing='replay'"):
-        version.restore({"w": weight(), "replay": raystow.AsSaved()})
+        raystow.restore(version, {"w": weight(), "replay": raystow.AsSaved()})
     marker = raystow.AsSaved()
     into = {"w": weight(), "replay": marker}
-    version.restore(into, allow_missing="replay")
+    raystow.restore(version, into, allow_missing="replay")
     assert into["replay"] is marker
 
 
@@ -208,7 +209,7 @@ def test_everything_that_is_left_out_is_in_one_warning(tmp_path: Path, caplog: p
     state = {"layers": {str(i): weight(i) for i in range(30)}, "epoch": 3, "lr": [0.5]}
     version = saved(tmp_path, state)
     into = {"layers": {"0": weight(), "new": weight()}, "adam": {"new": {"step": torch.tensor(0.0)}}, "seed": 1}
-    version.restore(into, **everything)
+    raystow.restore(version, into, **everything)
     assert same(into["layers"]["0"], weight(0))
     (text,) = (record.getMessage() for record in caplog.records)
     assert "in `into` but not saved: adam.new.step, layers.new, seed" in text
@@ -220,7 +221,7 @@ def test_everything_that_is_left_out_is_in_one_warning(tmp_path: Path, caplog: p
 def test_a_restore_of_everything_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="raystow")
     state = {"w": weight(1), "n": 1}
-    saved(tmp_path, state).restore({"w": weight(), "n": 0}, strict=False)
+    raystow.restore(saved(tmp_path, state), {"w": weight(), "n": 0}, strict=False)
     assert not caplog.records
 
 
@@ -229,16 +230,16 @@ def test_patterns_allow_names(tmp_path: Path) -> None:
     version = saved(tmp_path, state)
     into = {"model": {"a.w": weight(), "c.w": weight()}, "extra": [1]}
     with pytest.raises(raystow.StateError) as caught:
-        version.restore(into)
+        raystow.restore(version, into)
     assert "allow_missing=['extra.0', 'model.c.w']" in caught.value.remedy
     assert "allow_unused=['epoch', 'model.b.w', 'optim']" in caught.value.remedy
     assert "strict=False" not in str(caught.value)
     missing, unused = ["extra", "model.c.w"], ["epoch", "model.b.w", "optim"]
     for wrong in ({"allow_missing": missing}, {"allow_unused": unused}, {"allow_missing": missing, "allow_unused": unused[1:]}):
         with pytest.raises(raystow.StateError):
-            version.restore(into, **wrong)
+            raystow.restore(version, into, **wrong)
     with pytest.raises(raystow.StateError) as caught:  # what is proposed replaces what was passed
-        version.restore(into, allow_missing=missing, allow_unused="optim")
+        raystow.restore(version, into, allow_missing=missing, allow_unused="optim")
     assert "pass allow_unused=['optim', 'epoch', 'model.b.w']" in caught.value.remedy
     assert same(into["model"]["a.w"], weight())
     for right in (
@@ -246,7 +247,7 @@ def test_patterns_allow_names(tmp_path: Path) -> None:
         {"allow_missing": ["ex*", "model.?.w"], "allow_unused": ["epoch", "optim.*", "*.b.w"]},
     ):
         into["model"]["a.w"].zero_()
-        version.restore(into, **right)
+        raystow.restore(version, into, **right)
         assert same(into["model"]["a.w"], weight(1))
 
 
@@ -255,17 +256,17 @@ def test_patterns_allow_names(tmp_path: Path) -> None:
 def test_patterns_are_texts(tmp_path: Path, patterns: Any, argument: str) -> None:
     version = saved(tmp_path, {"w": weight(1)})
     with pytest.raises(raystow.StateError, match=argument):
-        version.restore({"w": weight()}, **{argument: patterns})
+        raystow.restore(version, {"w": weight()}, **{argument: patterns})
 
 
 def test_proposed_patterns_work_for_odd_names(tmp_path: Path) -> None:
     version = saved(tmp_path, {"w": weight(1), "a[0]*": weight(2), "a?": 3})
     into = {"w": weight()}
     with pytest.raises(raystow.StateError, match="allow_unused") as caught:
-        version.restore(into)
+        raystow.restore(version, into)
     proposed = ["a[?]", "a[[]0][*]"]
     assert repr(proposed) in caught.value.remedy
-    version.restore(into, allow_unused=proposed)
+    raystow.restore(version, into, allow_unused=proposed)
 
 
 @pytest.fixture
@@ -289,12 +290,12 @@ def test_values_of_ranks_that_are_gone_are_named_and_can_be_read(
         rank(now, 2)
         caplog.clear()
         into = {"w": weight(), "epoch": 0, "loader": {"position": 0}, f"dp_rank_{now}": None}
-        version.restore(into)
+        raystow.restore(version, into)
         assert same(into, loader(now))
         texts = [record.getMessage() for record in caplog.records]
         assert len(texts) == (now == 0)
     rank(0, 2)
-    version.restore(into := {"w": weight(), "epoch": 0, "loader": {"position": 0}, "dp_rank_0": None})
+    raystow.restore(version, into := {"w": weight(), "epoch": 0, "loader": {"position": 0}, "dp_rank_0": None})
     text = caplog.records[-1].getMessage()
     assert "dp_rank_2.seed (rank 2), dp_rank_3.seed (rank 3), loader.position (ranks 2, 3)" in text
     assert "epoch" not in text
@@ -314,7 +315,7 @@ def test_a_value_of_other_ranks_is_that_of_the_lowest_rank(tmp_path: Path, rank:
         tmp_path, {"w": weight(1), "stage0": [1]}, {"w": weight(1), "stage1": [2]}, {"w": weight(1), "stage1": [3, 4]}
     )
     into = {"w": weight(), "stage0": [], "stage1": []}
-    version.restore(into)
+    raystow.restore(version, into)
     assert same(into, {"w": weight(1), "stage0": [1], "stage1": [2]})
 
 
@@ -331,7 +332,7 @@ def test_containers_of_other_ranks_are_complete_and_named(
         into = {"w": weight(), "epoch": 0} | {
             name: raystow.AsSaved() if marked else None for name in ("replay", "seen0", "seen1")
         }
-        version.restore(into)
+        raystow.restore(version, into)
         assert same(into, {**states[expected], "seen0": {"k0": 0}, "seen1": {"k1": 1}})
         lent = [text for record in caplog.records if "has no value of rank" in (text := record.getMessage())]
         other = 1 - now
@@ -347,7 +348,7 @@ def test_new_ranks_get_values_of_the_lowest_rank_with_a_warning(
         rank(now, 3)
         into = {"w": weight(), "epoch": 0, "loader": []}
         caplog.clear()
-        version.restore(into)
+        raystow.restore(version, into)
         assert into["loader"] == expected
         texts = [record.getMessage() for record in caplog.records]
         assert len(texts) == (now == 0)
@@ -359,8 +360,8 @@ def test_a_rank_alone_proposes_the_checkpointer(tmp_path: Path, rank: Any) -> No
     rank(0, 2)
     into = {"layers": {"0": weight()}}
     with pytest.raises(raystow.StateError, match=r"saved but not in `into`: layers.1") as caught:
-        version.restore(into)
+        raystow.restore(version, into)
     assert "raystow.Checkpointer" in caught.value.remedy
     assert "allow_unused='layers.1'" in caught.value.remedy
-    version.restore(into, allow_unused="layers.1")
+    raystow.restore(version, into, allow_unused="layers.1")
     assert same(into["layers"]["0"], weight(1))

@@ -13,9 +13,9 @@ from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import SaveFailed
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
 from raystow.storage.retention.policy import Policy, plan
+from raystow.storage.versions.version import Version
 
 
 @pytest.mark.parametrize(

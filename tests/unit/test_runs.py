@@ -6,8 +6,8 @@ from builders import coded_row
 
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.format.manifest import Chunk
-from raystow.storage.reading.reader import PackReader, Piece, Run
 from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.versions.reader import PackReader, Piece, Run
 
 MIB = 1 << 20
 

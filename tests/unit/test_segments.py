@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from segment_run import SegmentRun, Training, begin, record, replay, states
 
 from raystow.orchestrator.coordinator.segments import OpenedSegment, segment_record
-from raystow.storage.checking.repair import plan_repair
+from raystow.storage.checks.repair import plan_repair
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.commit.segments import put_segment, read_record
 from raystow.storage.errors import Damaged, SaveFailed, StoreUnavailable, Untrusted

@@ -30,9 +30,9 @@ from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, RaystowError, StateError, StoreUnavailable, Untrusted
 from raystow.storage.format import key_files, keys, records
 from raystow.storage.format.signature import Signer
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository, create_repository, open_repository
 from raystow.storage.runtime.clock import SYSTEM
+from raystow.storage.versions.version import Version
 
 ARRAY = np.arange(5.0)
 

@@ -14,7 +14,7 @@ from builders import whole, write
 import raystow
 from raystow.cli.import_command import find_tensors
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
-from raystow.storage.checking.repair import plan_repair
+from raystow.storage.checks.repair import plan_repair
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Untrusted
 from raystow.storage.format import key_files, keys, records

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from local_cluster import LocalCluster
 
+import raystow
 from raystow.state.planner import plan_save
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.runtime.gc_pause import uncollected
@@ -97,6 +98,6 @@ def test_the_collector_is_paused_during_a_restore() -> None:
     seen = list[bool]()
     with LocalCluster(f"memory://uncollected-{SYSTEM.token()}") as cluster:
         version = cluster.save({"w": np.ones(3)}, step=1)
-        version.restore({"w": np.zeros(3)}, progress=lambda nbytes: seen.append(gc.isenabled()))
+        raystow.restore(version, {"w": np.zeros(3)}, progress=lambda nbytes: seen.append(gc.isenabled()))
     assert seen == [False]
     assert gc.isenabled()

@@ -11,12 +11,12 @@ import pytest
 from builders import whole, write
 from packs import flip, noise, pack_key, write_packs
 
-from raystow.storage.checking.verify import verify_bytes
+from raystow.storage.checks.verify import verify_bytes
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged
 from raystow.storage.format import keys
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository, create_repository
+from raystow.storage.versions.version import Version
 
 MiB = 1 << 20
 

@@ -10,12 +10,12 @@ import pytest
 from builders import whole, write
 from packs import flip, noise, pack_key, write_packs
 
-from raystow.storage.checking.verify import verify_bytes
-from raystow.storage.checking.verify_progress import journal
+from raystow.storage.checks.verify import verify_bytes
+from raystow.storage.checks.verify_progress import journal
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, StateError
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
+from raystow.storage.versions.version import Version
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from builders import empty_record, memory_repository
 
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import NotFound, StateError
-from raystow.storage.reading.version_selector import is_reserved, select, selector_text
 from raystow.storage.repository import Repository
 from raystow.storage.retention.policy import Policy
+from raystow.storage.versions.version_selector import is_reserved, select, selector_text
 
 STEPS = (10, 20, 20, 30)
 

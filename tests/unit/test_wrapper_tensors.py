@@ -103,7 +103,7 @@ def test_shards_that_are_wrappers_come_back_in_the_same_layout(world: int) -> No
     assert version.tensors()["optim.m.codes"].shape == SHAPE
     assert version.tensors()["optim.m.codes"].dtype == "int8"
     for rank, state in enumerate(as_ranks(world, quantized_shards)):
-        version.restore(state)
+        raystow.restore(version, state)
         assert state["optim"]["m"]._local_tensor.same(states[rank]["optim"]["m"]._local_tensor)
     name = "optim.m.scale" if world == 1 else f"optim.m.scale.[0:{-(-SHAPE[0] // world)}, 0:6]"
     assert torch.equal(version.read(name), states[0]["optim"]["m"]._local_tensor.scale)
@@ -117,12 +117,12 @@ def test_parts_of_one_shard_are_refused_in_other_layouts() -> None:
         for state in as_ranks(world, quantized_shards):
             before = state["optim"]["m"]._local_tensor.codes.clone()
             with pytest.raises(StateError, match=r"in `into` but not saved: optim\.m\.scale"):
-                version.restore(state)
+                raystow.restore(version, state)
             assert torch.equal(state["optim"]["m"]._local_tensor.codes, before)
     columns = lambda rank, mesh: {"optim": {"m": sharded(Quantized.random((10, 3)), mesh, SHAPE, Shard(1))}, "step": 0}  # noqa: E731
     for state in as_ranks(2, columns):  # as many elements, scales of the same shape
         with pytest.raises(StateError, match=r"not saved: optim\.m\.scale\.\[0:10, "):
-            version.restore(state)
+            raystow.restore(version, state)
 
 
 def test_inner_tensors_split_like_their_wrapper_are_resharded() -> None:
@@ -138,11 +138,11 @@ def test_inner_tensors_split_like_their_wrapper_are_resharded() -> None:
     for world in (1, 2, 3, 7):
         into = as_ranks(world, lambda rank, mesh: shard(rank, mesh, fill=False))
         for rank, state in enumerate(into):
-            version.restore(state)
+            raystow.restore(version, state)
             assert torch.equal(state["w"]._local_tensor.codes, codes[rows(rank, world, 10)])
             assert torch.equal(state["w"]._local_tensor.scale, scale[rows(rank, world, 10)])
     whole = {"w": RowScaled(torch.zeros_like(codes), torch.zeros_like(scale))}
-    version.restore(whole)
+    raystow.restore(version, whole)
     assert torch.equal(whole["w"].codes, codes)
 
 
@@ -158,7 +158,7 @@ def test_replicas_of_shards_are_stored_once() -> None:
     assert version.raw == sum(one.codes.nbytes + one.scale.nbytes + one.table.nbytes for one in locals_)
     blank = as_ranks(4, lambda rank, mesh: {"w": sharded(locals_[0].blank(), mesh, SHAPE, Replicate(), Shard(0))}, (2, 2))
     for rank, state in enumerate(blank):
-        version.restore(state)
+        raystow.restore(version, state)
         assert state["w"]._local_tensor.same(locals_[rank % 2])
 
 
@@ -172,7 +172,7 @@ def test_ranks_without_rows_may_have_plain_tensors() -> None:
     with LocalCluster("memory://empty-shards") as cluster:
         version = cluster.save_all(as_ranks(3, make), step=1)
     for state in as_ranks(3, make):
-        version.restore(state)
+        raystow.restore(version, state)
     assert torch.equal(version.read("m.codes"), local.codes)
 
 
@@ -190,7 +190,7 @@ def test_shards_without_elements_are_wrappers_too(shape: tuple[int, ...], dim: i
         version = cluster.save_all(states, step=2)
     for rank, state in enumerate(as_ranks(4, lambda rank, mesh: {"m": flat(rank, mesh, shape, dim)})):
         state["m"]._local_tensor.codes.zero_()
-        version.restore(state)
+        raystow.restore(version, state)
         assert torch.equal(state["m"]._local_tensor.codes, states[rank]["m"]._local_tensor.codes)
 
 
@@ -216,7 +216,7 @@ def test_no_marker_is_proposed_within_a_tensor() -> None:
     with LocalCluster("memory://proposed") as cluster:
         version = cluster.save({"w": Quantized.random((6, 5)), "x": 1}, step=1)
     with pytest.raises(StateError, match=r"saved but not in `into`: w\.table") as error:
-        version.restore({"w": RowScaled(torch.zeros(6, 5, dtype=torch.int8), torch.zeros(6, 1)), "x": 1})
+        raystow.restore(version, {"w": RowScaled(torch.zeros(6, 5, dtype=torch.int8), torch.zeros(6, 1)), "x": 1})
     assert "AsSaved" not in str(error.value)
 
 
@@ -232,7 +232,7 @@ def test_a_wrapper_around_a_dtensor_is_restored() -> None:
     assert torch.equal(version.read("w.b"), tensor * 2)
     for state in as_ranks(3, make):
         state["w"].a._local_tensor.zero_()
-        version.restore(state)
+        raystow.restore(version, state)
         assert torch.equal(state["w"].a._local_tensor * 2, state["w"].b._local_tensor)
 
 
@@ -248,7 +248,7 @@ def test_tensors_of_asynchronous_collectives_are_plain() -> None:
             tensor,
         )
     target = torch.zeros(4)
-    version.restore({"w": AsyncCollectiveTensor(target)})
+    raystow.restore(version, {"w": AsyncCollectiveTensor(target)})
     assert torch.equal(target, tensor)
 
 
@@ -268,7 +268,7 @@ def test_other_metadata_is_an_error_and_changes_nothing(other: Callable[[], Any]
     into = {"w": other()}
     before = getattr(into["w"], "codes", into["w"]).clone()
     with pytest.raises(StateError, match=message):
-        version.restore(into)
+        raystow.restore(version, into)
     assert torch.equal(getattr(into["w"], "codes", into["w"]), before)
 
 
@@ -319,7 +319,7 @@ def test_other_classes_are_refused_by_name(kind: str) -> None:
             cluster.save({"model": {"w": make()}}, step=1)
         version = cluster.save({"model": {"w": torch.ones(3)}}, step=2)
     with pytest.raises(StateError, match=rf'into\["model"\]\["w"\].*: .*{message}|not saved: model\.w\.'):
-        version.restore({"model": {"w": make()}})
+        raystow.restore(version, {"model": {"w": make()}})
 
 
 @pytest.mark.parametrize("kind", ["no parts", "fake", "functional", "an object in its metadata"])
@@ -359,7 +359,7 @@ def test_uneven_shards_that_say_where_they_are_are_resharded() -> None:
     assert torch.equal(again.read("w"), tensor * 2)
     for sizes in ((1, 2, 5, 0), (4, 4), (3, 0, 5)):
         for state, kept in zip(as_ranks(len(sizes), uneven(sizes, tensor * 0)), torch.split(tensor, sizes), strict=True):
-            version.restore(state)
+            raystow.restore(version, state)
             assert torch.equal(state["w"]._local_tensor, kept)
 
 
@@ -390,7 +390,7 @@ def test_strided_shards_of_several_boxes_are_resharded() -> None:
     assert torch.equal(version.read("w"), tensor)
     for rank, state in enumerate(as_ranks(2, make)):
         state["w"]._local_tensor.zero_()
-        version.restore(state)
+        raystow.restore(version, state)
         assert torch.equal(state["w"]._local_tensor, states[rank]["w"]._local_tensor)
 
 

@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 
-from ... import __version__
+from ..._version import __version__
 from ...storage.coding import kernels
 from .finding import Finding, damaged, ok, warning
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
 
-from ...storage.checking.probe import probe_conditional_writes
+from ...storage.checks.probe import probe_conditional_writes
 from ...storage.errors import NotARepository, RaystowError, StoreError
 from ...storage.format import keys
 from ...storage.object_store import ObjectStore

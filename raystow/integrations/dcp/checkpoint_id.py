@@ -6,7 +6,7 @@ import os
 import re
 
 from ...storage.errors import StateError
-from ...storage.reading.version_selector import is_reserved
+from ...storage.versions.version_selector import is_reserved
 
 _STEP = re.compile(r"(?:step[-_]|checkpoint-)([0-9]{1,18})|epoch=[0-9]{1,18}-step=([0-9]{1,18})\.ckpt", re.ASCII)
 

@@ -24,9 +24,9 @@ from ...state.wrapper_tensors import unwrapped
 from ...storage.arguments import integer
 from ...storage.errors import NotARepository, RaystowError, StateError
 from ...storage.format.manifest import Chunk
-from ...storage.reading.version import Version
-from ...storage.reading.version_selector import LATEST, VersionSelector
 from ...storage.repository import Repository, open_repository
+from ...storage.versions.version import Version
+from ...storage.versions.version_selector import LATEST, VersionSelector
 from .checkpoint_id import is_id, parse_id
 from .checks import check_placed, is_elsewhere, is_wrapper, refuse_torch_files, refuse_wrappers
 from .keys import path_of

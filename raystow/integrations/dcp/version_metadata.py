@@ -14,7 +14,7 @@ from ...storage.errors import Damaged, RaystowError, StateError, Unsupported
 from ...storage.format import manifest, values
 from ...storage.format.boxes import Box, tile
 from ...storage.format.manifest import Chunk, Value
-from ...storage.reading.version import Version
+from ...storage.versions.version import Version
 from .keys import KeyLeaf, assemble, keys_of
 
 

@@ -1,4 +1,4 @@
-"""What is read into tensors that consist of others, of which DCP knows nothing. It is as for ``Version.restore``."""
+"""What is read into tensors that consist of others, of which DCP knows nothing. It is as for ``raystow.restore``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...state.wrapper_tensors import ShardPart, WrapperText
 from ...storage.errors import StateError
 from ...storage.format import values
 from ...storage.format.manifest import Chunk
-from ...storage.reading.version import Version
+from ...storage.versions.version import Version
 
 _WHAT = "state_dict"
 

@@ -19,6 +19,7 @@ from ...orchestrator.coordinator.housekeeping import kept_by_a_run
 from ...orchestrator.standalone.commit import StandaloneCommit
 from ...orchestrator.standalone.writer import StandaloneWriter, StoredPart, cores, merged, value_of
 from ...state.box import Box, Boxes
+from ...state.coverage import coverage, total
 from ...state.lossy.tensor_values import dtype_name
 from ...state.shards import Shard, shard_of
 from ...state.tree import Leaf, boxes, flatten
@@ -26,12 +27,11 @@ from ...state.wrapper_tensors import unwrapped
 from ...storage.arguments import integer
 from ...storage.errors import NotARepository, SaveFailed, StateError
 from ...storage.format.manifest import Value
-from ...storage.reading.version import Version
 from ...storage.repository import open_repository
 from ...storage.retention.policy import Policy
 from ...storage.runtime.clock import SYSTEM
 from ...storage.stores import open_store
-from ...workers.protocol.coordinator_client import coverage, total
+from ...storage.versions.version import Version
 from ...workers.protocol.messages import Ticket
 from .checkpoint_id import is_id, parse_id
 from .checks import check_placed, is_wrapper, refuse_torch_files

@@ -19,9 +19,9 @@ from ...orchestrator.client.checkpointer import Checkpointer
 from ...state.tree import State
 from ...storage.errors import NotARepository, NotFound, StateError
 from ...storage.extras import check_methods, tried
-from ...storage.reading.version import Version
-from ...storage.reading.version_selector import VersionSelector
 from ...storage.repository import open_repository
+from ...storage.versions.version import Version
+from ...storage.versions.version_selector import VersionSelector
 from .engine_state import (
     apply_moments,
     apply_progress,

@@ -8,8 +8,8 @@ from transformers import Trainer
 from ...orchestrator.client.checkpointer import Checkpointer
 from ...state.tree import State
 from ...storage.errors import StateError
-from ...storage.reading.version import Version
-from ...storage.reading.version_selector import VersionSelector
+from ...storage.versions.version import Version
+from ...storage.versions.version_selector import VersionSelector
 from .attach import AttachedEngine
 from .engine_state import client_state_of
 from .partitions import Engine

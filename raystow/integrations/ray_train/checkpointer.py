@@ -23,9 +23,9 @@ from ...state.tree import State
 from ...storage.errors import ClusterError, OutcomeUnknown, SaveFailed, StateError, Unsupported
 from ...storage.format.root import Entry
 from ...storage.object_store import ObjectStore
-from ...storage.reading.version import Version
-from ...storage.reading.version_selector import LATEST, VersionSelector
 from ...storage.retention.policy import Policy
+from ...storage.versions.version import Version
+from ...storage.versions.version_selector import LATEST, VersionSelector
 from .pointer import Identity, folder, identity, write
 from .storage import repository_in, store_in
 from .train_sync import TrainSync, VersionReport

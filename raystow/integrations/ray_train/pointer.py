@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from ...orchestrator.standalone.restore import restore as restore_version
 from ...state.tree import State
 from ...storage.errors import Damaged, NotFound, StateError
 from ...storage.format import records
 from ...storage.format.json_text import strict_json
 from ...storage.format.root import Entry
-from ...storage.reading.version import Version
 from ...storage.repository import Repository, open_repository
+from ...storage.versions.version import Version
 from .storage import repository_in, store_in
 
 if TYPE_CHECKING:
@@ -172,5 +173,5 @@ def restore(
         Damaged: The version is damaged; there is no fallback to another one.
     """
     version = version_of(checkpoint, uri=uri)
-    version.restore(into, strict=strict, allow_missing=allow_missing, allow_unused=allow_unused, cast=cast)
+    restore_version(version, into, strict=strict, allow_missing=allow_missing, allow_unused=allow_unused, cast=cast)
     return version

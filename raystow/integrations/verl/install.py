@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import inspect
@@ -13,12 +14,15 @@ from verl.single_controller.base.worker import Worker
 from verl.utils.checkpoint import checkpoint_handler, checkpoint_manager
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
+from ...state.tree import State
 from ...storage.extras import check_methods, tried
 from . import manager, trainers
+from .settings import configure
 
 _PPO = {"verl.trainer.ppo.ray_trainer": "RayPPOTrainer", "verl.trainer.ppo.v1.trainer_base": "PPOTrainer"}
 
 
+@functools.cache
 def install() -> None:
     """Replace methods of verl's classes, so that objects that exist already change, too: verl makes the critic's manager before
     it imports ``model.external_lib``.
@@ -34,7 +38,7 @@ def install() -> None:
         setattr(FSDPCheckpointManager, ours.__name__, ours)
     handler = checkpoint_handler.CheckpointHandler
     handler.save_checkpoint = trainers.saving_one_version_of_sft(handler.save_checkpoint)
-    handler.load_checkpoint = trainers.loading_sft(handler.load_checkpoint)
+    handler.load_checkpoint = trainers.loading_sft(handler.load_checkpoint, configure_worker)
     handler._load_dataloader_state = trainers.loading_data(handler._load_dataloader_state)
     for module in _PPO:
         if module in sys.modules:  # verl's trainers are imported before the configuration of their model is read
@@ -44,6 +48,12 @@ def install() -> None:
     for importer in [loaded for path, loaded in sys.modules.items() if path.startswith("verl.")]:
         if vars(importer).get(name) is find:
             setattr(importer, name, trainers.find_latest_ckpt_path)
+
+
+def configure_worker(worker: Worker, settings: State) -> None:
+    """Install raystow with the settings of the trainer's process. verl does not import ``model.external_lib`` in each worker."""
+    install()
+    configure(**settings)
 
 
 class _LaterImports(importlib.abc.MetaPathFinder):
@@ -69,4 +79,4 @@ class _LaterImports(importlib.abc.MetaPathFinder):
 def _change_trainer(module: ModuleType) -> None:
     trainer = getattr(module, _PPO[module.__name__])
     trainer._save_checkpoint = trainers.saving_one_version(trainer._save_checkpoint)
-    trainer._load_checkpoint = trainers.loading_ppo(trainer._load_checkpoint)
+    trainer._load_checkpoint = trainers.loading_ppo(trainer._load_checkpoint, configure_worker)

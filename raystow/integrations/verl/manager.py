@@ -17,8 +17,8 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from ...state import value_text
 from ...state.tree import State, flatten
 from ...storage.errors import Damaged, StateError
-from ...storage.reading.version import Version
 from ...storage.repository import open_repository
+from ...storage.versions.version import Version
 from ..training_state import with_own_buffers
 from .settings import repository_of
 from .step_folder import find_step_folder, step_folder

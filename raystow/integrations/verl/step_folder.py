@@ -17,10 +17,10 @@ import torch
 
 from ...state.box import Box
 from ...storage.errors import Damaged, StateError
-from ...storage.reading.version import Version
-from ...storage.reading.version_selector import VersionSelector
 from ...storage.real_paths import input_path, regular_file
 from ...storage.runtime.clock import SYSTEM
+from ...storage.versions.version import Version
+from ...storage.versions.version_selector import VersionSelector
 
 FILES = "files"
 """The key of the files in the state."""

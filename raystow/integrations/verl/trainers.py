@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import distributed
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler, OrchestrationMode
 
 from ...state.tree import State
 from ...storage.errors import NotARepository, NotFound
-from ...storage.reading.version import Version
 from ...storage.real_paths import input_path
 from ...storage.repository import latest_version, open_repository
-from .settings import configure, local_dir, repository_of, settings
+from ...storage.versions.version import Version
+from .settings import local_dir, repository_of, settings
 from .step_folder import read_files, restored_folder, step_folder, write_files
 from .training_process import PROCESS, Commit
 
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
+
+ConfigureWorker: TypeAlias = "Callable[[Worker, State], None]"
+"""Loads raystow with the settings of the trainer's process in that of a worker."""
 
 _DATA = "data_0.pt"
 """The state of the data loader of rank 0 in a supervised training, which is that of all ranks."""
@@ -62,13 +64,13 @@ def saving_one_version_of_sft(save: Callable[[CheckpointHandler, int], None]) ->
     return save_checkpoint
 
 
-def loading_ppo(load: Callable[[RayPPOTrainer], None]) -> Callable[[RayPPOTrainer], None]:
+def loading_ppo(load: Callable[[RayPPOTrainer], None], configure_worker: ConfigureWorker) -> Callable[[RayPPOTrainer], None]:
     """``_load_checkpoint`` of a PPO trainer."""
 
     @functools.wraps(load)
     def load_checkpoint(self: RayPPOTrainer) -> None:
         local_dir(self.config.trainer.default_local_dir)
-        _configure(self.actor_rollout_wg)
+        _each(self.actor_rollout_wg, configure_worker, [settings()] * self.actor_rollout_wg.world_size)
         if self.config.trainer.resume_mode == "resume_path":
             fetch_files(self.config.trainer.resume_from_path)
         load(self)
@@ -76,13 +78,15 @@ def loading_ppo(load: Callable[[RayPPOTrainer], None]) -> Callable[[RayPPOTraine
     return load_checkpoint
 
 
-def loading_sft(load: Callable[[CheckpointHandler], int]) -> Callable[[CheckpointHandler], int]:
+def loading_sft(
+    load: Callable[[CheckpointHandler], int], configure_worker: ConfigureWorker
+) -> Callable[[CheckpointHandler], int]:
     """``load_checkpoint`` of the ``CheckpointHandler``."""
 
     @functools.wraps(load)
     def load_checkpoint(self: CheckpointHandler) -> int:
         if self.mode == OrchestrationMode.RAY:
-            _configure(self.engine)
+            _each(self.engine, configure_worker, [settings()] * self.engine.world_size)
         local_dir(self.default_local_dir).mkdir(parents=True, exist_ok=True)  # without it verl looks for no checkpoint
         if self.resume_mode != "disable" and self.resume_from_path is not None:
             fetch_files(self.resume_from_path)
@@ -136,16 +140,6 @@ def fetch_files(path: str) -> None:
 def commit_here(worker: Worker, commit: Commit) -> None:
     """Save the parts of a worker's process. verl calls it in each worker."""
     PROCESS.commit(commit)
-
-
-def configure_here(worker: Worker, settings: State) -> None:
-    """Load raystow with the settings of the trainer's process. verl does not import ``model.external_lib`` in each worker."""
-    importlib.import_module("raystow.verl")
-    configure(**settings)
-
-
-def _configure(workers: WorkerGroup) -> None:
-    _each(workers, configure_here, [settings()] * workers.world_size)
 
 
 def _ask(workers: WorkerGroup, commit: Commit) -> None:

@@ -19,14 +19,14 @@ from ...storage.format import values
 from ...storage.log import about
 from ...storage.notebook import facts_table
 from ...storage.object_store import ObjectStore
-from ...storage.reading.version import Version
-from ...storage.reading.version_selector import LATEST, VersionSelector, selector_text
 from ...storage.repository import Repository
 from ...storage.retention.policy import Policy
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import FAILED_SAVES, STAGED, STALL, record
 from ...storage.stores import open_store
 from ...storage.stores.settings import place_of
+from ...storage.versions.version import Version
+from ...storage.versions.version_selector import LATEST, VersionSelector, selector_text
 from ...workers.protocol import messages
 from ...workers.protocol.messages import START, Begin, OpenJournal
 from ...workers.staging.plan import SaveOrder

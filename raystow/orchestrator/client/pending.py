@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from ...storage.errors import DeadlineExceeded, OutcomeUnknown, RaystowError
 from ...storage.log import Log
 from ...storage.notebook import facts_table
-from ...storage.reading.version import Version
 from ...storage.runtime import background
 from ...storage.runtime.clock import SYSTEM
+from ...storage.versions.version import Version
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable
 
 from ...state.tree import State
-from ...storage.reading.version import Version
 from ...storage.repository import Repository
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import RESTORE, record
+from ...storage.versions.version import Version
 from ...workers.protocol.messages import RestoreVote
 from ..restore.agreed import restore_agreed
 from ..restore.agreement import ClusterAgreement

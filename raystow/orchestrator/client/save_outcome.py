@@ -10,11 +10,11 @@ from ...storage.commit.committer import outcome_in
 from ...storage.errors import Fenced, NotARepository, NotFound, OutcomeUnknown, RaystowError, SaveFailed
 from ...storage.format.root import Entry
 from ...storage.object_store import ObjectStore
-from ...storage.reading.version import Version
 from ...storage.repository import Repository
 from ...storage.runtime import background
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import DURABLE, record
+from ...storage.versions.version import Version
 from ...workers.staging.plan import SaveOrder
 from .failure_reports import FailureReports
 from .failures import Failures

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import DeadlineExceeded, OutcomeUnknown, RaystowError
 from ...storage.log import Log
-from ...storage.reading.version import Version
 from ...storage.runtime.clock import SYSTEM
+from ...storage.versions.version import Version
 from .pending import Pending
 from .save_outcome import SOON
 

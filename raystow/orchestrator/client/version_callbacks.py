@@ -10,8 +10,8 @@ from typing import Protocol
 
 from ...storage.errors import StateError
 from ...storage.log import Log
-from ...storage.reading.version import Version
 from ...storage.runtime import background
+from ...storage.versions.version import Version
 
 _PATIENCE = 60.0  # seconds in which ``close`` waits for callbacks
 

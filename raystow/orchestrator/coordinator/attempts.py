@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from ...state.coverage import differing, total
 from ...storage.commit.committer import Committer
 from ...storage.errors import Damaged, Fenced, NotARepository, OutcomeUnknown, RaystowError, SaveFailed
 from ...storage.format.root import Entry
@@ -17,7 +18,6 @@ from ...storage.log import Log, about
 from ...storage.root.root_register import BEGIN_ANEW
 from ...storage.runtime.clock import Clock
 from ...storage.runtime.metrics import ABORTED, RAW, STORED, VERSIONS, record
-from ...workers.protocol.coordinator_client import differing, total
 from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksWarning, RestoreVote, Ticket, UnusedNames
 from ..late_ranks import LATE, next_warning, process_name
 from .attempt import ANOTHER_RUN, Attempt, Phase, first_differences, version_record

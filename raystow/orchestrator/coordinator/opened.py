@@ -6,7 +6,7 @@ import functools
 import platform
 from collections.abc import Collection
 
-from ... import __version__
+from ..._version import __version__
 from ...storage.commit.committer import Committer
 from ...storage.errors import Fenced, NotARepository, NotFound, RaystowError, StoreError
 from ...storage.format import key_files

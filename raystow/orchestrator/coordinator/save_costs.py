@@ -11,7 +11,7 @@ from statistics import median
 from ...storage.commit.catalog import Catalog
 from ...storage.errors import RaystowError
 from ...storage.format.version_record import RestoreInfo, VersionRecord
-from ...storage.reading.version import Version
+from ...storage.versions.version import Version
 from ...workers.protocol.messages import AskNextSave
 from ..save_interval import LEAST, best_interval, time_between_failures
 

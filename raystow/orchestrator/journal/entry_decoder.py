@@ -15,7 +15,7 @@ from ...storage.coding.chunk import Coding
 from ...storage.coding.kernels import Bytes
 from ...storage.format.manifest import Chunk
 from ...storage.object_store import Buffer, ObjectStore
-from ...storage.reading.reader import BaseChunks, PackReader, Request
+from ...storage.versions.reader import BaseChunks, PackReader, Request
 from ...workers.journal.entry_bytes import POOL
 from .entry_file import StoredTensor
 from .gradient_coding import SMALL, WITHOUT_BYTES, checked_dtype, from_values, without_bytes

@@ -9,9 +9,9 @@ from ...state.tree import State
 from ...storage.errors import Damaged, RankRestarted, RaystowError
 from ...storage.format.root import Entry
 from ...storage.log import about
-from ...storage.reading.version import Version
 from ...storage.repository import Repository
 from ...storage.runtime.gc_pause import uncollected
+from ...storage.versions.version import Version
 from . import progress_bar
 from .agreement import Agreement
 from .name_check import Incomplete

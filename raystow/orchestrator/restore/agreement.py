@@ -15,11 +15,11 @@ from ...storage.format import keys
 from ...storage.format.root import Entry
 from ...storage.limits import MAX_ROWS
 from ...storage.log import about
-from ...storage.reading.version import Bases, Version
-from ...storage.reading.version_selector import LATEST, VersionSelector, select, selector_text
 from ...storage.repository import Repository
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import RESTORED, record
+from ...storage.versions.version import Bases, Version
+from ...storage.versions.version_selector import LATEST, VersionSelector, select, selector_text
 from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
 from ..heartbeat import Heartbeat, StallWatch

@@ -14,9 +14,9 @@ from ...storage.coding import dtypes
 from ...storage.errors import StateError, Unsupported
 from ...storage.format import values
 from ...storage.format.manifest import SCALAR, TENSOR, Chunk, Value, parse_path
-from ...storage.reading.tensor_index import FoundRows
-from ...storage.reading.value_tree import Path, beneath, rows_of_one_rank
-from ...storage.reading.version import Version
+from ...storage.versions.tensor_index import FoundRows
+from ...storage.versions.value_tree import Path, beneath, rows_of_one_rank
+from ...storage.versions.version import Version
 
 if TYPE_CHECKING:
     import torch

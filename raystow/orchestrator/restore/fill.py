@@ -17,7 +17,7 @@ from ...storage.coding.kernels import Words
 from ...storage.errors import StateError, Unsupported
 from ...storage.format.boxes import overlap
 from ...storage.format.manifest import Chunk
-from ...storage.reading.reader import PackReader, Request, Run
+from ...storage.versions.reader import PackReader, Request, Run
 from .plan import Progress, silent
 from .shared_containers import check_containers
 from .targets import RestoreTarget, StoredElements, distinct

@@ -9,8 +9,8 @@ from datetime import datetime, timezone
 from typing import Protocol
 
 from ...storage.errors import StateError
-from ...storage.reading.tensor_index import Finder, FoundRows, Seeker
-from ...storage.reading.version import Version
+from ...storage.versions.tensor_index import Finder, FoundRows, Seeker
+from ...storage.versions.version import Version
 from .name_match import NameMatch, is_within
 from .name_patterns import NameRules, proposal
 

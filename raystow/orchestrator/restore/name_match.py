@@ -13,9 +13,9 @@ from ...state.wrapper_tensors import ShardPart, WrapperText
 from ...storage.coding.digest import stored_digest
 from ...storage.errors import StateError
 from ...storage.format.manifest import Chunk, Value
-from ...storage.reading.tensor_index import Finder, Seeker
-from ...storage.reading.value_tree import Path as ValuePath
-from ...storage.reading.value_tree import part_text
+from ...storage.versions.tensor_index import Finder, Seeker
+from ...storage.versions.value_tree import Path as ValuePath
+from ...storage.versions.value_tree import part_text
 from .as_saved import AsSaved, load, rows_beneath
 from .plain_containers import PlainNode, by_container, is_same, match_values
 

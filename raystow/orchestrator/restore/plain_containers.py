@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ...state.tree import Leaf, Path
 from ...storage.format.manifest import Value, parse_path, path_text
-from ...storage.reading.value_tree import container, containers, rows_of_one_rank
+from ...storage.versions.value_tree import container, containers, rows_of_one_rank
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from ...storage.errors import StateError
 from ...storage.format.boxes import bounds
 from ...storage.format.manifest import Chunk, Value
 from ...storage.format.selection import Sought
-from ...storage.reading.tensor_index import Seeker
-from ...storage.reading.value_tree import Path as ValuePath
-from ...storage.reading.value_tree import nested
-from ...storage.reading.version import Version
 from ...storage.runtime.gc_pause import uncollected
+from ...storage.versions.tensor_index import Seeker
+from ...storage.versions.value_tree import Path as ValuePath
+from ...storage.versions.value_tree import nested
+from ...storage.versions.version import Version
 from .as_saved import AsSaved, CheckedAsSaved, load, target
 from .fill import Fill
 from .name_check import (

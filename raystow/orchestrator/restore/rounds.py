@@ -26,9 +26,9 @@ from ...storage.errors import (
 from ...storage.format.root import Entry
 from ...storage.format.version_record import RestoreInfo
 from ...storage.log import about
-from ...storage.reading.version_selector import LATEST, select
 from ...storage.repository import Repository
 from ...storage.runtime.clock import Clock
+from ...storage.versions.version_selector import LATEST, select
 from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
 from ..late_ranks import LATE, NumberedWarning, late_text, next_warning, process_name, ranks_text, with_processes
 from .round import RestoreRound

@@ -19,7 +19,7 @@ from ...storage.coding.kernels import Words
 from ...storage.errors import StateError
 from ...storage.format.boxes import Box, overlap
 from ...storage.format.manifest import Chunk
-from ...storage.reading.reader import PackReader, Request
+from ...storage.versions.reader import PackReader, Request
 
 _MOST_WORK = 1 << 20  # steps to decide whether two targets with gaps between their elements share memory
 _REMEDY = "give each memory of its own, as clone() does, or leave one of them out"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ...storage.errors import StateError
 from ...storage.format.boxes import Box
 from ...storage.format.manifest import Chunk
-from ...storage.reading.reader import PackReader
-from ...storage.reading.version import Version
+from ...storage.versions.reader import PackReader
+from ...storage.versions.version import Version
 from .plan import Rates
 
 MOST_RANKS = 1 << 17

@@ -7,15 +7,15 @@ import platform
 import threading
 from collections.abc import Mapping, Sequence
 
-from ... import __version__
+from ..._version import __version__
+from ...state.coverage import total
 from ...storage.commit.committer import Committer
 from ...storage.errors import NotARepository, SaveFailed
 from ...storage.format import key_files, values
-from ...storage.reading.version import Version
 from ...storage.repository import create_repository
 from ...storage.retention.policy import Policy
 from ...storage.runtime.clock import SYSTEM
-from ...workers.protocol.coordinator_client import total
+from ...storage.versions.version import Version
 from ..coordinator.attempt import Attempt, version_record
 from ..coordinator.housekeeping import Housekeeping
 from .writer import StoredPart

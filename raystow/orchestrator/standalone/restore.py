@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Any
 
 from ...state.tree import State
+from ...storage.arguments import refused
 from ...storage.format import key_files
-from ...storage.reading.version import Version
-from ...storage.reading.version_selector import LATEST, VersionSelector
-from ...storage.repository import Repository
+from ...storage.repository import Repository, open_repository
+from ...storage.versions.version import Version
+from ...storage.versions.version_selector import LATEST, VersionSelector
+from ..argument_checks import address
 from ..client.rank_discovery import placement, process_group
 from ..restore.agreed import restore_agreed
 from ..restore.agreement import LocalAgreement
@@ -19,7 +21,7 @@ from ..restore.planner import RestoreOptions
 
 
 def restore(
-    repository: Repository,
+    source: str | os.PathLike[str] | Version,
     into: State,
     version: VersionSelector = LATEST,
     *,
@@ -30,13 +32,14 @@ def restore(
     progress: Progress | None = None,
 ) -> Version | None:
     """See ``raystow.restore``."""
+    if isinstance(source, Version):
+        if version != LATEST:
+            raise refused("version", version, "left out if source is a Version, which is restored")
+        repository = Repository(source.store, source.repository_id, trust=source.trust or key_files.trust())
+        version = source
+    else:
+        repository = open_repository(address(source))
     names = NameRules.of(strict, allow_missing, allow_unused)
     rank, world_size = process_group() or placement()  # a replica group of torchft is a world of its own: see placement
     agreement = LocalAgreement(repository, version, fall_back=world_size == 1)
     return restore_agreed(repository, into, agreement, RestoreOptions(rank, world_size, names, cast), progress=progress)
-
-
-def restore_version(version: Version, into: State, **options: Any) -> None:
-    """See ``Version.restore``."""
-    repository = Repository(version.store, version.repository_id, trust=version.trust or key_files.trust())
-    restore(repository, into, version, **options)

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...state.chunk_info import HOST_CHUNK
 from ...state.chunks import cuts
+from ...state.coverage import coverage, total
 from ...state.planned_chunk import PlannedChunk
 from ...state.shards import Shard
 from ...state.tree import Leaf
@@ -28,16 +30,14 @@ from ...storage.runtime.memory_budget import MemoryBudget
 from ...workers.packing.attempt import draft
 from ...workers.packing.chunk_writer import ChunkWriter
 from ...workers.packing.packer import Packer
-from ...workers.protocol.coordinator_client import coverage, total
 from ...workers.protocol.messages import Ticket
-from ...workers.shm.ring import SLOT
 
 _UPLOADS = 4
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """``covered``: the sum of ``workers.protocol.coordinator_client.coverage`` over what was stored and counted."""
+    """``covered``: the sum of ``state.coverage.coverage`` over what was stored and counted."""
 
     info: FragmentInfo
     packs: tuple[PackInfo, ...]
@@ -74,7 +74,7 @@ class StandaloneWriter:
 
     def add(self, shard: Shard, *, counted: bool = True) -> None:
         """Store a box of a tensor; waits for the budget. Its memory must not change. ``counted``: it adds to ``covered``."""
-        for cut in cuts(shard, SLOT):
+        for cut in cuts(shard, HOST_CHUNK):
             piece = PlannedChunk(shard, cut, None, group(shard.leaf.name))
             self._budget.acquire(piece.nbytes, self._relieve)
             self._coders.submit(self._code, piece, counted)

@@ -11,11 +11,11 @@ from ..errors import NotFound
 from ..format.root import Entry, Root
 from ..format.signature import PublicKey, Signer, Trust
 from ..object_store import ObjectStore
-from ..reading.version import Version
-from ..reading.version_selector import check_version
 from ..root.delta_chain import needed
 from ..root.root_register import RootRegister
 from ..runtime.clock import SYSTEM, Clock
+from ..versions.version import Version
+from ..versions.version_selector import check_version
 from . import leases, store_clock
 from .leases import Lease
 

@@ -13,8 +13,8 @@ from ..format.segment_record import SegmentRecord
 from ..format.signature import VERSION, Signer
 from ..format.version_record import VersionRecord
 from ..object_store import ObjectStore
-from ..reading.version import Version
 from ..root.invariants import Claims, Fence
+from ..versions.version import Version
 from .catalog import Catalog
 from .segments import put_segment
 from .signed_record import put_signed

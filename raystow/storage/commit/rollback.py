@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..errors import NotFound
 from ..format.root import Root
-from ..reading.version import Version
 from ..root import history
 from ..root.invariants import Claims
+from ..versions.version import Version
 from .catalog import Catalog
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..arguments import integer, refused
-from ..checking.verify import verify_sizes
+from ..checks.verify import verify_sizes
 from ..commit.catalog import Catalog
 from ..commit.leases import Lease
 from ..commit.rollback import rollback as roll_back
@@ -19,12 +19,12 @@ from ..errors import StateError
 from ..format import key_files
 from ..format.root import Entry, Root, Segment
 from ..format.signature import Signer
-from ..reading.version import Version
-from ..reading.version_selector import VersionSelector, select
 from ..repository import Repository, create_repository, open_repository
 from ..root.delta_chain import needed
 from ..root.invariants import Claims, Fence
 from ..runtime.clock import SYSTEM, Clock
+from ..versions.version import Version
+from ..versions.version_selector import VersionSelector, select
 from .segments import copy_segment
 from .transfer import MEMORY, Transfer
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ..checking.verify import checked_packs
+from ..checks.verify import checked_packs
 from ..coding.digest import stored_digest
 from ..errors import Damaged, NotFound
 from ..format import keys
@@ -19,7 +19,7 @@ from ..format.signature import Signer
 from ..format.version_record import PackInfo
 from ..limits import MAX_SIGNATURE
 from ..object_store import Buffer, ObjectStore
-from ..reading.version import Version
+from ..versions.version import Version
 
 MEMORY = 256 << 20
 """Bytes of packs in memory by default."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..arguments import refused
-from ..checking import scan
+from ..checks import scan
 from ..commit import leases, segments
 from ..commit.catalog import Catalog
 from ..format import keys

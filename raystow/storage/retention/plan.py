@@ -19,10 +19,10 @@ from ..commit.catalog import Catalog
 from ..errors import Damaged, NotFound, RaystowError, StateError, Unsupported, Untrusted
 from ..format.root import Dropped, Entry, Root
 from ..log import about
-from ..reading.version import Version
 from ..root import history
 from ..root.delta_chain import base_chain, needed
 from ..root.invariants import Claims, Fence
+from ..versions.version import Version
 from . import policy as policies
 from . import replacement
 from .compaction_policy import as_it_is, estimate

@@ -30,8 +30,8 @@ from ..format.signature import Signer
 from ..format.version_record import Thinned, VersionRecord
 from ..limits import MAX_SIGNATURE
 from ..log import about
-from ..reading.version import Version
 from ..root.invariants import Claims, Fence
+from ..versions.version import Version
 from . import rewrite
 from .rewrite import Progress, Rewriting
 

@@ -29,9 +29,9 @@ from ..format.groups import WEIGHTS, group
 from ..format.manifest import Chunk, Fragment
 from ..format.version_record import FragmentInfo, PackInfo
 from ..object_store import Buffer
-from ..reading.reader import Request, decode
-from ..reading.version import Version
 from ..runtime.batches import batches
+from ..versions.reader import Request, decode
+from ..versions.version import Version
 
 _PACK = 64 << 20  # bytes
 _AT_ONCE = 4  # packs

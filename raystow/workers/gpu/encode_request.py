@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from ...state.chunk_info import ChunkInfo
 from ...storage.coding.dtypes import DType
 from ...storage.errors import SaveFailed
-from ..protocol.messages import ChunkInfo, DerivedChunk
 
 if TYPE_CHECKING:
     import torch
@@ -50,21 +50,6 @@ class Source(Protocol):
 
     def gather(self) -> torch.Tensor:
         """Return a contiguous copy of the words, made on the current stream."""
-
-
-class DerivedPair(Protocol):
-    """The chunk ``piece``, which is not stored if all its elements can be derived from the chunk ``source``."""
-
-    @property
-    def piece(self) -> Source:
-        """The chunk that may be derived."""
-
-    @property
-    def source(self) -> Source:
-        """A chunk with the same box, on the same device."""
-
-    def derived(self, digest: int) -> DerivedChunk:
-        """Return the message that announces it as derived; ``digest``: of its bytes."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.cuda import Event
 
+from ...state.planned_chunk import PlannedChunk, PlannedDerived
 from ...storage.coding.chunk import RAW
 from ...storage.coding.digest import SecretKeys, process_keys
 from ..protocol.messages import BaseDigests, CodedLayout, StageCoded
@@ -18,7 +19,7 @@ from .encode.encode_plan import EncodePlan
 from .encode.encoder import Encoder
 from .encode.pinned_ring import PinnedRing
 from .encode.stages import Arrived
-from .encode_request import DerivedPair, EncodeRequest, Source
+from .encode_request import EncodeRequest, Source
 from .kernels.library import load_all
 from .pinned_memory import BUFFERS
 from .unchanged import Remaining, UnchangedChunks
@@ -70,7 +71,13 @@ class GpuEncoder:
             self._encoder(device).prepare(pieces)
 
     def compare(
-        self, device: int, pieces: Sequence[Source], followers: Sequence[DerivedPair], base: BaseDigests | None, *, after: Event
+        self,
+        device: int,
+        pieces: Sequence[PlannedChunk],
+        followers: Sequence[PlannedDerived],
+        base: BaseDigests | None,
+        *,
+        after: Event,
     ) -> Remaining:
         """Return the chunks that have changed since ``base``: see ``UnchangedChunks.compare``."""
         if device not in self._unchanged:
@@ -81,7 +88,7 @@ class GpuEncoder:
         """Note that all chunks that ``compare`` returned for a device were encoded by the last ``encode``."""
         self._unchanged[device].note(self._digests)
 
-    def follow(self, device: int, followers: Sequence[DerivedPair], *, after: Event) -> DerivedCheck:
+    def follow(self, device: int, followers: Sequence[PlannedDerived], *, after: Event) -> DerivedCheck:
         """Begin to check, after a CUDA event, which chunks can be derived from others."""
         return check_derived(self._checkers, device, followers, after=after)
 

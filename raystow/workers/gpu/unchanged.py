@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...state.planned_chunk import PlannedChunk, PlannedDerived
 from ...storage.coding.delta import LEAST
 from ...storage.coding.digest import SecretKeys, finish
 from ..protocol.messages import BaseDigests, ChunkDigests, ComparedChunks
@@ -31,8 +32,8 @@ class Remaining:
     """The chunks of a device that must be stored. ``messages`` tell the node worker of the others, and of the digests of all
     chunks that were compared."""
 
-    pieces: Sequence[Any]
-    followers: Sequence[Any]
+    pieces: Sequence[PlannedChunk]
+    followers: Sequence[PlannedDerived]
     messages: Sequence[ComparedChunks | ChunkDigests] = ()
 
 
@@ -52,8 +53,8 @@ class UnchangedChunks:
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device, priority=_SOON)
         self._serial = 0
-        self._pieces: Sequence[Any] = ()
-        self._followers: Sequence[Any] = ()
+        self._pieces: Sequence[PlannedChunk] = ()
+        self._followers: Sequence[PlannedDerived] = ()
         self._identities: list[tuple[object, int]] = []
         self._described = False  # whether the node worker knows the chunks
         self._described_next = False  # whether it does once the messages of this save are sent
@@ -67,7 +68,12 @@ class UnchangedChunks:
         self._rest: tuple[bytes, Remaining] | None = None
 
     def compare(
-        self, pieces: Sequence[Any], followers: Sequence[Any], base: BaseDigests | None, *, after: torch.cuda.Event
+        self,
+        pieces: Sequence[PlannedChunk],
+        followers: Sequence[PlannedDerived],
+        base: BaseDigests | None,
+        *,
+        after: torch.cuda.Event,
     ) -> Remaining:
         """Return the chunks that have changed since ``base``. They are read after the event ``after``. Waits for the device."""
         if not (pieces is self._pieces and followers is self._followers):

@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass
 
+from ...state.coverage import coverage, total
 from ...storage.coding.chunk import Coding
 from ...storage.coding.derived import Derivation
 from ...storage.coding.kernels import Bytes
@@ -28,7 +29,7 @@ from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.gc_pause import uncollected
 from ...storage.runtime.memory_budget import MemoryBudget
 from ..cache.base_version import BaseVersion, KnownChunks
-from ..protocol.coordinator_client import CoordinatorClient, coverage, total
+from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import AttemptKey, AttemptStatus, ChunkInfo, Stage, Ticket
 from ..shm.coded_layout import CodedChunk
 from ..shm.slots import Slots

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from msgspec.structs import replace
 
+from ...state.chunk_info import HOST_CHUNK
 from ...storage.coding import delta, dtypes
 from ...storage.coding.chunk import ChunkEncoder, Coding
 from ...storage.coding.derived import Derivation
@@ -23,7 +24,6 @@ from ...storage.runtime.gc_pause import uncollected
 from ...storage.runtime.memory_budget import MemoryBudget
 from ..cache.base_version import BaseVersion, Identity, KnownChunks
 from ..protocol.messages import AttemptKey, Ticket
-from ..shm.ring import SLOT
 from .packer import Packer
 
 Coded = tuple[Chunk, list[memoryview], Callable[[], None]]
@@ -146,7 +146,7 @@ class ChunkWriter:
             return None
         scratch = getattr(_scratch, "base", None)
         if scratch is None:
-            scratch = _scratch.base = np.empty(SLOT, np.uint8)
+            scratch = _scratch.base = np.empty(HOST_CHUNK, np.uint8)
         found = self._base.elements(chunk, scratch)
         return None if found is None else (self._base.id, found)
 
@@ -206,7 +206,7 @@ def encode(dtype: str, raw: Bytes, base: tuple[int, Bytes] | None = None) -> tup
     """
     encoder = getattr(_scratch, "encoder", None)
     if encoder is None:
-        encoder = _scratch.encoder = ChunkEncoder(SLOT)
+        encoder = _scratch.encoder = ChunkEncoder(HOST_CHUNK)
     as_delta = delta.encode(encoder, raw, dtypes.dtype(dtype), base[1], base[0]) if base is not None else None
     coded, coding = as_delta or encoder.encode(raw, dtypes.dtype(dtype))
     return coding, coded.data

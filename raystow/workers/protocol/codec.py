@@ -17,13 +17,13 @@ import msgspec
 
 from ...storage.coding.digest import SECRET, stored_digest
 from ...storage.errors import ProtocolError, RaystowError
-from ...storage.limits import MAX_DIMENSIONS, MAX_NAME, MAX_ROWS
+from ...storage.limits import MAX_ROWS
+from ...storage.limits import Digest as Digest
+from ...storage.limits import Shape as Shape
+from ...storage.limits import Text as Text
 
 _Key = TypeVar("_Key")
 _Item = TypeVar("_Item")
-
-Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-"""A name, a path, an address, or an explanation."""
 
 MAX_JSON = 96 << 20
 """Characters of a plain value."""
@@ -37,9 +37,6 @@ MAX_RANKS = 1 << 20
 WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 """A number of ranks. Who waits for ranks lists those that are missing."""
 
-Digest = Annotated[int, msgspec.Meta(ge=0)]
-"""An unsigned integer of 64 bits."""
-
 DigestBytes = Annotated[bytes, msgspec.Meta(max_length=32)]
 """BLAKE3, or empty."""
 
@@ -48,9 +45,6 @@ Column = Annotated[tuple[_Item, ...], msgspec.Meta(max_length=MAX_ROWS)]
 
 Table = Annotated[Mapping[_Key, _Item], msgspec.Meta(max_length=MAX_ROWS)]
 """Values of one type by name or number."""
-
-Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
-"""One number for each dimension of a tensor."""
 
 Packed = Annotated[bytes, msgspec.Meta(max_length=16 * MAX_ROWS)]
 """Numbers of a column as bytes, at most 16 for each row."""

@@ -12,11 +12,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from ...state.chunk_info import HOST_CHUNK
 from ...storage.coding.kernels import Bytes
 from ..protocol.messages import Span
 
-SLOT = 4 << 20
-"""Bytes of a slot in a ring for tensors in host memory, and of the largest chunk that is staged as it is."""
+SLOT = HOST_CHUNK
+"""Bytes of a slot in a ring for tensors in host memory."""
 
 DEVICE_SLOT = 32 << 20
 """Bytes of a slot in a ring that a GPU fills with coded chunks: few large copies."""

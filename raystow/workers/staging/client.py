@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from ...state.planner import SavePlan
 from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import ClusterError, OutcomeUnknown, ProtocolError, RaystowError, SaveFailed
 from ...storage.format.root import Entry
@@ -40,7 +41,7 @@ from ..shm.free_slots import DIED
 from ..shm.ring import Ring
 from . import gpu
 from .host import stage_host
-from .plan import SaveOrder, StagingPlan
+from .plan import SaveOrder
 from .staging_slots import StagingSlots
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Staging:
         opened, descriptor = answer[0], answer[1]
         self._slots = StagingSlots(Ring(descriptor, opened.slots, opened.slot_size, kept=opened.kept), self._connection.post)
         self._devices = gpu.DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened)
-        self._orders: queue.SimpleQueue[SaveOrder | StagingPlan | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[SaveOrder | SavePlan | None] = queue.SimpleQueue()
         self._open: dict[int, SaveOrder] = {}
         self._told: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows
         self._lock = threading.Lock()
@@ -87,7 +88,7 @@ class Staging:
         order.on_read()  # the node worker died after the caller has looked, and nobody else would end this save
         order.on_end(SaveFailed(self._why, subject=order.subject))
 
-    def prepare(self, plan: StagingPlan) -> None:
+    def prepare(self, plan: SavePlan) -> None:
         """Prepare saves of a plan like this in the background; see ``Checkpointer.prepare``."""
         self._orders.put(plan)
 
@@ -131,7 +132,7 @@ class Staging:
                 order.plan = None
                 order.on_read()
 
-    def _prepare(self, plan: StagingPlan) -> None:
+    def _prepare(self, plan: SavePlan) -> None:
         try:
             for device, group in plan.parts.items():
                 if device is not None:
@@ -141,7 +142,7 @@ class Staging:
         finally:
             plan.release()
 
-    def _stage_all(self, order: SaveOrder, plan: StagingPlan) -> None:
+    def _stage_all(self, order: SaveOrder, plan: SavePlan) -> None:
         devices = sorted(device for device in plan.parts if device is not None)
         choices = [self._devices.choice(device) for device in devices]
         replicated, expected = plan.coverage

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ...state.planned_chunk import PlannedChunk, PlannedDerived
+from ...state.planner import SavePlan
 from ...storage.coding.digest import SecretKeys
 from ...storage.errors import ClusterError
 from ...storage.runtime.clock import SYSTEM
 from ..gpu.encode_request import EncodeRequest, EncodingRefused
 from ..protocol.messages import BaseDigests, DeviceAnswer, Message, SessionOpened, StageDerived
-from .plan import ChunkSource, SaveOrder, StagingPlan
+from .plan import SaveOrder
 from .staging_slots import StagingSlots
 
 if TYPE_CHECKING:
@@ -60,19 +62,20 @@ class DeviceStaging:
             self._encoder = self._local_encoder()
             return self._encoder.choice(device)
 
-    def prepare(self, device: int, pieces: Sequence[ChunkSource]) -> None:
+    def prepare(self, device: int, pieces: Sequence[PlannedChunk]) -> None:
         """Allocate, pin and load what encoding needs, and plan it for these chunks."""
         self.choice(device)
         assert self._encoder is not None
         self._encoder.prepare(device, pieces)
 
     def stage(
-        self, order: SaveOrder, plan: StagingPlan, device: int, on_read: Callable[[float], None], post: Callable[[Message], None]
+        self, order: SaveOrder, plan: SavePlan, device: int, on_read: Callable[[float], None], post: Callable[[Message], None]
     ) -> None:
         """Encode the chunks on a device, and then those that were expected to be derived but cannot be."""
         encoder, after, group = self._encoder, plan.ready[device], plan.parts[device]
         assert encoder is not None
-        pieces, followers = group.pieces, group.followers
+        pieces: Sequence[PlannedChunk] = group.pieces
+        followers: Sequence[PlannedDerived] = group.followers
         compares = order.begin.delta != 0
         if compares:
             remaining = encoder.compare(device, pieces, followers, self.bases.get(device), after=after)

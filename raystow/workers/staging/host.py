@@ -7,17 +7,18 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ...state.planned_chunk import DeviceChunks, PlannedDerived
+from ...state.planner import SavePlan
 from ...storage.coding.derived import followed
 from ...storage.coding.kernels import Bytes
 from ..protocol.messages import DerivedChunk, Message, RawChunk, StageDerived, StageRaw
 from ..shm.ring import ALIGN
-from .plan import DerivedSource, SourceGroup, StagingPlan
 from .staging_slots import StagingSlots
 
 
-def stage_host(plan: StagingPlan, group: SourceGroup, slots: StagingSlots, post: Callable[[Message], None]) -> None:
+def stage_host(plan: SavePlan, group: DeviceChunks, slots: StagingSlots, post: Callable[[Message], None]) -> None:
     """Copy the chunks of ``group``, and announce each slot when it is full."""
-    followers: dict[int, list[DerivedSource]] = defaultdict(list)
+    followers: dict[int, list[PlannedDerived]] = defaultdict(list)
     for follower in group.followers:
         followers[id(follower.source)].append(follower)
     left, ring = deque(group.pieces), slots.ring
@@ -56,7 +57,7 @@ def _announce(raw: list[RawChunk], derived: list[DerivedChunk], post: Callable[[
     derived.clear()
 
 
-def _followed(follower: DerivedSource, words: Bytes) -> int | None:
+def _followed(follower: PlannedDerived, words: Bytes) -> int | None:
     """Return the digest of a chunk in host memory if it follows from these words, which are as they will be stored."""
     raw = np.empty(follower.piece.nbytes, np.uint8)
     follower.piece.copy(raw)

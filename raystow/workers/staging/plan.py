@@ -1,18 +1,15 @@
-"""What a training process stages: chunks, grouped by the device that codes them, and one order for each save."""
+"""What a training process stages: one order for each save."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from ...storage.coding.kernels import Bytes
-from ...storage.coding.rounded import Rounded
+from ...state.planner import SavePlan
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format.root import Entry
-from ..gpu.encode_request import DerivedPair, Source
 from ..protocol.messages import Begin
 
 logger = logging.getLogger(__name__)
@@ -23,91 +20,6 @@ CODECS = ("auto", "deflate", "zstd", "ans", "raw", "cpu")
 
 PROCESSES = ("training", "node")
 """Which process codes chunks on a GPU."""
-
-
-class ChunkSource(Source, Protocol):
-    """A chunk to stage: at most ``SLOT`` bytes, or ``DEVICE_CHUNK`` on a GPU."""
-
-    @property
-    def device(self) -> int | None:
-        """The CUDA device that codes the chunk; None if the node worker does."""
-
-    def copy(self, out: Bytes) -> None:
-        """Copy the bytes into ``out``, row-major."""
-
-
-class DerivedSource(DerivedPair, Protocol):
-    """A chunk that is not staged if it follows from the chunk ``source``: see ``storage.coding.derived``."""
-
-    @property
-    def piece(self) -> ChunkSource:
-        """The chunk itself."""
-
-    @property
-    def source(self) -> ChunkSource:
-        """A chunk of the same group, on the same device."""
-
-
-class SourceGroup(Protocol):
-    """The chunks that one device codes. If nothing has changed since the last save, the objects are the same."""
-
-    @property
-    def pieces(self) -> Sequence[ChunkSource]:
-        """Chunks that are always staged."""
-
-    @property
-    def followers(self) -> Sequence[DerivedSource]:
-        """Chunks that are staged only if they do not follow from others."""
-
-
-class CudaEvent(Protocol):
-    """A ``torch.cuda.Event``."""
-
-    def synchronize(self) -> None:
-        """Wait for it."""
-
-
-class StagingPlan(Protocol):
-    """The chunks of a save. Only the staging thread uses it: the first access computes it."""
-
-    @property
-    def parts(self) -> Mapping[int | None, SourceGroup]:
-        """All chunks, by the CUDA device that codes them; None: the node worker does."""
-
-    @property
-    def values(self) -> tuple[tuple[str, str, str], ...]:
-        """The plain values of the state: name, path, JSON text."""
-
-    @property
-    def coverage(self) -> tuple[int, int]:
-        """``replicated`` and ``expected`` of ``messages.Begin``."""
-
-    @property
-    def owned_dtensors(self) -> tuple[str, ...]:
-        """As in ``messages.Begin``."""
-
-    @property
-    def plain_tensors(self) -> tuple[str, ...]:
-        """As in ``messages.Begin``; the same object as long as nothing changes."""
-
-    @property
-    def ready(self) -> Mapping[int, CudaEvent]:
-        """For each CUDA device an event, after which its tensors may be read."""
-
-    def find_derived(self) -> None:
-        """Look for tensors that follow from others, for the next saves. Called once or more while tensors are staged."""
-
-    def changed(self) -> str:
-        """Return the name of a tensor that has changed since ``save``; "" if none has."""
-
-    def not_derived(self, follower: object) -> None:
-        """Note that a chunk does not follow from its source."""
-
-    def rounded(self) -> Mapping[str, Rounded]:
-        """Return what rounding has done to tensors, once all is staged. Raises ``SaveFailed`` if an error exceeds its bound."""
-
-    def release(self) -> None:
-        """Release the tensors."""
 
 
 @dataclass
@@ -128,7 +40,7 @@ class SaveOrder:
     """
 
     begin: Begin
-    plan: StagingPlan | None
+    plan: SavePlan | None
     on_read: Callable[[], None]
     on_end: Callable[[Entry | RaystowError], None]
     on_staged: Callable[[], None] = lambda: None

@@ -10,7 +10,7 @@ from training_versions import halves
 from raystow.storage.coding.derived import Derivation
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format.manifest import TENSOR
-from raystow.storage.reading.version import Version
+from raystow.storage.versions.version import Version
 
 WORDS = np.random.default_rng(1).integers(0, 1 << 30, (4, 20000), np.int32)
 

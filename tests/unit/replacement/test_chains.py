@@ -12,8 +12,9 @@ from killed_store import Killed, KilledStore
 from training_versions import collect
 from weight_history import bases, train, weights
 
+import raystow
 from raystow.orchestrator.restore.planner import plan_restore
-from raystow.storage.checking.repair import plan_repair
+from raystow.storage.checks.repair import plan_repair
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged
 from raystow.storage.format import keys
@@ -94,7 +95,7 @@ def test_a_restore_reads_all_bases_of_the_chain(repository: Repository, wanted: 
     into = {"model.scale": torch.zeros(2, 200), "model.w": torch.zeros(200, 200, dtype=torch.bfloat16)}
     plan = plan_restore(version, into)
     assert [part.base for part in plan.reads if part.base] == [1, 2, 3]
-    version.restore(into)
+    raystow.restore(version, into)
     assert {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in into.items()} == wanted[3]
 
 

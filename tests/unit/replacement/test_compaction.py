@@ -12,7 +12,7 @@ from killed_store import Killed, KilledStore
 from training_versions import bits, collect
 from weight_history import bases
 
-from raystow.storage.checking.repair import plan_repair
+from raystow.storage.checks.repair import plan_repair
 from raystow.storage.commit.committer import Committer
 from raystow.storage.commit.leases import Lease
 from raystow.storage.errors import Damaged, Fenced, StateError

@@ -14,7 +14,7 @@ from msgspec import structs
 from training_versions import collect, halves, whole
 from weight_history import bases, weights
 
-from raystow.storage.checking.repair import plan_repair
+from raystow.storage.checks.repair import plan_repair
 from raystow.storage.coding.derived import Derivation, derive
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.coding.nearest import round_to_nearest

@@ -12,7 +12,7 @@ from fake_clock import FakeClock
 from training_versions import bits, halves, thin, weights
 
 from raystow.orchestrator.restore.agreement import LocalAgreement
-from raystow.storage.checking.repair import plan_repair
+from raystow.storage.checks.repair import plan_repair
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, SaveFailed
 from raystow.storage.format import keys

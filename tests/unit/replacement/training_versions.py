@@ -17,9 +17,9 @@ from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, Value, path_text
 from raystow.storage.format.version_record import PackInfo
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
 from raystow.storage.retention import replacement
+from raystow.storage.versions.version import Version
 
 MASTER = np.random.default_rng(0).standard_normal((40, 25), np.float32)
 NORM = np.array([np.nan, -0.0, 1.5, np.inf], np.float32)

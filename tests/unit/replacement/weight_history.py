@@ -11,8 +11,8 @@ from raystow.storage.coding.derived import Derivation, derive
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format.manifest import TENSOR, Chunk
-from raystow.storage.reading.version import Version
 from raystow.storage.repository import Repository
+from raystow.storage.versions.version import Version
 
 
 def train(committer: Committer, count: int) -> list[dict[str, bytes]]:

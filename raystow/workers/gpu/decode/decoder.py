@@ -24,7 +24,7 @@ import torch
 
 from ....storage.coding.chunk import DEFLATE
 from ....storage.errors import Damaged
-from ....storage.reading.reader import PackReader, Piece, Run, changed_target
+from ....storage.versions.reader import PackReader, Piece, Run, changed_target
 from .. import kernel_args
 from ..kernel_args import Addressed, Table, part
 from ..kernels import blake3_kernels, copy_kernels, word_kernels

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 
-from ....storage.reading.reader import PackReader
+from ....storage.versions.reader import PackReader
 from .lane_plan import Fetch
 
 Arrivals = SimpleQueue[BaseException | None]

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch.cuda import Event
 
+from ....state.planned_chunk import PlannedDerived
 from ....storage.coding.digest import finish
 from ...protocol.messages import DerivedChunk
 from .. import kernel_args
 from ..digests import Digests
-from ..encode_request import DerivedPair
 from ..kernels import copy_kernels, word_kernels
 
 _PRIORITY = 0  # of the stream: lower than the reading, on which all copies to the host wait
 _LAUNCH = 8  # chunks that one launch compares: a longer launch would delay the coder, and thereby the reading
 
-Pairs = Sequence[DerivedPair]
+Pairs = Sequence[PlannedDerived]
 
 
 @dataclass
@@ -45,7 +45,7 @@ class DerivedCheck:
     done: Event | None
 
     @property
-    def strays(self) -> list[DerivedPair]:
+    def strays(self) -> list[PlannedDerived]:
         """The pairs whose chunk cannot be derived."""
         return [pair for pair, missed in zip(self.pairs, self._missed, strict=True) if missed]
 
@@ -119,7 +119,7 @@ def check_derived(checkers: dict[int, DerivedChecker], device: int, followers: P
     return checkers[device].check(after=after)
 
 
-def _kind(pair: DerivedPair) -> tuple[str, int, bool]:
+def _kind(pair: PlannedDerived) -> tuple[str, int, bool]:
     """The dtype that its source is rounded to, empty if the piece is a copy; bytes of a word; whether the words as they are
     stored must be gathered. Pairs of one kind can be compared by one launch."""
     piece, source = pair.piece, pair.source
@@ -128,7 +128,7 @@ def _kind(pair: DerivedPair) -> tuple[str, int, bool]:
     return "", piece.dtype.width, piece.address is None or source.address is None
 
 
-def _row(pair: DerivedPair) -> tuple[int, int, int]:
+def _row(pair: PlannedDerived) -> tuple[int, int, int]:
     """What ``word_kernels.compare`` needs. Addresses of what is gathered are filled in later."""
     piece, source = pair.piece, pair.source
     of = source.origin if piece.dtype.name != source.dtype.name else source.address

@@ -24,6 +24,7 @@ from typing import TypeVar
 import torch
 from torch.cuda import Event
 
+from ....state.planned_chunk import PlannedChunk, PlannedDerived
 from ....storage.errors import ProtocolError, RaystowError, SaveFailed
 from ....storage.runtime.batches import batches
 from ...protocol.messages import (
@@ -46,7 +47,7 @@ from ...shm.ring import ALIGN
 from ..codec_choice import Choice
 from ..digests import Digests
 from ..encode.derived_check import DerivedCheck, DerivedChecker, check_derived
-from ..encode_request import DerivedPair, EncodeRequest, EncodingRefused, Source
+from ..encode_request import EncodeRequest, EncodingRefused, Source
 from ..kernels.library import copy_on_device
 from ..unchanged import Remaining
 from .device_ring import DeviceRing
@@ -110,7 +111,13 @@ class RemoteEncoder:
         """Do nothing: the node worker prepares when ``choice`` opens the device."""
 
     def compare(
-        self, device: int, pieces: Sequence[Source], followers: Sequence[DerivedPair], base: BaseDigests | None, *, after: Event
+        self,
+        device: int,
+        pieces: Sequence[PlannedChunk],
+        followers: Sequence[PlannedDerived],
+        base: BaseDigests | None,
+        *,
+        after: Event,
     ) -> Remaining:
         """Return all chunks: none are compared in this mode."""
         return Remaining(pieces, followers)
@@ -118,7 +125,7 @@ class RemoteEncoder:
     def note(self, device: int) -> None:
         """Do nothing, since no chunks were compared."""
 
-    def follow(self, device: int, followers: Sequence[DerivedPair], *, after: Event) -> DerivedCheck:
+    def follow(self, device: int, followers: Sequence[PlannedDerived], *, after: Event) -> DerivedCheck:
         """See ``GpuEncoder.follow``."""
         return check_derived(self._checkers, device, followers, after=after)
 

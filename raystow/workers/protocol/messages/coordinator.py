@@ -19,7 +19,7 @@ class Begin(Message, frozen=True):
 
     Args:
         timeout: Seconds until the save is given up.
-        replicated: Coverage sum of the tensors that every rank must hold alike (see ``coordinator_client.coverage``).
+        replicated: Coverage sum of the tensors that every rank must hold alike (see ``state.coverage``).
         expected: Coverage sum of the tensors of which this rank is the first holder.
         metrics: Plain values, as ``storage.format.values`` stores them.
         coding: See ``format.version_record``, as for ``lossy``.

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ....storage.format.root import Entry
 from ....storage.limits import MAX_RECORD, MAX_ROWS
-from ....storage.reading.version_selector import LATEST
+from ....storage.versions.version_selector import LATEST
 from ..codec import Column, Digest, Message, Table, Text, WorldSize
 from .reads import NO_GROUP, RestoreGroup
 

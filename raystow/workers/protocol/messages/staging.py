@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ....state.chunk_info import ChunkInfo as ChunkInfo
+from ....state.chunk_info import DerivedChunk as DerivedChunk
 from ....storage.coding.rounded import Rounded
 from ....storage.errors import Fenced, OutcomeUnknown, RaystowError, SaveFailed
 from ....storage.format.root import Entry
 from ....storage.limits import MAX_NAME
 from ....storage.stores.settings import StoreAddress
-from ..codec import Column, Digest, JsonText, Message, MessagePart, Secret, Shape, Table, Text, WorldSize
+from ..codec import Column, JsonText, Message, MessagePart, Secret, Table, Text, WorldSize
 from .coordinator import Begin
 
 Values = Column[tuple[Text, Text, JsonText]]
@@ -75,19 +77,6 @@ class BeginSave(Message, frozen=True):
     values: Values
 
 
-class ChunkInfo(MessagePart, frozen=True):
-    """The fields of a chunk's manifest row that are known before the chunk is coded."""
-
-    name: Text
-    path: Text
-    kind: Text
-    dtype: Text
-    shape: Shape
-    group: Text
-    offset: Shape
-    extent: Shape
-
-
 class RawChunk(MessagePart, frozen=True):
     """A chunk in a slot of the ring, to be coded by the node worker."""
 
@@ -95,15 +84,6 @@ class RawChunk(MessagePart, frozen=True):
     slot: int
     start: int
     nbytes: int
-
-
-class DerivedChunk(MessagePart, frozen=True):
-    """A chunk that is not stored, since it follows from another one: see ``storage.coding.derived``."""
-
-    info: ChunkInfo
-    source: Text
-    source_dtype: Text
-    digest: Digest
 
 
 class StageRaw(Message, frozen=True):

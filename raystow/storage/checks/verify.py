@@ -10,7 +10,7 @@ from ..errors import Damaged
 from ..format import keys, values
 from ..format.boxes import tile
 from ..format.manifest import Chunk
-from ..reading.version import Version
+from ..versions.version import Version
 from .verify_progress import VerifyJournal
 
 MEMORY = 512 << 20

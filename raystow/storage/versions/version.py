@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from ..arguments import integer, refused
 from ..coding import dtypes
 from ..coding.derived import Derivation
 from ..coding.digest import stored_digest
-from ..coding.kernels import Words
 from ..coding.rounded import Rounded
-from ..errors import Damaged, NotFound, StateError, Unsupported
+from ..errors import Damaged, NotFound, StateError
 from ..format import key_files, keys, manifest, values
 from ..format.boxes import Box
 from ..format.manifest import Chunk, Fragment, parse_path
@@ -36,6 +34,7 @@ from ..runtime.memory_budget import MemoryBudget
 from .reader import PackReader, Request, Run
 from .tensor_index import Finder, Seeker
 from .tensor_slice import Index, resolved
+from .torch_tensor import as_torch
 from .value_tree import beneath, container, rows_of_one_rank
 
 
@@ -348,36 +347,6 @@ class Version:
         array = array[rest] if rest else array
         return array[()] if first.kind == manifest.SCALAR else array
 
-    def restore(
-        self,
-        into: dict[str, Any],
-        *,
-        strict: bool = True,
-        allow_missing: str | Sequence[str] = (),
-        allow_unused: str | Sequence[str] = (),
-        cast: bool = False,
-        progress: Callable[[int], None] | None = None,
-    ) -> None:
-        """Fill ``into`` from this version, with or without a Ray cluster.
-
-        Args:
-            into: See ``raystow.restore``.
-            strict: See ``raystow.restore``.
-            allow_missing: See ``raystow.restore``.
-            allow_unused: See ``raystow.restore``.
-            cast: See ``raystow.restore``.
-            progress: See ``raystow.restore``.
-
-        Raises:
-            StateError: Names, shapes or dtypes do not match, or memory is shared. ``into`` is unchanged.
-            NotFound: The version was dropped.
-            Damaged: The version is damaged. The content of ``into`` is undefined.
-        """
-        # Found by name, because restoring belongs to a layer above this one, which readers of tensors need not load.
-        module = importlib.import_module("raystow.orchestrator.standalone.restore")
-        names = {"strict": strict, "allow_missing": allow_missing, "allow_unused": allow_unused}
-        module.restore_version(self, into, cast=cast, progress=progress, **names)
-
     def reader(self, *, threads: int | None = None, turn: float = 0.0) -> PackReader:
         """A reader of this version's packs; see there."""
         return PackReader(self.store, self.id, self.attempt, bases=self.bases, threads=threads, turn=turn)
@@ -472,17 +441,3 @@ class Bases:
             what = f"has no chunk of just {box}, to which version {self._version.id} is a delta"
             raise Damaged(what, subject=base.record_key)
         return base, found
-
-
-def as_torch(raw: Words, name: str) -> Any:
-    """The elements of dtype ``name`` as a torch tensor; None without torch. Raises ``Unsupported`` if torch lacks the dtype."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    dtype = getattr(torch, name, None)
-    if dtype is None:
-        raise Unsupported(f"torch {torch.__version__} has no {name}", subject=name, remedy="upgrade torch")
-    if raw.size == 0:
-        return torch.empty(raw.shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(raw.reshape(-1).view(np.uint8), dtype=torch.uint8).view(dtype).reshape(raw.shape)
