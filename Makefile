@@ -61,7 +61,7 @@ test-s3: $(READY)  ## store tests and demo on a real S3 server: a private Ceph, 
 
 s3-suite: $(READY)
 	$(BIN)/pytest -m s3
-	PYTHONPATH=tests $(BIN)/python -c 'import s3_server; s3_server.make_bucket("raystow-tests")'
+	PYTHONPATH=tests $(BIN)/python -c 'from helpers import s3_server; s3_server.make_bucket("raystow-tests")'
 	$(BIN)/raystow demo --store s3://raystow-tests/demo
 
 kernels: $(READY)  ## compile the GPU kernels to raystow/workers/gpu/kernels/binaries (needs no GPU; installs Triton, 0.3 GB)
@@ -81,7 +81,7 @@ MARK ?= not slow
 
 test-frameworks: export DS_ACCELERATOR := cpu
 test-frameworks: $(FRAMEWORKS)/ready $(VERL)/ready  ## tests with training frameworks, in environments of their own (MARK=slow: the slow ones)
-	for env in $(FRAMEWORKS) $(VERL); do $$env/bin/python -m pytest tests/unit/test_public_docstrings.py || exit; done
+	for env in $(FRAMEWORKS) $(VERL); do $$env/bin/python -m pytest tests/unit/project/test_public_docstrings.py || exit; done
 	$(FRAMEWORKS)/bin/python -m pytest -m "$(MARK)" tests/integration/test_torch*.py tests/integration/test_deepspeed*.py
 	$(VERL)/bin/python -m pytest -m "$(MARK)" tests/integration/test_verl.py tests/integration/test_peft.py
 

@@ -43,7 +43,7 @@ from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from s3_server import make_bucket, s3_server
+from helpers.s3_server import make_bucket, s3_server
 
 LIVE = (1, 100, 1000)
 NODES = (16, 256, 2048)

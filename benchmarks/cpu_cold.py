@@ -71,7 +71,7 @@ def save(folder: Path, bucket: str) -> None:
     """Save the state with each library."""
     import torch
     import torch.distributed.checkpoint as dcp
-    from local_cluster import LocalCluster
+    from helpers.local_cluster import LocalCluster
 
     trained = state(0)
     for uri in (f"{folder}/raystow", bucket):
@@ -205,8 +205,8 @@ def main(
         print(json.dumps(case(one, folder, bucket)))
         return
     import report
+    from helpers.s3_server import make_bucket
     from rich.console import Console
-    from s3_server import make_bucket
 
     from raystow.storage.runtime.clock import SYSTEM
     from raystow.storage.stores import open_store

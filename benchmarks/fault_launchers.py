@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fault_ranks
-from drill_cluster import DrillCluster
+from drills.drill_cluster import DrillCluster
 from fault_ranks import RANKS, Place
 
 Event = dict[str, Any]

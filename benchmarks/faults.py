@@ -38,13 +38,13 @@ import typer
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "drills")]
+sys.path.insert(0, str(ROOT / "tests"))
 import fault_ranks  # noqa: E402
 from fault_launchers import LAUNCHERS, Event, Launcher, Processes  # noqa: E402
 from fault_ranks import RANKS, SAVERS, Place  # noqa: E402
+from helpers.s3_server import make_bucket, s3_server  # noqa: E402
 from s3_faults.faults import Fault, Rule  # noqa: E402
 from s3_faults.proxy import FaultProxy  # noqa: E402
-from s3_server import make_bucket, s3_server  # noqa: E402
 
 BUCKET = "raystow-faults"
 FAULTS = ("SlowDown", "stall", "cut body", "kill of a rank", "kill of a node")
@@ -164,7 +164,7 @@ def run(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Processes of Ray import the modules of this folder.
-    os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     about = report.about("raystow", "torch", "ray", *(NEEDED[name] for name in NEEDED if name not in missing))
     with _store() as proxy:
         server = boto3.client("s3").head_bucket(Bucket=BUCKET)["ResponseMetadata"]["HTTPHeaders"].get("server")

@@ -27,8 +27,8 @@ import typer
 from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from coded_rank import CodedRank
-from local_cluster import LocalCluster
+from helpers.coded_rank import CodedRank
+from helpers.local_cluster import LocalCluster
 
 from raystow.workers.shm.ring import DEVICE_SLOT
 

@@ -5,7 +5,7 @@
     python benchmarks/results_table.py --history   # print the medians of every GPU run, oldest first
 
 A document marks the place of a table by ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
-``tests/unit/test_documents.py`` compares each table with the output of this script.
+``tests/unit/project/test_documents.py`` compares each table with the output of this script.
 """
 
 from __future__ import annotations

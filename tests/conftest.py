@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from azure_server import azure_server, make_container
-from gcs_server import gcs_server
+from helpers.azure_server import azure_server, make_container
+from helpers.gcs_server import gcs_server
+from helpers.s3_server import make_bucket, s3_server
 from hypothesis import HealthCheck, settings
-from s3_server import make_bucket, s3_server
 
 from raystow.storage.runtime.clock import SYSTEM
 

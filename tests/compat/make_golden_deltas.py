@@ -15,7 +15,7 @@ from blake3 import blake3
 from msgspec import structs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from builders import rows_and_pack, whole, write_rows
+from helpers.builders import rows_and_pack, whole, write_rows
 
 from raystow.storage.coding.derived import Derivation, derive
 from raystow.storage.coding.digest import raw_digest

@@ -3,17 +3,17 @@
 import ast
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from blake3 import blake3
-from builders import whole, write
-from local_cluster import LocalCluster
+from helpers.builders import whole, write
+from helpers.local_cluster import LocalCluster
 
 import raystow
+from compat import reader
 from raystow.state.shards import bits
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format import values
@@ -23,16 +23,6 @@ HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 DELTAS = HERE / "golden-deltas"
-
-
-@pytest.fixture(scope="module")
-def reader():
-    sys.path.insert(0, str(HERE))
-    try:
-        import reader
-    finally:
-        sys.path.remove(str(HERE))
-    return reader
 
 
 def raw_bytes(value: object) -> bytes:
@@ -56,14 +46,14 @@ def test_the_reader_shares_no_code_with_raystow():
 
 
 @pytest.mark.parametrize("version", EXPECTED)
-def test_the_reader_reads_the_golden_repository(reader, version):
+def test_the_reader_reads_the_golden_repository(version):
     tensors = reader.read(GOLDEN, int(version))
     wanted = EXPECTED[version]["tensors"]
     assert digests(tensors) == {name: digest for name, (_, _, digest) in wanted.items()}
     assert {name: list(array.shape) for name, array in tensors.items()} == {name: shape for name, (_, shape, _) in wanted.items()}
 
 
-def test_the_reader_takes_the_newest_version(reader):
+def test_the_reader_takes_the_newest_version():
     assert reader.read(GOLDEN).keys() == EXPECTED["3"]["tensors"].keys()
 
 
@@ -97,7 +87,7 @@ def test_golden_covers_every_dtype_codec_and_transform():
     assert values.dumps(versions[0].metrics["bad"]) == '{"float": "7ff8000000000000"}'
 
 
-def test_the_reader_reads_a_new_repository(reader, tmp_path):
+def test_the_reader_reads_a_new_repository(tmp_path):
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(700, 900, generator=generator)
     state = {
@@ -117,7 +107,7 @@ def test_the_reader_reads_a_new_repository(reader, tmp_path):
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
-def test_golden_deltas_are_readable(reader, version):
+def test_golden_deltas_are_readable(version):
     wanted = json.loads((DELTAS / "expected.json").read_text())[str(version)]
     assert digests(reader.read(DELTAS, version)) == wanted
     repository = raystow.open(DELTAS)
@@ -128,7 +118,7 @@ def test_golden_deltas_are_readable(reader, version):
     assert bases == {name: {version - 1 or None} if name != "few" else {None} for name in wanted}
 
 
-def test_the_reader_reads_a_chain_of_deltas(reader, tmp_path):
+def test_the_reader_reads_a_chain_of_deltas(tmp_path):
     """The chain has three versions and tensors of every word width."""
     random, committer = np.random.default_rng(3), Committer(create_repository(str(tmp_path / "run")), "me")
     first = {name: random.integers(0, 200, 9000 * 8, np.uint8).view(name) for name in ("uint8", "int16", "uint32", "float64")}
@@ -148,7 +138,7 @@ def test_the_reader_reads_a_chain_of_deltas(reader, tmp_path):
     assert {chunk.coding.base for rows in newest.chunks.values() for chunk in rows} == {2}
 
 
-def test_the_reader_detects_a_flipped_bit(reader, tmp_path):
+def test_the_reader_detects_a_flipped_bit(tmp_path):
     shutil.copytree(GOLDEN, tmp_path / "run")
     for path in [*tmp_path.glob("run/*.json"), *tmp_path.glob("run/versions/00000002*/*")]:
         if path.name == "expected.json":
@@ -163,7 +153,7 @@ def test_the_reader_detects_a_flipped_bit(reader, tmp_path):
 
 
 @pytest.mark.parametrize("golden", [GOLDEN, DELTAS], ids=lambda folder: folder.name)
-def test_a_reader_without_rollbacks_reads_the_chosen_version(reader, tmp_path, golden):
+def test_a_reader_without_rollbacks_reads_the_chosen_version(tmp_path, golden):
     """The independent reader ignores the field ``rolled_back``: it sees rolled-back versions as removed."""
     shutil.copytree(golden, tmp_path / "run")
     repository = raystow.open(tmp_path / "run")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import memory_repository, whole, write
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from scripted_server import SECRET, TOKEN, Scripted, failures, operations
+from helpers.builders import memory_repository, whole, write
 
 import raystow
+from conformance.scripted_server import SECRET, TOKEN, Scripted, failures, operations
 from raystow.cli.checks.finding import Status
 from raystow.cli.checks.store import check_store
 from raystow.storage.commit.committer import Committer

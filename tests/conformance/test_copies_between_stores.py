@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from builders import memory_repository, whole, write
+from helpers.builders import memory_repository, whole, write
 
 import raystow
 from raystow.storage.commit.committer import Committer

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from page_cache import page_cached
+from helpers.page_cache import page_cached
 
 from raystow.storage.errors import StoreUnavailable
 from raystow.storage.stores import direct_io, local

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hostile_s3 import BEHAVIORS, ONLY, HostileServer
-from store_variables import refer_to
+from helpers.store_variables import refer_to
 
+from conformance.hostile_s3 import BEHAVIORS, ONLY, HostileServer
 from raystow.storage.errors import Damaged, StoreError
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.stores.azure import AzureStore

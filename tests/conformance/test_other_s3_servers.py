@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 import boto3
 import numpy as np
 import pytest
-from builders import whole, write
-from picky_s3 import Policy, Refusal, picky_s3
-from s3_server import MOTO, make_bucket, moto
+from helpers.builders import whole, write
+from helpers.picky_s3 import Policy, Refusal, picky_s3
+from helpers.s3_server import MOTO, make_bucket, moto
 from typer.testing import CliRunner
 
 import raystow

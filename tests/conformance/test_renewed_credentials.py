@@ -9,10 +9,10 @@ from typing import Any
 
 import boto3
 import pytest
-from key_gateway import KeyGateway, key_gateway
-from s3_server import MOTO, moto
-from scripted_server import Scripted
+from helpers.key_gateway import KeyGateway, key_gateway
+from helpers.s3_server import MOTO, moto
 
+from conformance.scripted_server import Scripted
 from raystow.storage.errors import CredentialsRefused, NotFound
 from raystow.storage.runtime import background
 from raystow.storage.runtime.clock import SYSTEM

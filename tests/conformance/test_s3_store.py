@@ -10,8 +10,8 @@ import boto3
 import pytest
 from botocore.exceptions import UnknownServiceError
 from botocore.loaders import Loader
-from scripted_server import SECRET, TOKEN, Scripted, failures, operations
 
+from conformance.scripted_server import SECRET, TOKEN, Scripted, failures, operations
 from raystow.storage.errors import CredentialsRefused, Damaged, NotFound, PreconditionFailed, StoreError, StoreUnavailable
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store, s3_clients

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from segment_run import SegmentRun, begin, record, replay, states
+from helpers.segment_run import SegmentRun, begin, record, replay, states
 
 from raystow.storage.format import keys
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
-from trial import ACTS, Missed, Stage
-from trial_cluster import CLUSTER
-from tripwire import Point, Target
+
+from crash.trial import ACTS, Missed, Stage
+from crash.trial_cluster import CLUSTER
+from crash.tripwire import Point, Target
 
 TABLE: dict[tuple[str, str, str, str], Counter[str]] = {}
 """Store, act, phase and process -> numbers of points, trials, and trials that missed their point."""

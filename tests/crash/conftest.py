@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from campaign import TABLE
-from processes import Zygote
-from start_repositories import templates
-from trial import Stage
-from trial_store import Folders, Prefixes
 
+from crash.campaign import TABLE
+from crash.processes import Zygote
+from crash.start_repositories import templates
+from crash.trial import Stage
+from crash.trial_store import Folders, Prefixes
 from raystow.storage.runtime.clock import SYSTEM
 
 

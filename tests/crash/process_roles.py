@@ -16,15 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-import crash_points
 import ray
-import trial_journal
-from no_ray import without_ray
-from node_process import PortServer
-from remote_calls import Blocking, CoordinatorPort, NodePeers
-from trial_state import blank, same_bits, state_at
-from tripwire import Control, Message, Tripwire
+from helpers.no_ray import without_ray
+from helpers.node_process import PortServer
 
+from crash import crash_points, trial_journal
+from crash.remote_calls import Blocking, CoordinatorPort, NodePeers
+from crash.trial_state import blank, same_bits, state_at
+from crash.tripwire import Control, Message, Tripwire
 from raystow.cli import app
 from raystow.orchestrator import ray_cluster
 from raystow.orchestrator.client import checkpointer, startup

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tripwire import Message
+from crash.tripwire import Message
 
 _REQUEST = 1 << 16
 _MESSAGE = 1 << 20
@@ -24,7 +24,7 @@ class Zygote:
     def __init__(self) -> None:
         here = Path(__file__).parent
         self._line, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+        paths = [str(here.parent), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, str(here / "zygote.py"), str(end.fileno())],
             pass_fds=[end.fileno()],

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from node_process import RemotePort
-from tripwire import Tripwire
+from helpers.node_process import RemotePort
 
+from crash.tripwire import Tripwire
 from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient
 from raystow.storage.errors import ClusterError
 from raystow.storage.runtime.clock import SYSTEM

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from processes import Zygote
-from trial_cluster import TrialCluster
-from trial_store import Place
-
+from crash.processes import Zygote
+from crash.trial_cluster import TrialCluster
+from crash.trial_store import Place
 from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
 from raystow.storage.retention.policy import Policy

@@ -13,10 +13,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from campaign import another, everyone, itself, points, run
-from trial import ACTS, Act, Stage
-from trial_store import belonging
 
+from crash.campaign import another, everyone, itself, points, run
+from crash.trial import ACTS, Act, Stage
+from crash.trial_store import belonging
 from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
 from raystow.storage.retention.collect import CollectionPlan

@@ -7,13 +7,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import Zygote
-from trial_cluster import CLUSTER, KEEP, TRAINERS, TrialCluster
-from trial_journal import EVERY
-from trial_state import blank, same_bits, state_at
-from trial_store import Place, belonging
-from tripwire import Message, Point, Target
-
+from crash.processes import Zygote
+from crash.trial_cluster import CLUSTER, KEEP, TRAINERS, TrialCluster
+from crash.trial_journal import EVERY
+from crash.trial_state import blank, same_bits, state_at
+from crash.trial_store import Place, belonging
+from crash.tripwire import Message, Point, Target
 from raystow.orchestrator.restore.plan import silent
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.storage.commit.segments import read_record, verify_segment

@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from polling import wait_until
-from processes import Proc, Zygote
-from tripwire import Message, Point, Target
+from helpers.polling import wait_until
 
+from crash.processes import Proc, Zygote
+from crash.tripwire import Message, Point, Target
 from raystow.storage.runtime.clock import SYSTEM
 
 WORLD_SIZE = 2

@@ -19,9 +19,9 @@ import traceback
 
 import pyarrow.parquet  # noqa: F401
 import ray  # noqa: F401
-from process_roles import play
 
 import raystow.cli.app
+from crash.process_roles import play
 from raystow.storage.versions.version import Version
 from raystow.workers.packing.chunk_writer import warm_up
 

@@ -9,10 +9,11 @@ from urllib.parse import urlsplit
 
 import pytest
 import ray
-from drill_cluster import DrillCluster
-from drill_report import Drill, write_table
 from s3_faults.proxy import FaultProxy
-from training import Training
+
+from drills.drill_cluster import DrillCluster
+from drills.drill_report import Drill, write_table
+from drills.training import Training
 
 HERE = Path(__file__).parent
 DRILLS = pytest.StashKey[list[Drill]]()
@@ -60,7 +61,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[DrillCluster]:
     if ray.is_initialized():
         ray.shutdown()
     # Ranks import the modules of this folder and of the folder above.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cluster = DrillCluster()
     try:

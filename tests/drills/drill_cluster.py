@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import ray
-from polling import wait_until
+from helpers.polling import wait_until
 from ray.cluster_utils import Cluster
 
 import raystow

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from drill_cluster import DEADLINE
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import raystow
+from drills.drill_cluster import DEADLINE
 from raystow.demo.model import GPT, batch, corpus, loss_of
 from raystow.storage.runtime.clock import SYSTEM
 

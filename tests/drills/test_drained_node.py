@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import ray
-from drill_cluster import DEADLINE, DrillCluster
-from polling import wait_until
+from helpers.polling import wait_until
 
 import raystow
+from drills.drill_cluster import DEADLINE, DrillCluster
 from raystow.workers.node.actor import saves_on
 
 pytestmark = pytest.mark.slow

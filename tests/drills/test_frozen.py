@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from drill_cluster import DEADLINE, DrillCluster, alive, frozen, wake
-from drill_report import Drill, Stopwatch
-from polling import wait_until
+from helpers.polling import wait_until
 from ray.exceptions import RayError
-from training import Rank, Training
 
 import raystow
+from drills.drill_cluster import DEADLINE, DrillCluster, alive, frozen, wake
+from drills.drill_report import Drill, Stopwatch
+from drills.training import Rank, Training
 from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.slow

@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 import ray
-from drill_cluster import DrillCluster, send
-from drill_report import Drill, Stopwatch
 from ray._private import services
-from training import Training
 
 import raystow
+from drills.drill_cluster import DrillCluster, send
+from drills.drill_report import Drill, Stopwatch
+from drills.training import Training
 
 pytestmark = pytest.mark.slow
 

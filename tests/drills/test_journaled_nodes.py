@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drill_cluster import DrillCluster
-from drill_report import Drill, Stopwatch
-from polling import wait_until
-from rank import ReadLog
+from helpers.polling import wait_until
 
 import raystow
+from drills.drill_cluster import DrillCluster
+from drills.drill_report import Drill, Stopwatch
+from drills.rank import ReadLog
 from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.slow

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from drill_cluster import DrillCluster, alive
-from drill_report import Drill, Stopwatch, source
-from rank import wanted
-from training import Training
+
+from drills.drill_cluster import DrillCluster, alive
+from drills.drill_report import Drill, Stopwatch, source
+from drills.rank import wanted
+from drills.training import Training
 
 pytestmark = pytest.mark.slow
 

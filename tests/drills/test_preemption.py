@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import ray
 import torch
-from drill_cluster import DEADLINE, DrillCluster
-from drill_report import Drill, Stopwatch
-from polling import wait_until
-from rank import Rank
-from training import Training
+from helpers.polling import wait_until
 
 import raystow
+from drills.drill_cluster import DEADLINE, DrillCluster
+from drills.drill_report import Drill, Stopwatch
+from drills.rank import Rank
+from drills.training import Training
 from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.slow

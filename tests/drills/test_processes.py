@@ -10,12 +10,12 @@ from collections.abc import Callable
 import psutil
 import pytest
 import ray
-from drill_cluster import DrillCluster, frozen
-from drill_report import Drill, Stopwatch, source
-from polling import wait_until
-from training import Training
+from helpers.polling import wait_until
 
 import raystow
+from drills.drill_cluster import DrillCluster, frozen
+from drills.drill_report import Drill, Stopwatch, source
+from drills.training import Training
 
 pytestmark = pytest.mark.slow
 

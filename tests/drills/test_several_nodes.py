@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from drill_cluster import DrillCluster, send
-from drill_report import Drill, Stopwatch, source
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
-from training import Training
 
 import raystow
+from drills.drill_cluster import DrillCluster, send
+from drills.drill_report import Drill, Stopwatch, source
+from drills.training import Training
 
 pytestmark = pytest.mark.slow
 

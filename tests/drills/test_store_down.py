@@ -8,13 +8,13 @@ from concurrent.futures import TimeoutError as FuturesTimeout
 from pathlib import Path
 
 import pytest
-from drill_cluster import DrillCluster
-from drill_report import Drill, Stopwatch
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
-from training import Training
 
 import raystow
+from drills.drill_cluster import DrillCluster
+from drills.drill_report import Drill, Stopwatch
+from drills.training import Training
 from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.slow

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import ray
-from drill_cluster import DrillCluster
-from drill_report import Drill, Stopwatch
-from polling import wait_until
-from rank import Rank
+from helpers.polling import wait_until
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
-from training import Training
 
 import raystow
+from drills.drill_cluster import DrillCluster
+from drills.drill_report import Drill, Stopwatch
+from drills.rank import Rank
+from drills.training import Training
 from raystow.workers.protocol.messages import Holding
 
 pytestmark = pytest.mark.slow

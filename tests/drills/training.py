@@ -8,13 +8,13 @@ from typing import Any
 
 import psutil
 import ray
-from drill_cluster import DEADLINE, DrillCluster
-from polling import wait_until
-from rank import Place, Rank, check_same, wanted
+from helpers.polling import wait_until
 from ray.exceptions import RayError
 from safetensors.torch import load_file
 
 import raystow
+from drills.drill_cluster import DEADLINE, DrillCluster
+from drills.rank import Place, Rank, check_same, wanted
 
 FOR_EVER = 1 << 30  # steps
 START = 180.0  # seconds for the start of all ranks, which load torch at the same time

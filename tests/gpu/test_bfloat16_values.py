@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bfloat16_multiples import FACTOR, cases
+from helpers.bfloat16_multiples import FACTOR, cases
 
 from raystow.orchestrator.journal.gradient_coding import divided
 from raystow.workers.gpu.kernels import bfloat16_kernels

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
 import raystow
 from raystow.storage.runtime.clock import SYSTEM

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_tensors import layouts, same_bits
-from local_cluster import LocalCluster
+from helpers.gpu_tensors import layouts, same_bits
+from helpers.local_cluster import LocalCluster
 
 import raystow
 

@@ -6,8 +6,8 @@ import zlib
 
 import pytest
 import torch
-from deflate_streams import decoded, encoded
-from plane_streams import STREAM, cases
+from helpers.deflate_streams import decoded, encoded
+from helpers.plane_streams import STREAM, cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 

@@ -11,7 +11,7 @@ import blake3
 import numpy as np
 import pytest
 import torch
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
 import raystow
 from raystow.storage.coding import kernels as host

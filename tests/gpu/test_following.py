@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chunk_sources import Follower, Source
-from colliding_tensors import colliding_tensors
-from local_cluster import LocalCluster
+from helpers.chunk_sources import Follower, Source
+from helpers.colliding_tensors import colliding_tensors
+from helpers.local_cluster import LocalCluster
 
 import raystow
 from raystow.storage.coding.derived import followed

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from gpu_tensors import same_bits, weights
-from local_cluster import LocalCluster, first_save
+from helpers.gpu_tensors import same_bits, weights
+from helpers.local_cluster import LocalCluster, first_save
+from helpers.polling import wait_until
 from msgspec.structs import replace
-from polling import wait_until
 
 import raystow
 from raystow.orchestrator.coordinator.attempt import Phase

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
 import raystow
 from raystow.state.lossy import rounded_chunk

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_tensors import layouts, same_bits, weights
-from local_cluster import LocalCluster, first_save
+from helpers.gpu_tensors import layouts, same_bits, weights
+from helpers.local_cluster import LocalCluster, first_save
+from helpers.polling import wait_until
 from msgspec.structs import replace
-from polling import wait_until
 
 import raystow
 from raystow.state.planner import plan_save

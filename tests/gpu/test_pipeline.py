@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_tensors import same_bits, weights
-from local_cluster import LocalCluster
+from helpers.gpu_tensors import same_bits, weights
+from helpers.local_cluster import LocalCluster
 
 import raystow
 

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
 import raystow
 from raystow.workers.gpu.decode.lane import Lane

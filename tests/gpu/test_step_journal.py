@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from journal_port import EntryBox
+from helpers.journal_port import EntryBox
 from torch import nn
 
 from raystow.orchestrator.journal.state_digests import Digester

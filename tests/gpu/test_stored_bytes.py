@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
 import raystow
 from raystow.storage.coding.digest import stored_digest

@@ -56,7 +56,7 @@ def step(state: dict[str, Any], text: torch.Tensor) -> None:
 def train(folder: str, death: int) -> None:
     """Train from the newest version to the end, or to step ``death``, where the process kills itself; print a digest."""
     from blake3 import blake3
-    from local_cluster import LocalCluster
+    from helpers.local_cluster import LocalCluster
 
     import raystow
 

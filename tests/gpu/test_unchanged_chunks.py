@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from colliding_tensors import colliding_tensors
-from local_cluster import LocalCluster
+from helpers.colliding_tensors import colliding_tensors
+from helpers.local_cluster import LocalCluster
 
 import raystow
 from raystow.storage.coding.digest import SecretKeys, digest_pair, finish

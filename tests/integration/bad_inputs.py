@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import typer
+from helpers.local_cluster import LocalCluster
 from hypothesis import strategies as st
-from local_cluster import LocalCluster
 from typer.testing import CliRunner
 
 import raystow

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import schemas
 from typer.testing import CliRunner, Result
 
+from integration import schemas
 from raystow.cli.app import build
 
 

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 import ray
-from ranks import give_back
 from ray.cluster_utils import Cluster
 
+from integration.ranks import give_back
+
 if TYPE_CHECKING:
-    from gloo import Ranks
+    from integration.gloo import Ranks
 
 
 @pytest.fixture(scope="session")
 def cluster(beside_no_other: None) -> Iterator[Cluster]:
     """Start a head without CPUs and two nodes of two CPUs each; the resources ``node_a`` and ``node_b`` place actors on them."""
     # Actors import the modules of the tests.
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    )
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     no_log_monitor = {"include_log_monitor": False}  # tests read no driver logs, and each node's log monitor starts slowly
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **no_log_monitor})
     for node in ("node_a", "node_b"):
@@ -37,7 +36,7 @@ def cluster(beside_no_other: None) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Processes for gloo groups, without Ray."""
-    from gloo import Ranks  # with torch
+    from integration.gloo import Ranks  # with torch
 
     ranks = Ranks(tmp_path_factory.mktemp("groups"))
     yield ranks

@@ -12,8 +12,9 @@ from typing import Any
 
 import ray
 import torch
-from gloo import Ranks
 from torch import nn
+
+from integration.gloo import Ranks
 
 STATES = ("exp_avg", "exp_avg_sq")
 PATIENCE = 300.0  # seconds: the first process compiles a DeepSpeed operator

@@ -2,13 +2,13 @@
 
 import contextlib
 
-import layouts  # noqa: F401
 import torch._dynamo
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel  # noqa: F401
 
 import raystow.dcp  # noqa: F401
+from integration import layouts  # noqa: F401
 
 with contextlib.suppress(ImportError):  # DeepSpeed is optional
     import deepspeed  # noqa: F401

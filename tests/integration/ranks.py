@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import ray
-from polling import wait_until
+from helpers.polling import wait_until
 from ray.exceptions import RayError
 from torch import distributed
 

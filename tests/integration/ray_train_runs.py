@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import ray
 import torch
-from polling import wait_until
+from helpers.polling import wait_until
 from ray.cluster_utils import Cluster
 
 import raystow

@@ -11,10 +11,10 @@ import lightning.pytorch as pl
 import ray
 import torch
 import transformers
-from ray_train_runs import Run
 from torch import nn
 
 import raystow
+from integration.ray_train_runs import Run
 from raystow.storage.runtime.clock import SYSTEM
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import memory_repository
-from cli_runner import flip_byte, run, run_json
-from local_cluster import LocalCluster
+from helpers.builders import memory_repository
+from helpers.local_cluster import LocalCluster
 from safetensors.torch import load_file
 
+from integration.cli_runner import flip_byte, run, run_json
 from raystow import __version__
 from raystow.cli import output, safetensors_file, version_files
 from raystow.cli.checks import hardware, software

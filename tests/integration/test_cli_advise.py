@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_runner import ran, run, run_json
 
+from integration.cli_runner import ran, run, run_json
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from raystow.storage.repository import create_repository

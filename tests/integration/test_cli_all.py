@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import typer
-from cli_runner import run, run_json
-from local_cluster import LocalCluster
-from schemas import FOLDER
+from helpers.local_cluster import LocalCluster
 
+from integration.cli_runner import run, run_json
+from integration.schemas import FOLDER
 from raystow.cli.app import build
 from raystow.storage.retention.collect import GarbageKind
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bad_inputs import ADDRESSES, FILES, PLACES, check_command, command_lines, make, texts
-from cli_runner import ran
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import raystow
+from integration.bad_inputs import ADDRESSES, FILES, PLACES, check_command, command_lines, make, texts
+from integration.cli_runner import ran
 from raystow.orchestrator import ray_cluster
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.stores.cloud import CloudStore

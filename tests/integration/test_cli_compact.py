@@ -8,16 +8,16 @@ import logging
 import shutil
 from pathlib import Path
 
-import cli_runner
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from builders import orphans
-from cli_runner import run_json
-from local_cluster import LocalCluster
-from state_equality import restores
-from test_delta_saves import training
+from helpers.builders import orphans
+from helpers.local_cluster import LocalCluster
+from helpers.state_equality import restores
 
+from integration import cli_runner
+from integration.cli_runner import run_json
+from integration.test_delta_saves import training
 from raystow.dcp import Reader
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.commit.committer import Committer

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runner import run, run_json
-from local_cluster import LocalCluster
-from test_delta_saves import training
+from helpers.local_cluster import LocalCluster
 
+from integration.cli_runner import run, run_json
+from integration.test_delta_saves import training
 from raystow.cli.pricing import savings
 from raystow.storage.format.root import Entry
 from raystow.storage.repository import create_repository, open_repository

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runner import ran, run_json
-from local_cluster import LocalCluster
-from polling import wait_until
+from helpers.local_cluster import LocalCluster
+from helpers.polling import wait_until
 
 import raystow
+from integration.cli_runner import ran, run_json
 
 
 @pytest.fixture

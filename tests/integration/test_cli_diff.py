@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runner import run, run_json, without_packs
-from colliding_tensors import colliding_tensors
-from local_cluster import LocalCluster
+from helpers.colliding_tensors import colliding_tensors
+from helpers.local_cluster import LocalCluster
 
+from integration.cli_runner import run, run_json, without_packs
 from raystow.state import assignment
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_runner import flip_byte, ran, run_json
-from hub_server import TOKEN, Hub, hub_server
-from local_cluster import LocalCluster
+from helpers.hub_server import TOKEN, Hub, hub_server
+from helpers.local_cluster import LocalCluster
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
+from integration.cli_runner import flip_byte, ran, run_json
 from raystow.cli import version_files
 from raystow.state.tree import flatten
 from raystow.storage.errors import Damaged

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runner import ran, run_json
 from safetensors.torch import load_file
-from test_cli_export import saved
+
+from integration.cli_runner import ran, run_json
+from integration.test_cli_export import saved
 
 PEFT = "base_model.model.transformer.h.0.attn.c_attn"
 

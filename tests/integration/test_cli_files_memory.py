@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import psutil
 import pytest
-from cli_runner import run
 
+from integration.cli_runner import run
 from raystow.cli import import_command, version_files
 
 MIB = 1 << 20

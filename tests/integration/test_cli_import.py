@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runner import run, run_json
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 from safetensors.torch import save_file
 
 import raystow
+from integration.cli_runner import run, run_json
 
 TENSORS = {
     "model.embed": torch.randn(600, 100).bfloat16(),

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from builders import whole, write
-from cli_runner import run, run_json
+from helpers.builders import whole, write
 
 import raystow
+from integration.cli_runner import run, run_json
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format import key_files, keys, records

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runner import run_json
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
+
+from integration.cli_runner import run_json
 
 COPIED = ["config.json", "tokenizer.json", "tokenizer_config.json"]
 

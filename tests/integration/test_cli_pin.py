@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runner import run, run_json
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
+from integration.cli_runner import run, run_json
 from raystow.storage.errors import StateError
 from raystow.storage.repository import open_repository
 

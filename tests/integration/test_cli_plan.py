@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runner import run, run_json, without_packs
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
+from integration.cli_runner import run, run_json, without_packs
 from raystow.orchestrator import ray_cluster
 from raystow.orchestrator.restore import what_if
 from raystow.storage.errors import ClusterError

@@ -6,13 +6,13 @@ import functools
 import shutil
 from pathlib import Path
 
-import cli_runner
 import pytest
 import torch
-from cli_runner import run_json
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
 import raystow
+from integration import cli_runner
+from integration.cli_runner import run_json
 from raystow.storage.format import keys
 
 run = functools.partial(cli_runner.run, columns=120)

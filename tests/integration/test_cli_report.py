@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from chromium import chromium
-from cli_runner import run, run_json
-from local_cluster import LocalCluster
+from helpers.chromium import chromium
+from helpers.local_cluster import LocalCluster
 
+from integration.cli_runner import run, run_json
 from raystow.storage.format import keys
 from raystow.storage.format.version_record import RestoreInfo
 from raystow.storage.repository import create_repository, open_repository

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runner import run, run_json
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
 import raystow
+from integration.cli_runner import run, run_json
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli_runner import ran, run_json
-from segment_run import SegmentRun, begin, record
+from helpers.segment_run import SegmentRun, begin, record
 
+from integration.cli_runner import ran, run_json
 from raystow.storage.format import keys
 
 

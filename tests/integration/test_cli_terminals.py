@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from cli_runner import ran
-from command_processes import CLOSED, FULL, Ended, ended
-from local_cluster import LocalCluster
-from polling import wait_until
+from helpers.local_cluster import LocalCluster
+from helpers.polling import wait_until
 from safetensors.torch import save_file
 
 import raystow
+from integration.cli_runner import ran
+from integration.command_processes import CLOSED, FULL, Ended, ended
 from raystow.cli.app import build
 from raystow.storage.runtime.clock import SYSTEM
 

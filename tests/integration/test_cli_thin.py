@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import orphans
-from cli_runner import ran, run_json
-from local_cluster import LocalCluster
-from state_equality import same
+from compat import reader  # uses no raystow code
+from helpers.builders import orphans
+from helpers.local_cluster import LocalCluster
+from helpers.state_equality import same
 
 import raystow
+from integration.cli_runner import ran, run_json
 from raystow.storage.errors import StateError
 from raystow.storage.format import keys
 from raystow.storage.repository import Repository, open_repository
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores import open_store
-
-sys.path.append(str(Path(__file__).parents[1] / "compat"))
-import reader  # uses no raystow code
 
 STEPS = (1, 2, 3, 4)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import ray
-import schemas
-from cli_runner import run, run_json
-from ranks import every, start
 
 import raystow
+from integration import schemas
+from integration.cli_runner import run, run_json
+from integration.ranks import every, start
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import overwrite_root, whole, write
-from cli_runner import flip_byte, run, run_json
-from local_cluster import LocalCluster
+from helpers.builders import overwrite_root, whole, write
+from helpers.local_cluster import LocalCluster
 from rich.console import Console
 
+from integration.cli_runner import flip_byte, run, run_json
 from raystow.cli import progress
 from raystow.cli import verify as cli_verify
 from raystow.storage.commit.committer import Committer

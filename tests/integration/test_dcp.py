@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from builders import orphans
-from dcp_failures import failure
-from gloo import RankFailed, Ranks, die
-from layouts import STEPS, Reads, build, state_of, train, whole
-from local_cluster import LocalCluster, first_save
-from state_equality import same
+from helpers.builders import orphans
+from helpers.local_cluster import LocalCluster, first_save
+from helpers.state_equality import same
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import raystow
+from integration.dcp_failures import failure
+from integration.gloo import RankFailed, Ranks, die
+from integration.layouts import STEPS, Reads, build, state_of, train, whole
 from raystow.dcp import Reader, Writer
 from raystow.integrations.dcp.checkpoint_id import parse_id
 from raystow.state.planner import plan_save

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_failures import failure
-from gloo import Ranks
-from state_equality import same
+from helpers.state_equality import same
 
 import raystow
+from integration.dcp_failures import failure
+from integration.gloo import Ranks
 from raystow.dcp import Reader, Writer
 
 _CALLS = iter(range(1 << 30))

@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gloo import Ranks
-from layouts import build
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,6 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 import raystow
+from integration.gloo import Ranks
+from integration.layouts import build
 from raystow.dcp import Reader, Writer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "dcp_fsdp2.py"

@@ -14,15 +14,15 @@ import pytest
 import ray
 import torch
 import torch.distributed.checkpoint as dcp
-from gloo import RankFailed
 from ray.cluster_utils import Cluster
 
 import raystow
+from integration.gloo import RankFailed
 from raystow.storage.errors import NotFound
 
 pytest.importorskip("deepspeed", reason="make test-frameworks installs DeepSpeed in an environment of its own")
 
-from deepspeed_ranks import WIDTH, Net, config, digests, engine_of, new_ranks, run, train
+from integration.deepspeed_ranks import WIDTH, Net, config, digests, engine_of, new_ranks, run, train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "deepspeed_zero.py"
 CLIENT_STATE = {"epoch": 3, "seen": (1, "a"), "rng": torch.arange(5, dtype=torch.uint8), "empty": {}}

@@ -17,7 +17,7 @@ from raystow.storage.errors import StateError
 
 pytest.importorskip("deepspeed", reason="make test-frameworks installs DeepSpeed in an environment of its own")
 
-from deepspeed_ranks import PATIENCE, Net, config, new_ranks
+from integration.deepspeed_ranks import PATIENCE, Net, config, new_ranks
 
 BATCH = 2
 

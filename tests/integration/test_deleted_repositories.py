@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import ray
 import torch
-from builders import layers
-from ranks import every, save_state, start, take
+from helpers.builders import layers
 
 import raystow
+from integration.ranks import every, save_state, start, take
 from raystow.storage.checks.repair import plan_repair
 from raystow.storage.format import keys
 from raystow.storage.stores import open_store

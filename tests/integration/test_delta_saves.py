@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from builders import overwrite_root
-from local_cluster import LocalCluster
-from state_equality import restores
+from helpers.builders import overwrite_root
+from helpers.local_cluster import LocalCluster
+from helpers.state_equality import restores
 
 from raystow.orchestrator.restore.agreed import restore_agreed
 from raystow.orchestrator.restore.agreement import ClusterAgreement

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from builders import orphans
-from cli_runner import ran
-from polling import wait_until
+from helpers.builders import orphans
+from helpers.polling import wait_until
 
 import raystow
+from integration.cli_runner import ran
 
 DEMO = [sys.executable, "-m", "raystow", "demo"]
 

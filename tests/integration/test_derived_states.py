@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import flat
-from cli_runner import run_json
-from local_cluster import LocalCluster
-from ranks import every, start
+from compat import reader
+from helpers.builders import flat
+from helpers.local_cluster import LocalCluster
+from helpers.state_equality import same
 from safetensors.torch import load_file
-from state_equality import same
 
 import raystow
+from integration.cli_runner import run_json
+from integration.ranks import every, start
 
 N = 3_000_001
 
@@ -110,9 +110,6 @@ def test_restored_files_contain_the_tensors_of_their_group(tmp_path: Path) -> No
 
 
 def test_the_specification_reader_reads_derived_weights(tmp_path: Path) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
-    import reader
-
     with LocalCluster(str(tmp_path), codec="cpu") as cluster:
         cluster.save(mixed(1), step=1)
     found = reader.read(tmp_path)

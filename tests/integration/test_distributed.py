@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ranks import Rank, every, start
 
 import raystow
+from integration.ranks import Rank, every, start
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.slow]
 SHAPE = (1030, 515)  # does not divide evenly

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import ray
 import torch
-from ranks import Rank, every, start
 from ray.cluster_utils import Cluster
 
 import raystow
+from integration.ranks import Rank, every, start
 from raystow.orchestrator.coordinator.drain import Drained, drain
 from raystow.orchestrator.ray_cluster import announce_end
 from raystow.storage.runtime.clock import SYSTEM

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Rank, every, start
 
 import raystow
+from integration.ranks import Rank, every, start
 from raystow.storage.runtime.clock import SYSTEM
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from polling import wait_until
+from helpers.polling import wait_until
 from ray.cluster_utils import Cluster
 
 import raystow

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import ray
 import torch
-from builders import layers
-from polling import wait_until
-from ranks import every, start
+from helpers.builders import layers
+from helpers.polling import wait_until
 
 import raystow
+from integration.ranks import every, start
 from raystow.orchestrator.restore.agreed import restore_agreed
 from raystow.orchestrator.restore.agreement import LocalAgreement
 from raystow.storage.format import keys

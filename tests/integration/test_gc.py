@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-import cli_runner
 import pytest
 import torch
-from cli_runner import run_json
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
+from integration import cli_runner
+from integration.cli_runner import run_json
 from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import growth
 import psutil
 import pytest
 import ray
 import torch
-from ranks import Rank, start
+from helpers import growth
 
 import raystow
+from integration.ranks import Rank, start
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]

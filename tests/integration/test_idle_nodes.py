@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import ray
 import torch
-from builders import layers
-from polling import wait_until
-from ranks import every, save_state, start, take
+from helpers.builders import layers
+from helpers.polling import wait_until
 from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import NodeStatus
 
 import raystow
+from integration.ranks import every, save_state, start, take
 from raystow.workers.node.actor import NAMESPACE, NODE
 
 NAME = "node_c"

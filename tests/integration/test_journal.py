@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import ray
 import torch
-from cli_runner import run, run_json
-from journal_port import snapshot
-from polling import wait_until
-from ranks import Rank, every, start
+from helpers.journal_port import snapshot
+from helpers.polling import wait_until
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import raystow
+from integration.cli_runner import run, run_json
+from integration.ranks import Rank, every, start
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor, coordinator_name
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gloo import Ranks
-from journal_port import EntryBox, snapshot
+from helpers.journal_port import EntryBox, snapshot
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from integration.gloo import Ranks
 
 
 @pytest.fixture(scope="module")

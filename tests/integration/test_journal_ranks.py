@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import Ranks
-from journal_port import BoxPort, EntryBox
+from helpers.journal_port import BoxPort, EntryBox
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from integration.gloo import Ranks
 from raystow.orchestrator.journal.journal import Journal, JournalIdentity
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.runtime.clock import SYSTEM

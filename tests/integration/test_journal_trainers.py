@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import transformers
-from journal_port import EntryBox
-from segment_run import SegmentRun
+from helpers.journal_port import EntryBox
+from helpers.segment_run import SegmentRun
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from coded_rank import CodedRank
-from local_cluster import LocalCluster
-from page_cache import page_cached
-from polling import wait_until
+from helpers.coded_rank import CodedRank
+from helpers.local_cluster import LocalCluster
+from helpers.page_cache import page_cached
+from helpers.polling import wait_until
 
 import raystow
 from raystow.storage.format import keys

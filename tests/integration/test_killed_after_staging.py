@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from local_cluster import LocalCluster, first_save
+from helpers.local_cluster import LocalCluster, first_save
+from helpers.polling import wait_until
+from helpers.state_equality import same
 from msgspec.structs import replace
-from polling import wait_until
-from state_equality import same
 
 import raystow
 from raystow.orchestrator.coordinator.attempt import Phase

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import ray
-from builders import layers
-from polling import wait_until
-from ranks import Rank, every, save_state, start, take
+from helpers.builders import layers
+from helpers.polling import wait_until
 
 import raystow
+from integration.ranks import Rank, every, save_state, start, take
 from raystow.orchestrator import late_ranks
 from raystow.orchestrator.coordinator import attempts
 from raystow.orchestrator.coordinator.ray_client import coordinator_name

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import flat
-from cli_runner import run, run_json
-from local_cluster import LocalCluster
-from ranks import every, start
+from compat import reader
+from helpers.builders import flat
+from helpers.local_cluster import LocalCluster
 
 import raystow
+from integration.cli_runner import run, run_json
+from integration.ranks import every, start
 from raystow.cli.output import size
 from raystow.state.lossy import rounded_chunk
 from raystow.state.lossy.rules import Blockwise, MantissaBits
@@ -195,9 +195,6 @@ def test_commands_report_rounding_and_other_readers_read_it(tmp_path: Path) -> N
     assert max(map(len, printed.replace(str(tmp_path), "/r").splitlines())) <= 80
     prices = ("--gpus", 8, "--gpu-price", 4, "--store-price", 0.02, "--every", "1h", "--write-rate", "5GB")
     assert any("due to rounding" in text for text in run_json("cost", tmp_path, *prices)["assumptions"])
-    sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
-    import reader
-
     assert all(np.array_equal(array, version.read(name).view(torch.uint8).numpy().view(array.dtype).reshape(array.shape))
                for name, array in reader.read(tmp_path).items() if name != "model.scale")  # fmt: skip
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import ray
-from builders import layers
-from ranks import every, save_state, start
+from helpers.builders import layers
 
+from integration.ranks import every, save_state, start
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 from raystow.workers.protocol import messages
 from raystow.workers.protocol.messages import PROTOCOL, RestoreChoice, RestoreVote

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import ray
 import torch
-from ranks import Rank, every, start
 
 import raystow
+from integration.ranks import Rank, every, start
 
 MIB = 1 << 20
 SLACK = 64 * MIB

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import ray
 import torch
-from builders import layers
-from ranks import every, save_state, start
+from helpers.builders import layers
 
 import raystow
+from integration.ranks import every, save_state, start
 
 SIZE = 500_000
 """Elements in each layer."""

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ranks import Rank, every, start
 from ray.cluster_utils import Cluster
 
 import raystow
+from integration.ranks import Rank, every, start
 
 NODES = ("node_a", "node_b", "node_c")
 

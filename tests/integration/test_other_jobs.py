@@ -14,14 +14,14 @@ import boto3
 import psutil
 import pytest
 import ray
-from azure_server import ACCOUNT, KEY, OTHER_ACCOUNT, OTHER_KEY, azure_server, connection_string, make_container
-from gcs_server import gcs_proxy
-from key_gateway import KeyGateway, key_gateway
-from ranks import Rank, every
+from helpers.azure_server import ACCOUNT, KEY, OTHER_ACCOUNT, OTHER_KEY, azure_server, connection_string, make_container
+from helpers.gcs_server import gcs_proxy
+from helpers.key_gateway import KeyGateway, key_gateway
+from helpers.s3_server import moto
 from ray.cluster_utils import Cluster
-from s3_server import moto
 
 import raystow
+from integration.ranks import Rank, every
 from raystow.storage.runtime.clock import SYSTEM
 
 BUCKET = "jobs"

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runner import run_json
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 from safetensors.torch import load_file
-from test_cli_export import gpt2, llama
+
+from integration.cli_runner import run_json
+from integration.test_cli_export import gpt2, llama
 
 peft = pytest.importorskip("peft", reason="make test-frameworks installs PEFT in an environment of its own")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import ray
 import torch
 from ray.exceptions import RayTaskError
 
 import raystow
+from integration import ranks
 from raystow import Boxes
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from builders import orphans
-from cli_runner import run, run_json
-from local_cluster import LocalCluster
+from helpers.builders import orphans
+from helpers.local_cluster import LocalCluster
 
+from integration.cli_runner import run, run_json
 from raystow.cli import options
 from raystow.storage.repository import create_repository, open_repository
 

@@ -8,12 +8,12 @@ from urllib.parse import quote
 
 import boto3
 import pytest
+from helpers.s3_server import moto
 from pyarrow.fs import S3FileSystem
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray_train_runs import Run, check, score, trainer
-from s3_server import moto
 
 import raystow
+from integration.ray_train_runs import Run, check, score, trainer
 from raystow import ray_train
 
 

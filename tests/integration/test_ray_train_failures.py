@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from polling import wait_until
+from helpers.polling import wait_until
 from ray.cluster_utils import Cluster
 from ray.train import TrainingFailedError
-from ray_train_runs import DEADLINE, Run, check, drain, expected, kill, score, trainer
-from ray_trainer_runs import TRAINERS
 
 import raystow
+from integration.ray_train_runs import DEADLINE, Run, check, drain, expected, kill, score, trainer
+from integration.ray_trainer_runs import TRAINERS
 from raystow import ray_train
 
 pytestmark = pytest.mark.slow

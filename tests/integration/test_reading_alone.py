@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
 READER = """
 import json, sys

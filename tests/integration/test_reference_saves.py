@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from colliding_tensors import colliding_tensors
-from local_cluster import LocalCluster
-from state_equality import restores
+from helpers.colliding_tensors import colliding_tensors
+from helpers.local_cluster import LocalCluster
+from helpers.state_equality import restores
 
 from raystow.orchestrator.coordinator.delta_schedule import DEEPEST
 from raystow.storage.checks.repair import plan_repair

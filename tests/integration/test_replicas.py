@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import ray
 import torch
-from builders import layers
-from polling import wait_until
-from ranks import every, save_state, start
+from helpers.builders import layers
+from helpers.polling import wait_until
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayError
 
 import raystow
+from integration.ranks import every, save_state, start
 from raystow.workers.node.actor import NAMESPACE
 from raystow.workers.protocol.messages import ReplicationProgress
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import STEPS, ProcessGroup, Reads, check_reads, overlapping
 from ray.cluster_utils import Cluster
 
 import raystow
+from integration.layouts import STEPS, ProcessGroup, Reads, check_reads, overlapping
 from raystow.state.planner import plan_save
 
 WORLDS = (1, 2, 3, 4, 8)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import ray
 import torch
-from builders import layers
-from ranks import every, save_state, start
+from helpers.builders import layers
 from ray.exceptions import RayTaskError
 
 import raystow
+from integration.ranks import every, save_state, start
 from raystow.storage.format import keys
 
 SIZE = 10_000

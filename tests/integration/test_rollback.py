@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from builders import layers
-from polling import wait_until
-from ranks import every, save_state, start
+from helpers.builders import layers
+from helpers.polling import wait_until
 
 import raystow
+from integration.ranks import every, save_state, start
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 
 SIZE = 100_000

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import ray
 import torch
-from polling import wait_until
-from ranks import Rank, every, save_state, start, take
+from helpers.polling import wait_until
 
 import raystow
+from integration.ranks import Rank, every, save_state, start, take
 from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient, coordinator_actor
 from raystow.storage.commit.committer import Committer
 from raystow.workers.node.actor import NAMESPACE

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import ray
 import torch
-from polling import wait_until
-from ranks import Rank, every, start, take
-from state_equality import same
+from helpers.polling import wait_until
+from helpers.state_equality import same
 
 import raystow
+from integration.ranks import Rank, every, start, take
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 from raystow.state import write_check
 from raystow.workers.node.actor import NAMESPACE

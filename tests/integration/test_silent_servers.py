@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.store_variables import refer_to
 from safetensors.torch import save_file
-from store_variables import refer_to
 from typer.testing import CliRunner
 
 from raystow.cli import wait_notice

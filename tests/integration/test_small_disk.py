@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import live_ids, orphans, whole, write
-from fake_clock import FakeClock
+from helpers.builders import live_ids, orphans, whole, write
+from helpers.fake_clock import FakeClock
 from typer.testing import CliRunner
 
 from raystow.cli.app import build

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
 import raystow
 from raystow.state.shards import bits

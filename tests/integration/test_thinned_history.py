@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import orphans
-from cli_runner import ran, run_json
-from local_cluster import LocalCluster
+from helpers.builders import orphans
+from helpers.local_cluster import LocalCluster
 from torch import nn
 
 import raystow
+from integration.cli_runner import ran, run_json
 from raystow.cli.pricing import savings
 from raystow.storage.repository import open_repository
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from layouts import ProcessGroup, whole
 from ray.cluster_utils import Cluster
 
 import raystow
+from integration.layouts import ProcessGroup, whole
 from raystow.dcp import Reader, Writer
 
 pytest.importorskip("torchao.optim", reason="make test-frameworks installs torchao in an environment of its own")

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_examples import _run
 
 import raystow
+from integration.test_examples import _run
 
 pytest.importorskip("torchft", reason="make test-frameworks installs torchft in an environment of its own")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import RankFailed, Ranks
-from layouts import build
 
 import raystow
+from integration.gloo import RankFailed, Ranks
+from integration.layouts import build
 
 pytest.importorskip("torchtitan", reason="make test-frameworks installs TorchTitan in an environment of its own")
 

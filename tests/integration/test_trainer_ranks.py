@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from gloo import Ranks
-from memory_run import MemoryRun
+from helpers.memory_run import MemoryRun
 
+from integration.gloo import Ranks
 from raystow.integrations.save_requests import SaveRequests
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from builders import layers
-from ranks import Rank, every, save_state, start
+from helpers.builders import layers
 
 import raystow
+from integration.ranks import Rank, every, save_state, start
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from builders import layers
-from polling import wait_until
-from ranks import Rank, every, save_state, start, take
+from helpers.builders import layers
+from helpers.polling import wait_until
 
 import raystow
+from integration.ranks import Rank, every, save_state, start, take
 from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient, coordinator_actor, coordinator_name
 from raystow.workers.node.actor import NAMESPACE
 from raystow.workers.protocol.messages import CoordinatorStatus, JoinRun, StartRun

@@ -20,23 +20,21 @@ import numpy as np
 import pytest
 import ray
 import torch
-from cli_runner import ran
-from gloo import _METHODS, RankFailed, Ranks
-from polling import wait_until
+from helpers.polling import wait_until
 from ray.cluster_utils import Cluster
 
 import raystow
+from integration.cli_runner import ran
+from integration.gloo import _METHODS, RankFailed, Ranks
 from raystow.storage import extras
 
 pytest.importorskip("verl", reason="make test-frameworks installs verl in an environment of its own")
 
-import verl_sft
-import verl_toy
-import verl_workers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl_toy import BATCH
 
+from integration import verl_sft, verl_toy, verl_workers
+from integration.verl_toy import BATCH
 from raystow.integrations.verl import install
 from raystow.integrations.verl.settings import VARIABLE
 from raystow.integrations.verl.step_folder import read_files
@@ -260,11 +258,11 @@ def test_trainers_that_are_imported_later_save_versions(cluster: Cluster, tmp_pa
     script = """
 import sys
 from pathlib import Path
-import verl_cpu
+from integration import verl_cpu
 from torch import distributed
 import raystow.verl
 assert not any(name.startswith("verl.trainer.ppo") for name in sys.modules)
-import verl_toy
+from integration import verl_toy
 distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
 verl_toy.train(0, 1, sys.argv[1], sys.argv[2], Path(sys.argv[3]), 4 * verl_toy.BATCH)
 """

@@ -10,10 +10,8 @@ from typing import Any
 
 import ray
 import torch
-import verl_cpu
-from gloo import die
+from helpers.polling import wait_until
 from hydra import compose, initialize_config_module
-from polling import wait_until
 from tokenizers import Tokenizer, models
 from torch import distributed
 from torch.utils.data import Dataset
@@ -21,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from verl.trainer import sft_trainer
 
 import raystow
+from integration import verl_cpu
+from integration.gloo import die
 from raystow.integrations.verl.settings import VARIABLE
 from raystow.integrations.verl.training_process import PROCESS
 

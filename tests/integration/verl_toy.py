@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 import torch
-import verl_cpu
 from omegaconf import OmegaConf
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
@@ -26,6 +25,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 import raystow.verl
+from integration import verl_cpu
 from raystow.integrations.verl.settings import VARIABLE
 
 assert verl_cpu

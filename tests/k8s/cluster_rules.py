@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pods import Thing, pods, ray_clusters, variables
+from k8s.pods import Thing, pods, ray_clusters, variables
 
 _ROOT = Path(__file__).parents[2]
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from pods import Thing, ray_clusters, variables
+from k8s.pods import Thing, ray_clusters, variables
 
 _LONGEST = {"RayCluster": 53, "RayJob": 47}  # characters of a name
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import cluster_rules
-import operator_rules
 import pytest
-from kustomize import K8S, chart, lint_chart, render
-from schema import problems
+
+from k8s import cluster_rules, operator_rules
+from k8s.kustomize import K8S, chart, lint_chart, render
+from k8s.schema import problems
 
 URI = ("--set", "uri=s3://bucket/prefix")
 OTHERS = (

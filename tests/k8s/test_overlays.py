@@ -7,14 +7,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import cluster_rules
-import operator_rules
 import pytest
 import typer
-from kustomize import K8S, OVERLAYS, overlay
-from pods import pods, ray_clusters
-from schema import problems
 
+from k8s import cluster_rules, operator_rules
+from k8s.kustomize import K8S, OVERLAYS, overlay
+from k8s.pods import pods, ray_clusters
+from k8s.schema import problems
 from raystow.cli.app import build
 
 _ROOT = Path(__file__).parents[2]

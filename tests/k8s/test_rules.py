@@ -6,11 +6,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import cluster_rules
-import operator_rules
 import pytest
-from kustomize import overlay
-from schema import problems
+
+from k8s import cluster_rules, operator_rules
+from k8s.kustomize import overlay
+from k8s.schema import problems
 
 Things = list[dict[str, Any]]
 

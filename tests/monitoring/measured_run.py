@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import ray
 import torch
-from polling import wait_until
+from helpers.polling import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy

@@ -12,12 +12,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import promql
 import pytest
 import yaml
-from measured_run import exported
 from prometheus_client.parser import text_string_to_metric_families
 
+from monitoring import promql
+from monitoring.measured_run import exported
 from raystow.storage.runtime.metrics import METRICS, MetricKind
 
 pytestmark = pytest.mark.s3

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.local_cluster import LocalCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_cluster import LocalCluster
 
 import raystow
 from raystow.state.shards import bits

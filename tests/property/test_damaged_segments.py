@@ -6,9 +6,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from helpers.segment_run import SegmentRun, begin, record, replay, states
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segment_run import SegmentRun, begin, record, replay, states
 
 from raystow.storage.format import keys
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.journal_port import EntryBox, snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from journal_port import EntryBox, snapshot
 from msgspec.structs import replace
 from torch import nn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from builders import difference, entry
+from helpers.builders import difference, entry
 from hypothesis import given
 from hypothesis import strategies as st
 

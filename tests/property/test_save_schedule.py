@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from fake_clock import FakeClock
+from helpers.fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 from s3_faults.proxy import FaultProxy
 from s3_faults.sample_state import HURRY
 

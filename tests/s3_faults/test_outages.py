@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
 from s3_faults.sample_state import HURRY, cases, check, two_group_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
 from s3_faults.sample_state import cases, check, two_group_state

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
 

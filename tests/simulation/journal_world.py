@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fake_clock import FakeClock
+from helpers.fake_clock import FakeClock
 
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.storage.coding.digest import stored_digest

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass, field, replace
 
 import pytest
-from fake_clock import FakeClock
+from helpers.fake_clock import FakeClock
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule

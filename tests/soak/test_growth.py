@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-import growth
 import numpy as np
 import psutil
 import pytest
-from local_cluster import LocalCluster
+from helpers import growth
+from helpers.local_cluster import LocalCluster
 
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.retention.policy import Policy

@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Yield a simulated device with the seed that the test passes."""
-    from encoder_run import streams
+    from streams.encoder_run import streams
 
     with streams(request.param) as device:
         yield device

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from chunk_sources import Source
-from device import Device, device
+from helpers.chunk_sources import Source
 
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.digest import stored_digest
@@ -32,6 +31,7 @@ from raystow.workers.gpu.kernels import blake3_kernels
 from raystow.workers.packing.attempt import coded_draft
 from raystow.workers.shm.coded_layout import Layout
 from raystow.workers.shm.ring import Ring
+from streams.device import Device, device
 
 KIB, MIB = 1 << 10, 1 << 20
 HERE = torch.device("cpu")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bfloat16_multiples import FACTOR, cases
-from device import SEEDS, Device
+from helpers.bfloat16_multiples import FACTOR, cases
 
 from raystow.orchestrator.journal.gradient_coding import divided
 from raystow.workers.gpu import kernel_args
 from raystow.workers.gpu.kernels import bfloat16_kernels
+from streams.device import SEEDS, Device
 
 pytestmark = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from device import interpret
 
 from raystow.storage.coding.digest import stored_digest
 from raystow.workers.gpu import kernel_args
 from raystow.workers.gpu.kernels import blake3_kernels
 from raystow.workers.gpu.kernels.library import Kernel
+from streams.device import interpret
 
 PARTS = [(1024,), (1025,), (2048, 5), (2048, 1024, 1023)]
 """Bytes of the parts of each object; all but the last are whole leaves."""

@@ -16,10 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device import SEEDS, Device
-from encoder_run import HERE, KIB, streams, weights
-from local_cluster import LocalCluster
-from module_mutants import rewritten
+from helpers.local_cluster import LocalCluster
 
 from raystow.storage.coding import zstd
 from raystow.storage.coding.chunk import ZSTD
@@ -30,6 +27,9 @@ from raystow.storage.versions.reader import PackReader, Request, Run
 from raystow.storage.versions.version import Version
 from raystow.workers.gpu.decode import decoder, lane, lane_plan
 from raystow.workers.gpu.kernels import blake3_kernels
+from streams.device import SEEDS, Device
+from streams.encoder_run import HERE, KIB, streams, weights
+from streams.module_mutants import rewritten
 
 State = dict[str, torch.Tensor]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import zlib
 
 import pytest
-from deflate_streams import encoded
-from device import interpret
-from plane_streams import cases, check_sizes
+from helpers.deflate_streams import encoded
+from helpers.plane_streams import cases, check_sizes
 
 from raystow.workers.gpu.kernels.library import Kernel
+from streams.device import interpret
 
 TRIED = (
     *("exponents", "exponents, fewer", "zeros", "hardly anything but zeros", "zeros in rows", "one of each among zeros"),

@@ -9,16 +9,16 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from chunk_sources import Follower, Source
-from device import SEEDS, Device
-from encoder_run import HERE, Receiver, all_sources, encode, small_encoder, streams, weights
-from module_mutants import rewritten
+from helpers.chunk_sources import Follower, Source
 
 from raystow.storage.coding.chunk import DEFLATE, RAW
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.errors import RaystowError, SaveFailed
 from raystow.workers.gpu.encode import chunk_reader, encode_run, encoder, group_coder, host_copier, stored_hasher
 from raystow.workers.gpu.encode.derived_check import DerivedCheck, DerivedChecker
+from streams.device import SEEDS, Device
+from streams.encoder_run import HERE, Receiver, all_sources, encode, small_encoder, streams, weights
+from streams.module_mutants import rewritten
 
 FEW = 16 << 10
 """Bytes of memory for values of leaves, less than the state needs."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from device import SEEDS
-from encoder_run import HERE, weights
-from journal_port import MemorySink
+from helpers.journal_port import MemorySink
 from msgspec.structs import replace
-from test_decoding_streams import decoding
 
 from raystow.orchestrator.journal import entry_file, gradient_coding
 from raystow.orchestrator.journal.entry_decoder import EntryDecoder
@@ -17,6 +14,9 @@ from raystow.orchestrator.journal.entry_file import StoredTensor
 from raystow.orchestrator.journal.gradient_coding import TensorEncoder
 from raystow.storage.errors import Damaged
 from raystow.workers.protocol.messages import EntryHeader, EntryInfo, Generation, OptimizerStep
+from streams.device import SEEDS
+from streams.encoder_run import HERE, weights
+from streams.test_decoding_streams import decoding
 
 
 @pytest.fixture(autouse=True)

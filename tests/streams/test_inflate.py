@@ -10,11 +10,11 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from deflate_streams import decoded, encoded
-from device import interpret
-from plane_streams import cases
+from helpers.deflate_streams import decoded, encoded
+from helpers.plane_streams import cases
 
 from raystow.workers.gpu.kernels.library import Kernel
+from streams.device import interpret
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device import SEEDS, Device
-from encoder_run import HERE, KIB, MIB, weights
-from journal_port import MemorySink
+from helpers.journal_port import MemorySink
 
 from raystow.orchestrator.journal.entry_encoder import CapturedEntry, EntryEncoder
 from raystow.orchestrator.journal.entry_file import parse
@@ -21,6 +19,8 @@ from raystow.workers.gpu import kernel_args
 from raystow.workers.gpu.kernels.library import Kernel
 from raystow.workers.gpu.span_digests import SpanDigester
 from raystow.workers.protocol.messages import EntryInfo, Generation
+from streams.device import SEEDS, Device
+from streams.encoder_run import HERE, KIB, MIB, weights
 
 pytestmark = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 

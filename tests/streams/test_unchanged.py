@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chunk_sources import Follower, Source
-from device import SEEDS, Device
-from encoder_run import HERE, weights
+from helpers.chunk_sources import Follower, Source
 
 from raystow.storage.coding.delta import LEAST
 from raystow.storage.coding.digest import SecretKeys, digest_pair
@@ -17,6 +15,8 @@ from raystow.workers.gpu import unchanged
 from raystow.workers.gpu.digests import Digests
 from raystow.workers.gpu.unchanged import Remaining, UnchangedChunks
 from raystow.workers.protocol.messages import BaseDigests, ChunkDigests, ComparedChunks
+from streams.device import SEEDS, Device
+from streams.encoder_run import HERE, weights
 
 seeds = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 

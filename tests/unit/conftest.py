@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator
 
 import pytest
-from builders import memory_repository
+from helpers.builders import memory_repository
 
 from raystow.storage.commit.committer import Committer
 from raystow.storage.repository import Repository

@@ -1,0 +1,1 @@
+"""Repositories of earlier releases, and a reader that was written from the specification."""

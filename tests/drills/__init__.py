@@ -1,0 +1,1 @@
+"""Nodes and processes killed during a training."""

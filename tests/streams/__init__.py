@@ -1,0 +1,1 @@
+"""GPU code without a GPU."""

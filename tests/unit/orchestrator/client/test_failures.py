@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.builders import empty_record, memory_repository
+
+from raystow.orchestrator.client.checkpointer import Checkpointer
+from raystow.orchestrator.client.failure_reports import FailureReports
+from raystow.orchestrator.client.failures import Failures
+from raystow.orchestrator.client.pending import Pending
+from raystow.orchestrator.client.save_outcome import SaveOutcomes
+from raystow.orchestrator.client.saves_in_flight import SavesInFlight
+from raystow.orchestrator.client.version_callbacks import VersionCallbacks
+from raystow.state.lossy.profiles import Lossy
+from raystow.state.planner import Planner
+from raystow.storage.commit.committer import Committer
+from raystow.storage.errors import ClusterError, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StateError
+from raystow.storage.log import about
+from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.versions.version import Version
+
+
+def failures(on_failure: str | int = 3, counted: list[None] | None = None) -> Failures:
+    counts = [] if counted is None else counted
+    return Failures(on_failure, count=lambda: counts.append(None))
+
+
+def test_a_failure_is_counted_and_raises_nothing() -> None:
+    counted: list[None] = []
+    watch = failures(counted=counted)
+    text = watch.failed(7, SaveFailed("no space", subject="s3://b/k"))
+    watch.check()
+    assert (watch.total, watch.in_a_row, len(counted)) == (1, 1, 1)
+    assert text == "the save of step 7 failed (1 in a row, 1 in total): s3://b/k: no space"
+
+
+@pytest.mark.parametrize(
+    ("answer", "lines"),
+    [
+        (True, ["it failed"]),
+        (False, []),
+        (ClusterError("no answer"), ["the failure could not be reported to the coordinator: no answer", "it failed"]),
+    ],
+)
+def test_the_rank_whose_report_is_first_logs_the_failure(
+    answer: bool | ClusterError, lines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def send(number: int, step: int, reason: str) -> bool:
+        assert (number, step, reason) == (3, 7, "why")
+        if isinstance(answer, ClusterError):
+            raise answer
+        return answer
+
+    reports = FailureReports(send, logging.getLogger("raystow"))
+    with caplog.at_level(logging.WARNING):
+        reports.report(3, 7, "why", "it failed")
+        reports.flush(60)
+    assert caplog.messages == lines
+
+
+def test_a_failure_is_logged_at_the_end_without_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    answer = threading.Event()
+    reports = FailureReports(lambda *_: answer.wait(60), logging.getLogger("raystow"))
+    with caplog.at_level(logging.WARNING):
+        reports.report(1, 7, "why", "it failed")
+        reports.flush(0)
+        answer.set()
+        reports.flush(60)
+    assert caplog.messages == ["it failed"]
+
+
+def test_raise_raises_each_failure_once() -> None:
+    watch = failures("raise")
+    for step in (1, 2):
+        error = SaveFailed(f"no {step}")
+        watch.failed(step, error)
+        with pytest.raises(SaveFailed) as caught:
+            watch.check()
+        assert caught.value is error
+        watch.check()
+    watch.failed(3, ClusterError("the node worker is gone"))
+    with pytest.raises(SaveFailed, match="save of step 3: the node worker is gone"):
+        watch.check()
+
+
+def test_a_success_does_not_hide_the_first_failure_to_raise() -> None:
+    watch = failures("raise")
+    watch.failed(1, SaveFailed("no 1"))
+    watch.failed(2, SaveFailed("no 2"))
+    watch.succeeded()
+    with pytest.raises(SaveFailed, match="no 1"):
+        watch.check()
+
+
+def test_n_failures_in_a_row_raise_with_the_last_cause() -> None:
+    watch = failures(3)
+    for step in range(3):
+        watch.failed(step, SaveFailed(f"cause {step}", subject="s3://b/k"))
+    with pytest.raises(SaveFailed, match=r"3 saves in a row have failed, the last one: s3://b/k: cause 2 \(.*on_failure"):
+        watch.check()
+    watch.check()
+    watch.failed(4, SaveFailed("again"))
+    with pytest.raises(SaveFailed, match="4 saves in a row"):
+        watch.check()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", 1, 2])
+def test_a_failure_found_durable_raises_nothing(on_failure: str | int) -> None:
+    watch, unknown = failures(on_failure), OutcomeUnknown("no answer", subject="save of step 2")
+    if on_failure == 2:
+        watch.failed(1, SaveFailed("no space"))
+        watch.check()
+    watch.failed(2, unknown)
+    watch.found_durable(unknown)
+    watch.check()
+
+
+def test_a_failure_after_one_found_durable_raises() -> None:
+    watch, unknown = failures("raise"), OutcomeUnknown("no answer", subject="save of step 1")
+    watch.failed(1, unknown)
+    watch.failed(2, SaveFailed("no space"))
+    watch.found_durable(unknown)
+    with pytest.raises(SaveFailed, match="no space"):
+        watch.check()
+
+
+def test_a_success_resets_the_count_in_a_row() -> None:
+    watch = failures()
+    for step in range(5):
+        watch.failed(step, SaveFailed("no"))
+        watch.failed(step, SaveFailed("no"))
+        watch.succeeded()
+        watch.check()
+    assert (watch.total, watch.in_a_row) == (10, 0)
+
+
+def test_warn_never_raises() -> None:
+    watch = failures("warn")
+    for step in range(1000):
+        watch.failed(step, SaveFailed("no"))
+        watch.check()
+    assert watch.in_a_row == 1000
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "said"),
+    [("ignore", "on_failure is 'ignore'.*one of raise, warn"), (0, "on_failure is 0"), (-1, "is -1"), (True, "is True")],
+)
+def test_an_invalid_on_failure_is_refused(on_failure: str | int, said: str) -> None:
+    with pytest.raises(StateError, match=said):
+        failures(on_failure)
+
+
+def test_a_save_that_raises_on_one_rank_is_counted() -> None:
+    """All ranks count their saves alike."""
+    rank = Checkpointer.__new__(Checkpointer)
+    rank._saves, rank.failures = itertools.count(1), failures("raise")
+    rank.failures.failed(1, SaveFailed("no space"))
+    with pytest.raises(SaveFailed, match="no space"):
+        rank.save({}, step=2)
+    with pytest.raises(StateError, match="metrics"):
+        rank.save({}, step=2, metrics={"loss": object()})
+    assert next(rank._saves) == 3
+
+
+def test_the_journal_learns_of_a_save_before_its_failure() -> None:
+    """The node worker cannot be reached, so that it does not know of the failure."""
+    rank, told = Checkpointer.__new__(Checkpointer), list[str]()
+    rank.uri, rank.rank, rank.world_size, rank.failures = "memory://r", 0, 1, failures("warn")
+    rank._log, rank._closed, rank._codec, rank._lossy = about(logging.getLogger(__name__)), False, "cpu", Lossy.of(None)
+    rank._saves, rank._planner, rank._timeout = itertools.count(1), Planner(rank._lossy), 60.0
+    rank._retention, rank._delta, rank._on_fenced = None, 0, "raise"
+    started = SimpleNamespace(repository="r")
+    startup = SimpleNamespace(uri=rank.uri, check=lambda: None, wait=lambda: started, member=SimpleNamespace(incarnation="i"))
+    outcomes = outcomes_of(rank.failures, startup)
+    outcomes.save_failed = lambda step: told.append(f"failed {step}")
+    parts = {
+        "_startup": startup,
+        "_outcomes": outcomes,
+        "_in_flight": SavesInFlight(1, 60.0, outcomes.conclude, rank._log),
+        "_journal": SimpleNamespace(saved=lambda step: told.append(f"saved {step}")),
+        "_node": SimpleNamespace(staging=lambda _: fail(told)),
+    }
+    for name, part in parts.items():
+        setattr(rank, name, part)
+    assert rank.save({"w": np.ones(3)}, step=3).done()
+    assert told == ["saved 3", "refused", "failed 3"]
+
+
+def fail(told: list[str]) -> None:
+    told.append("refused")
+    raise ClusterError("the node worker is gone")
+
+
+def outcomes_of(watch: Failures, startup: Any = SimpleNamespace(uri="s3://b")) -> SaveOutcomes:  # noqa: B008
+    log = logging.getLogger("raystow")
+    return SaveOutcomes(startup, MemoryStore("outcomes"), watch, FailureReports(lambda *_: False, log), VersionCallbacks((), log))
+
+
+def test_fenced_after_an_unknown_outcome_is_raised_by_save() -> None:
+    watch, pending, fenced = failures("warn"), Pending(1), Fenced("epoch 2 is in charge", subject="s3://b")
+    outcomes = outcomes_of(watch)
+    outcomes.conclude(pending, OutcomeUnknown("no answer", subject="save of step 1"))
+    watch.check()
+    outcomes.conclude(pending, fenced)
+    for call in (pending.result, watch.check):
+        with pytest.raises(Fenced) as caught:
+            call()
+        assert caught.value is fenced
+    assert watch.total == 1
+
+
+def test_a_failure_is_counted_before_result_returns() -> None:
+    pending, done = Pending(1), list[bool]()
+    outcomes_of(Failures("warn", count=lambda: done.append(pending.done()))).conclude(pending, SaveFailed("no space"))
+    assert done == [False]
+    assert pending.done()
+
+
+def test_the_end_raises_what_nobody_has_raised() -> None:
+    watch = failures("raise")
+    watch.check_last()
+    watch.failed(1, SaveFailed("no 1"))
+    with pytest.raises(SaveFailed, match="no 1"):
+        watch.check()
+    watch.check_last()
+    watch.failed(2, SaveFailed("no 2"))
+    with pytest.raises(SaveFailed, match="no 2"):
+        watch.check_last()
+    watch.check_last()
+
+
+def test_the_end_raises_fenced_once() -> None:
+    watch = failures(10)
+    watch.failed(1, Fenced("epoch 2 is in charge", subject="s3://b"))
+    with pytest.raises(Fenced):
+        watch.check_last()
+    watch.check_last()
+    with pytest.raises(Fenced):
+        watch.check()
+
+
+def test_the_end_raises_after_n_failures_in_a_row_only() -> None:
+    watch = failures(2)
+    watch.failed(1, SaveFailed("no 1"))
+    watch.check_last()
+    watch.failed(2, SaveFailed("no 2"))
+    with pytest.raises(SaveFailed, match="2 saves in a row"):
+        watch.check_last()
+
+
+def saves_ended_with(*outcomes: Version | RaystowError | None) -> SavesInFlight:
+    """Saves of steps 10, 20, ... with these outcomes; None for one that has not ended."""
+    log = logging.getLogger("raystow")
+    saves = SavesInFlight(9, 60.0, lambda pending, error: None, log)
+    for number, outcome in enumerate(outcomes, 1):
+        saves.wait_for_oldest()
+        pending = Pending(10 * number, log, number=number)
+        saves.add(pending, lambda unknown: None)
+        if outcome is not None:
+            pending._set_outcome(outcome)
+    return saves
+
+
+def a_version() -> Version:
+    repository = memory_repository()
+    committer = Committer(repository, "me")
+    return committer.commit(empty_record(committer))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        ((), ""),
+        (("version",), ""),
+        ((SaveFailed("no space"), "version"), ""),
+        ((SaveFailed("no space"),), "step 10 was not saved: no space; this process has saved no version"),
+        (("version", SaveFailed("no space")), "step 20 was not saved: no space; the newest version is {id} (step {step})"),
+        (
+            ("version", SaveFailed("no space"), Fenced("no more")),
+            "step 30 was not saved: no more; the newest version is {id} (step {step})",
+        ),
+        (
+            ("version", OutcomeUnknown("no answer")),
+            "step 20 may not have been saved: no answer; the newest version is {id} (step {step})",
+        ),
+        (("version", None), "step 20 may not have been saved: the save has not ended; the newest version is {id} (step {step})"),
+    ],
+)
+def test_the_log_says_once_that_the_newest_step_was_not_saved(
+    outcomes: tuple[Any, ...], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = a_version()
+    saves = saves_ended_with(*(version if outcome == "version" else outcome for outcome in outcomes))
+    with caplog.at_level(logging.ERROR):
+        saves.log_unsaved()
+        saves.log_unsaved()
+    assert caplog.messages == ([said.format(id=version.id, step=version.step)] if said else [])
+
+
+def test_the_log_names_the_version_that_was_restored() -> None:
+    saves, version = saves_ended_with(SaveFailed("no space")), a_version()
+    saves.restored = version
+    assert saves.unsaved().endswith(f"saved no version, and has restored version {version.id} (step {version.step})")

@@ -1,0 +1,50 @@
+"""Recorded tensors in host memory: a part is decoded only if its stored bytes match their digest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.journal_port import MemorySink
+
+from raystow.orchestrator.journal import gradient_coding
+from raystow.orchestrator.journal.entry_decoder import _placed
+from raystow.orchestrator.journal.gradient_coding import TensorEncoder, decode, uncoded
+from raystow.storage.errors import Damaged
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("bytes that were not checked are decoded")
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_damaged_bytes_are_not_decoded(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
+    sink = MemorySink()
+    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000)).placed(sink.copy)
+    data = np.frombuffer(sink.content, np.uint8)
+    assert len(recorded.parts) == 3
+    assert decode(recorded, data) is not None
+    data[recorded.parts[part].start] ^= 1
+    decoded = gradient_coding.chunk.decode
+    calls = iter([decoded] * part + [refuse])
+    monkeypatch.setattr(gradient_coding.chunk, "decode", lambda *of: next(calls)(*of))
+    with pytest.raises(Damaged, match="stored bytes of a recorded tensor"):
+        decode(recorded, data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64])
+def test_small_tensors_are_stored_as_they_are(dtype: torch.dtype) -> None:
+    """All bits come back, also those of NaNs; several are placed together."""
+    tensors = [torch.arange(one).to(torch.uint8).repeat(16).view(dtype)[:one].reshape(-1, 1) for one in (1, 5, 7)]
+    if dtype == torch.float32:
+        tensors[2].view(torch.int32)[:] = 0x7FC12345  # a NaN
+    sink = MemorySink()
+    recorded = [uncoded(tensor).placed(sink.copy) for tensor in tensors]
+    found = [decode(one, np.frombuffer(sink.content, np.uint8)) for one in recorded]
+    for tensor, again in zip(tensors, found, strict=True):
+        assert again is not None
+        assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
+        assert again.view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
+    placed = _placed([one for one in found if one is not None], [torch.device("meta")] * 3)
+    assert [(one.device.type, one.dtype, one.shape) for one in placed] == [("meta", one.dtype, one.shape) for one in tensors]

@@ -1,0 +1,109 @@
+"""Checks on the package tree: the sizes and names of files, the names of classes, and how often ``Any`` is used."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from helpers.retired_words import RETIRED
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "raystow"
+FOLDERS = ("raystow", "tests", "benchmarks", "examples", "tools")
+
+MOST_LINES = 500
+LONGEST_TEST_NAME = 60
+NO_SUBJECT = re.compile(r"test_(what|who|whoever|whatever|nothing_but)_")
+MOST_ANY = 150
+"""How often the word ``Any`` occurs in ``raystow``, imports and docstrings included, at most: for torch and Parquet."""
+
+PUBLIC_TWICE = {"Checkpointer", "Checkpointing"}
+"""Public classes of integrations, which have the name that users of that library expect."""
+
+NOUNS = {"lightning", "finding", "pricing", "housekeeping", "formatting", "pending", "coding", "packing", "staging", "ring"}
+"""Words in -ing that are nouns of the field (or adjectives, for ``pending``); all others count as verbs."""
+
+
+def prose(source: str) -> Iterator[str]:
+    """Yield the docstrings and comments of a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+@cache
+def sources() -> dict[Path, str]:
+    return {path.relative_to(ROOT): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_no_file_is_longer_than_500_lines() -> None:
+    """Tests and scripts are included."""
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in paths}
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    names = Counter(
+        node.name for text in sources().values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
+    )
+    repeated = {name for name, count in names.items() if count > 1}
+    assert repeated - PUBLIC_TWICE == set()
+
+
+def test_no_module_is_named_by_a_verb() -> None:
+    """A name may end in -ing only if its last word is a noun of the field."""
+    names = {part.removesuffix(".py") for path in sources() for part in path.parts}
+    assert {name for name in names if name.endswith("ing")} - {name for name in names if name.split("_")[-1] in NOUNS} == set()
+
+
+def test_docstrings_and_comments_use_no_retired_words() -> None:
+    """Names of code between backticks are not counted."""
+    found = {
+        str(path): words
+        for path, source in sources().items()
+        if (words := [word for text in prose(source) for word in RETIRED.findall(re.sub(r"`[^`]*`", "", text))])
+    }
+    assert found == {}
+
+
+def test_any_is_used_sparingly() -> None:
+    count = sum(len(re.findall(r"\bAny\b", text)) for text in sources().values())
+    assert count <= MOST_ANY
+
+
+def test_packages_of_npm_are_pinned_exactly() -> None:
+    """Those that the Makefile installs."""
+    packages = [
+        word for line in (ROOT / "Makefile").read_text().splitlines() if "npm install" in line for word in line.split()[-1:]
+    ]
+    assert packages
+    assert [package for package in packages if not re.fullmatch(r"[a-z/@-]+@\d+\.\d+\.\d+", package)] == []
+
+
+def test_names_of_tests_are_short_statements() -> None:
+    """A name states the behaviour: a subject, a verb and the condition."""
+    named = {
+        name: str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for name in re.findall(r"^\s*(?:async )?def (test_\w+)\(", path.read_text(), re.MULTILINE)
+    }
+    assert {name: path for name, path in named.items() if len(name) > LONGEST_TEST_NAME or NO_SUBJECT.match(name)} == {}
+
+
+def test_tests_use_no_retired_words() -> None:
+    found = {
+        str(path.relative_to(ROOT)): words
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if (words := [word for text in prose(path.read_text()) for word in RETIRED.findall(re.sub(r"`[^`]*`", "", text))])
+    }
+    assert found == {}
