@@ -93,7 +93,7 @@ def test_a_changed_layout_is_reported_and_deep_compares_it(tmp_path, monkeypatch
     other[5, 3] += 0.25
     with LocalCluster(str(tmp_path)) as local:
         local.save({"w": full}, step=1)
-        monkeypatch.setattr(assignment, "SLOT", 2 << 20)  # simulates the different chunk sizes of CPU and GPU
+        monkeypatch.setattr(assignment, "HOST_CHUNK", 2 << 20)  # simulates the different chunk sizes of CPU and GPU
         local.save({"w": full}, step=2)
         local.save({"w": other}, step=3)
     quick = run_json("diff", tmp_path, 1, 2)

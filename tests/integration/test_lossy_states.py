@@ -176,7 +176,7 @@ def test_invalid_rules_raise_at_once_or_at_the_first_save(tmp_path: Path, caplog
     rules = {"exp_average": MantissaBits(3), "master": MantissaBits(16)}
     with caplog.at_level(logging.WARNING), LocalCluster(str(tmp_path), codec="cpu", lossy=rules) as cluster:
         cluster.save(mixed(), step=1)
-    messages = [record.getMessage() for record in caplog.records if record.name.endswith("save.shard_rules")]
+    messages = [record.getMessage() for record in caplog.records if record.name.endswith("state.shard_rules")]
     assert [text.rpartition(" ")[2] for text in messages] == ["exp_average"]
 
 
