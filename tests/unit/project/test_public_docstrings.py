@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import raystow
+from raystow.cli.app import COMMANDS
 
 MODULES = ("raystow", "raystow.dcp", "raystow.huggingface", "raystow.lightning", "raystow.ray_train", "raystow.trackers")
 FRAMEWORKS = "raystow.deepspeed", "raystow.torchtitan", "raystow.verl"
@@ -82,6 +83,20 @@ def raises(function: Callable[..., object]) -> bool:
 
 def test_the_reference_lists_every_public_object() -> None:
     assert set(PUBLIC) <= REFERENCE.keys()
+
+
+def test_the_index_has_a_line_for_every_name_and_command() -> None:
+    """Under the link to the page that documents the name."""
+    index = next(page for page in PAGES if page.stem == "index")
+    listed = dict[str, list[str]]()
+    for page, lines in re.findall(r"^## \[[^]]+\]\((\S+)\)\n((?:.*\n(?!## ))*)", index.read_text(), re.MULTILINE):
+        entries = re.findall(r"^- ((?:`[\w. ]+`(?:, )?)+): \S.*$", lines, re.MULTILINE)
+        assert len(entries) == lines.count("\n- ") + lines.startswith("- ")
+        listed[page] = [name for entry in entries for name in re.findall(r"`([^`]+)`", entry)]
+    commands = [f"raystow {command}" for group in COMMANDS.values() for command in group]
+    assert listed.pop("../cli.md") == commands
+    pages = {page.name: re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE) for page in PAGES if page != index}
+    assert {page: sorted(names) for page, names in listed.items()} == {page: sorted(names) for page, names in pages.items()}
 
 
 @pytest.mark.parametrize("name", sorted(DOCUMENTED))
