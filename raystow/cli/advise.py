@@ -38,11 +38,10 @@ def advise(
 ) -> None:
     """Recommend how often to save, and say where the numbers come from.
 
-    The loss is least at sqrt(2 x stall x mean time between failures) (Young 1974, Daly 2006). Stalls are those that saves
-    have recorded. The time between failures is the time of the run divided by its recorded restores, planned restarts
-    included: give --mtbf if you know better. With less than two restores it is that of a study of large clusters (Kokolis et
-    al. 2024). Without --mtbf the interval is at least a minute. Checkpointer.due computes the same, and waits until a save is
-    durable.
+    The best interval is sqrt(2 x stall x mean time between failures) (Young 1974, Daly 2006), with the recorded stalls. The time
+    between failures is the time of the run divided by its recorded restores, planned restarts included, or --mtbf. With fewer
+    than two restores, a study of large clusters is used (Kokolis et al. 2024). Without --mtbf the interval is at least a minute.
+    Checkpointer.due computes the same, and waits until a save is durable.
 
     Example:  raystow advise s3://bucket/runs/llama --mtbf 12h --budget 0.5
     """

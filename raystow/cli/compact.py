@@ -26,9 +26,9 @@ def compact(
 ) -> None:
     """Store versions whole that are deltas to other versions.
 
-    The tensors keep every bit. The newest version, the newest verified one and those being restored stay unchanged. The bases
-    stay until `raystow prune` drops them; `raystow prune --compact` does both where that frees more than it writes. An
-    interrupted run leaves each version as it was or whole. With --json it does not ask.
+    The tensors keep every bit. The newest version, the newest verified one and those being restored stay unchanged. `raystow
+    prune` drops the bases; `raystow prune --compact` does both if that frees more than it writes. An interrupted run leaves each
+    version unchanged or whole. With --json it does not ask.
 
     Example:  raystow compact s3://bucket/runs/llama 40
     """

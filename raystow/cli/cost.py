@@ -43,10 +43,9 @@ def cost(
 ) -> None:
     """Compute what checkpoints cost per month, with and without compression.
 
-    Counts stored bytes at the store's price and waiting GPUs at theirs, and prints all assumptions, also where compression
-    does not pay. A URI gives sizes, the interval, the recorded stalls, and what each technique saves there. Stalls are taken
-    to be the same without compression; for a loop that waits for the store, give --write-rate. The default prices are those
-    of S3 Standard and of NVIDIA's example of 2026.
+    Multiplies stored bytes and waiting GPUs by their prices, and prints all assumptions. A URI gives sizes, the interval, the
+    recorded stalls, and the savings of each technique. Stalls are assumed to be equal without compression; for a loop that waits
+    for the store, give --write-rate. The default prices are those of S3 Standard and of NVIDIA's example of 2026.
 
     Example:  raystow cost s3://bucket/runs/llama --gpu-price 2.50
     """

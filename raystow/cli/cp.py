@@ -37,9 +37,9 @@ def cp(
     """Copy versions to another store, which becomes a replica.
 
     The copies keep ids, bytes and signatures, and every digest is checked. An interrupted copy is continued. SRC's latest version
-    brings its segments of the step journal. Versions are added in the order of their ids, so one that is older than DST's newest
+    is copied with its segments of the step journal. Versions are added in the order of their ids: an older one than DST's newest
     needs an empty DST. A rollback of SRC is repeated unless --versions is given. Pins are not copied. A DST that a training has
-    saved to is refused. A pack (64 MiB) larger than --memory is copied alone.
+    saved to is refused. A pack larger than --memory is copied alone.
 
     Example:  raystow cp s3://bucket/runs/llama /backup/llama --watch
     """

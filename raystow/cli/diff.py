@@ -33,9 +33,8 @@ def diff(
     """Compare the tensors of two versions.
 
     Compares the digests of chunks and reads no pack: CHANGED are the bytes of the chunks that differ. `layout differs`: the
-    tensor is split into other chunks, for example after a change of the world size, or stored in another way; only --deep
-    compares it. --deep reads these and the changed chunks, counts the elements that differ by their bits, and prints the
-    greatest absolute difference of floats.
+    tensor is split or stored in another way, for example after a change of the world size. --deep reads these tensors and the
+    changed chunks, counts the elements with different bits, and prints the greatest absolute difference of floats.
 
     Example:  raystow diff s3://bucket/runs/llama best latest
     """

@@ -25,9 +25,8 @@ def doctor(
 ) -> None:
     """Check this machine and, with a URI, the store.
 
-    Each line is ok, a warning (something will be slow or missing) or failed (something will not work), with the consequence. A
-    missing Ray cluster or GPU is not a failure. In the store, objects below probe/ are written and deleted again. The exit code
-    is that of the first failure.
+    Each line is ok, a warning (something is slow or missing) or failed (something will not work). A missing Ray cluster or GPU is
+    no failure. In the store, objects below probe/ are written and deleted. The first failure determines the exit code.
 
     Example:  raystow doctor s3://bucket/runs/llama
     """

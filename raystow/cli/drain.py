@@ -19,9 +19,9 @@ def drain(
 ) -> None:
     """Announce that a node is going to be removed, and wait until its state is saved.
 
-    For a pod's preStop hook or a scheduler's notice. Ray starts nothing new on the node, and `Checkpointer.due` tells all ranks
-    to save. Returns when a version begun after the notice is durable for each repository that ranks of the node save to, or when
-    those ranks have ended; exits with 1 if that takes too long. A notice cannot be withdrawn.
+    For a pod's preStop hook or a scheduler's notice. Ray starts nothing new on the node, and `Checkpointer.due` returns true on
+    all ranks. Returns when each repository of the node's ranks has a durable version begun after the notice, or when those ranks
+    have ended; exits with 1 if that takes too long. A notice cannot be withdrawn.
 
     Example:  raystow drain --within 5m && ray stop
     """

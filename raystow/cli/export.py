@@ -70,8 +70,8 @@ def export(
 ) -> None:
     """Write a model for Hugging Face's libraries, or the whole state for torch.
 
-    With --hf, writes model.safetensors, or numbered files with an index, in bounded memory, without the prefix that names have in
-    the state, such as "model.". If --files has adapter_config.json, writes only the LoRA adapter, as adapter_model.safetensors.
+    With --hf, writes model.safetensors, or numbered files with an index, in bounded memory, without the names' prefix in the
+    state, such as "model.". If --files has adapter_config.json, writes only the LoRA adapter, as adapter_model.safetensors.
     --push requires huggingface_hub, and creates a private repository if there is none.
 
     With --torch, writes the nested state with the plain values of rank 0 by one torch.save. It must fit into memory.

@@ -25,9 +25,9 @@ def gc(
 ) -> None:
     """Delete objects that belong to no version.
 
-    These are the objects of dropped versions and failed saves, and leftovers of killed writers: multipart uploads, temporary
-    files, ended leases. Versions that are being restored are kept. It may run during training; only --grace 0s can make a save
-    in progress fail. An interrupted run can be repeated. With --json it does not ask.
+    These are the objects of dropped versions and failed saves, and of killed writers: multipart uploads, temporary files, expired
+    leases. Versions that are being restored are kept. The command may run during training; only --grace 0s can make a save in
+    progress fail. An interrupted run can be repeated. With --json it does not ask.
 
     Example:  raystow gc s3://bucket/runs/llama --dry-run
     """

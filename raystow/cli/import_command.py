@@ -43,9 +43,9 @@ def import_(
 ) -> None:
     """Store safetensors files as a new version.
 
-    Reads files as Hugging Face's tools and `raystow restore` write them; names and bytes are kept, values.json is not read. The
-    repository is created if it does not exist. Do not use it on the repository of a running job: the job's next save then fails
-    with Fenced. Invalid files are refused before anything is written.
+    Reads files of Hugging Face's tools and `raystow restore`, without values.json; names and bytes are kept. The repository is
+    created if it does not exist. If a job saves to the repository, its next save fails with Fenced. Invalid files are refused
+    before anything is written.
 
     Example:  raystow import ./llama s3://bucket/runs/llama --step 0
     """

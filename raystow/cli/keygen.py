@@ -21,9 +21,9 @@ def keygen(
 ) -> None:
     """Create an Ed25519 key pair to sign versions with.
 
-    Only the owner may read FILE, and an existing file is never overwritten. With RAYSTOW_SIGNING_KEY set, a coordinator signs
-    the versions that it commits, and a new repository accepts signed versions only: back FILE up. With RAYSTOW_TRUSTED_KEYS
-    set, commands refuse versions that no trusted key has signed.
+    Only the owner may read FILE, and an existing file is never overwritten. With RAYSTOW_SIGNING_KEY, a coordinator signs the
+    versions that it commits, and a new repository accepts signed versions only: back FILE up. With RAYSTOW_TRUSTED_KEYS, commands
+    refuse versions that no trusted key has signed.
 
     Example:  raystow keygen ~/llama-signing.pem
     """

@@ -20,9 +20,8 @@ def ls(
 ) -> None:
     """List the versions of a repository, oldest first.
 
-    RATIO is stored bytes divided by raw bytes: smaller is better. A thinned version names the groups that it still has. A
-    rolled-back version is marked: no restore of the latest version chooses it. Reads two small objects, whatever the size of the
-    checkpoints.
+    RATIO is stored bytes divided by raw bytes: smaller is better. The list marks rolled-back versions and names the remaining
+    groups of thinned versions. Reads two small objects.
 
     Example:  raystow ls s3://bucket/runs/llama
     """

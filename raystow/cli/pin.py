@@ -26,8 +26,8 @@ def pin(
 ) -> None:
     """Keep a version under a name.
 
-    Retention never drops a pinned version, and each command that takes a VERSION accepts the name. A name belongs to one version;
-    a version may have several names. `latest`, numbers and names that begin with `-` or `step:` are refused.
+    Retention never drops a pinned version, and commands accept the name as VERSION. A version may have several names. `latest`,
+    numbers and names that begin with `-` or `step:` are refused.
 
     Example:  raystow pin s3://bucket/runs/llama 7 best
     """

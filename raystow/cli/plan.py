@@ -35,10 +35,10 @@ def plan(
 ) -> None:
     """Compute which step N ranks would reach in a restore, what each would read of the version, and how long that takes.
 
-    Restores nothing: reads the version's record and manifest and, for the latest version, asks the store and the nodes of a Ray
-    cluster that runs here for steps in the journal. Those of another number of ranks count as if the optimizer acted element by
-    element. How other ranks split the tensors is assumed, and printed. A node reads each stored byte once for all its ranks; of
-    a chunk that several nodes need, one reads it from the store and passes it on. What nodes cache in memory is not counted.
+    Reads the version's record and manifest and, for the latest version, the steps in the journal, from the store and from a Ray
+    cluster that runs here. Steps of another number of ranks count as if the optimizer acted element by element. The output states
+    the assumed split of tensors. A node reads each stored byte once for all its ranks, and passes chunks on to other nodes that
+    need them. Versions in the nodes' memory are not counted.
 
     Example:  raystow plan s3://bucket/runs/llama --world 64
     """

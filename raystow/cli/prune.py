@@ -53,10 +53,10 @@ def prune(
     """Drop the versions that no rule keeps, and thin old ones.
 
     A version is kept if any --keep rule keeps it. The newest version, the newest verified one, pinned versions, those being
-    restored, and the bases of their deltas are always kept and never thinned. A rolled-back version is kept if a rule would
-    keep it had nothing been rolled back. Thinning (--resumable) removes the optimizer state and keeps the weights bit for bit;
-    --delta and --mantissa-bits shrink them further. Thinned versions cannot resume a training, and thinning cannot be undone.
-    Dropped versions cannot be read, but use space until `raystow gc` runs. With --json it does not ask.
+    restored, and the bases of their deltas are always kept and never thinned. A rolled-back version is kept if a rule would keep
+    it without the rollback. Thinning (--resumable) removes the optimizer state and keeps the weights bit for bit. Thinned
+    versions cannot resume a training, and thinning cannot be undone. Dropped versions cannot be read, but use space until
+    `raystow gc` runs. With --json it does not ask.
 
     Example:  raystow prune s3://bucket/runs/llama --keep-last 3 --keep-every 1000
     """

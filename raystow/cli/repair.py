@@ -13,10 +13,10 @@ from .output import confirmed, count, emit, moment, out, printable, say, size, t
 def repair(uri: Uri, dry_run: DryRun = False, yes: Yes = False, json: Json = False) -> None:
     """Rebuild a lost or damaged root.json or raystow.json.
 
-    Restores each version whose record, manifest and packs are complete; prints which ones and why, then asks. Files that are
-    whole are never replaced. Pins are lost, dropped versions return until they are dropped again, and of two attempts with one
-    id that of the higher epoch wins. With --json, nothing is written unless --yes is given. Saves under way fail; later ones,
-    also of a new training, go on.
+    Restores each version whose record, manifest and packs are complete; prints them and the reasons, then asks. Whole files are
+    never replaced. Pins are lost, dropped versions return until they are dropped again, and of two attempts with one id the one
+    with the higher epoch is used. With --json, nothing is written unless --yes is given. Saves in progress fail; later ones
+    succeed.
 
     Example:  raystow repair s3://bucket/runs/llama --dry-run
     """

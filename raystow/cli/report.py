@@ -31,10 +31,9 @@ def report(
 ) -> None:
     """Create an HTML page about a run's checkpoints.
 
-    Interactive plots and tables of size and ratio, the stall of each save, the time lost by interval, where restores read from,
-    metrics and, with prices, the cost so far. The page is one file of 5 MB and needs no network. Dropped versions, restores
-    without a later save, and stalls of saves by raystow.dcp are not included. Requires plotly and Jinja: pip install
-    "raystow[report]".
+    Interactive plots and tables of size and ratio, stalls, time lost by interval, sources of restores, metrics and, with prices,
+    the cost so far. The page is one file of 5 MB and needs no network. Dropped versions, restores without a later save, and
+    stalls of saves by raystow.dcp are not included. Requires pip install "raystow[report]".
 
     Example:  raystow report s3://bucket/runs/llama -o report.html --store-price 0.023 --gpu-price 4.40
     """

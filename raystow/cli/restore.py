@@ -28,9 +28,9 @@ def restore(
 ) -> None:
     """Write a version as safetensors files.
 
-    One file per group (weights, optimizer), split into numbered files above 5 GiB, with an index as Hugging Face's tools read
-    it; other values go to values.json. All digests are checked. A failed or interrupted run leaves nothing. Dtypes that
-    safetensors lacks are stored bit for bit as another, which the file's metadata (raystow.dtypes) and the output name.
+    One file per group (weights, optimizer), split into numbered files above 5 GiB, with an index for Hugging Face's tools; plain
+    values go to values.json. All digests are checked. A failed or interrupted run leaves nothing. Dtypes that safetensors lacks
+    are stored bit for bit as another dtype, which the output and the file's metadata (raystow.dtypes) name.
 
     Example:  raystow restore s3://bucket/runs/llama -o ./llama-final
     """

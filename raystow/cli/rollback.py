@@ -11,10 +11,10 @@ from .target import open_target
 def rollback(uri: Uri, version: Which, json: Json = False) -> None:
     """Make an earlier version the newest again.
 
-    Every later restore of the latest version starts from VERSION or, if it is damaged, from one that it continues. Versions
-    that it does not continue are rolled back: they can be read by their ids, until retention or `raystow prune
-    --drop-rolled-back` drops them. Saves under way fail. Saves that begin later are newer than every version, so stop or
-    restart the training. A rollback to the version that was the newest before undoes it.
+    Later restores of the latest version start from VERSION or, if it is damaged, from an earlier version in its history. Versions
+    outside its history are rolled back: they can be read by their ids, until retention or `raystow prune --drop-rolled-back`
+    drops them. Saves in progress fail. Saves that begin later are newer than every version, so stop or restart the training. A
+    rollback to the previous newest version undoes it.
 
     Example:  raystow rollback s3://bucket/runs/llama 6
     """

@@ -38,8 +38,8 @@ class Share:
 def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
     """Show one version: metrics, tensors, sizes and codecs.
 
-    Reads the version's record and manifest; of a delta also some chunks, to estimate its size as a whole version. Where
-    rounding was used, ERROR is the largest relative error of a number and SQNR the lowest signal-to-noise ratio of a tensor.
+    Reads the version's record and manifest; of a delta also some chunks, to estimate its size as a whole version. For rounded
+    tensors, ERROR is the largest relative error of a number and SQNR the lowest signal-to-noise ratio of a tensor.
 
     Example:  raystow show s3://bucket/runs/llama 7
     """

@@ -37,10 +37,10 @@ def top(
 ) -> None:
     """Show the saves in progress on a cluster, live until Ctrl-C.
 
-    WAITS FOR: ranks that have not handed over their shards, nodes that have not stored theirs, or the commit. BEGUN, CODED,
-    STORED: ranks that began and are coded, nodes that are durable. STAGE: of the slowest rank of the node. UP: uploads in
-    progress. QUEUE: bytes being coded or uploaded, in percent of the limit: at 100 % saves wait. MEMORY, COPIES: bytes cached
-    for restores, and the part that is copied to other nodes. Runs on any machine of the Ray cluster and only reads.
+    WAITS FOR: ranks without staged shards, nodes without stored shards, or the commit. BEGUN, CODED, STORED: ranks that began and
+    are coded, nodes that are durable. STAGE: of the slowest rank of the node. UP: uploads in progress. QUEUE: bytes being coded
+    or uploaded, in percent of the limit: at 100 % saves wait. MEMORY, COPIES: bytes cached for restores, and their share on other
+    nodes. Runs on any machine of the Ray cluster and only reads.
 
     Example:  raystow top s3://bucket/runs/llama
     """

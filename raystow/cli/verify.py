@@ -50,11 +50,11 @@ def verify(
 ) -> None:
     """Check that a version is whole.
 
-    The quick check compares record and manifest with their digests, and the size of each pack with a listing of the store.
-    --deep also reads and decodes every pack, and records the newest whole version in the root, so that retention keeps it; if
-    the latest version is damaged, it continues with the ones before. Segments of the step journal are checked with the latest
-    version. Outcomes: whole; removed (dropped during the check); damaged (exit code 3); untrusted (6); unchecked (1: the store
-    failed, or this machine cannot decode it). The worst counts.
+    The quick check compares record and manifest with their digests, and the size of each pack with a listing of the store. --deep
+    also reads and decodes every pack, and records the newest whole version in the root, so that retention keeps it; if the latest
+    version is damaged, it continues with earlier ones. The latest version includes segments of the step journal. Outcomes: whole;
+    removed (dropped during the check); damaged (exit code 3); untrusted (6); unchecked (1: the store failed, or this machine
+    cannot decode the version). The worst outcome determines the exit code.
 
     Example:  raystow verify s3://bucket/runs/llama --deep --all
     """
