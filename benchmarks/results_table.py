@@ -200,7 +200,6 @@ def control() -> str:
         ("Commit with 1,000 versions, 99th percentile: folder, S3 (moto)", "{:.0f}, {:.0f} ms".format(*commits[1]), CONTROL),
         ("Find the newest of 10,000 versions, one GET: folder, S3 (moto)", "{:.0f}, {:.0f} ms".format(*newest), CONTROL),
         ("Plan a restore of 16,384 ranks: time", f"{at(CPU, 'planning', 'same', 'seconds'):.2f} s", CPU),
-        ("Plan a restore of 16,384 ranks: memory of a rank", f"{at(CPU, 'planning', 'same', 'peak') / 2**20:.0f} MiB", CPU),
         ("Bytes that 4 nodes read from the store / bytes needed", f"{read:.4f}", CPU),
     )
     return _with_files(("", "measured"), rows)
@@ -227,10 +226,10 @@ def cpu() -> str:
 
 
 def _with_files(header: Row, rows: Iterable[Row]) -> str:
-    """Render rows that end with a result file: a link to it."""
-    return table(
-        (*header, "file"), ((*row[:-1], f"[{row[-1].partition('-')[0]}](../benchmarks/results/{row[-1]}.json)") for row in rows)
-    )
+    """Render rows that end with their result file; links to the files follow the table."""
+    found = list(rows)
+    files = ", ".join(f"[{file}](../benchmarks/results/{file}.json)" for file in dict.fromkeys(row[-1] for row in found))
+    return f"{table(header, (row[:-1] for row in found))}\nFiles: {files}.\n"
 
 
 def runs() -> str:
