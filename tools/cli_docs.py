@@ -20,6 +20,7 @@ from raystow.storage.stores.request_limits import COMMAND_LIMITS
 _SHARED = {
     "Repository: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path, or a path.",
     "Version id, pin name, 'step:60', or 'latest'.",
+    "Name of the pin.",
 }
 _SHARED_OPTIONS = ("--json", "--dry-run", "--yes")
 ROOT = Path(__file__).parents[1]

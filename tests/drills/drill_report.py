@@ -41,8 +41,8 @@ class Drill:
 
 def source(version: int, read: Mapping[str, int]) -> str:
     """Describe the restored version and its sources."""
-    names = {"memory": "memory", "peer": "other nodes' memory", "store": "the store"}
-    return f"version {version}: {' and '.join(name for place, name in names.items() if read.get(place))}"
+    names = {"memory": "memory", "peer": "other nodes", "store": "store"}
+    return f"version {version}: {', '.join(name for place, name in names.items() if read.get(place))}"
 
 
 class Stopwatch:
