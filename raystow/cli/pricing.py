@@ -83,12 +83,12 @@ def break_even(schedule: Schedule, prices: Prices, store_saving: float) -> float
 
 @dataclass(frozen=True)
 class Saving:
-    """What a technique saves: bytes ``stored`` with it, about ``instead`` without it, and a sentence (``told``)."""
+    """What a technique saves: bytes ``stored`` with it, about ``instead`` without it, and an ``explanation``."""
 
     technique: str
     stored: int
     instead: int
-    told: str
+    explanation: str
 
 
 def savings(entries: Sequence[Entry], derived: int) -> list[Saving]:

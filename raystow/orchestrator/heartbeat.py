@@ -18,8 +18,8 @@ class Heartbeat:
         self._send, self._sent = send, SYSTEM.monotonic()
 
     def beat(self, vote: RestoreVote | JournalVote) -> None:
-        """Tell that the rank has come further since this vote, unless it has told so lately: the others are warned of
-        ranks that have told nothing for ``LATE`` seconds."""
+        """Report that the rank has come further since this vote, unless it did so lately: the others are warned of
+        ranks that have reported nothing for ``LATE`` seconds."""
         now = SYSTEM.monotonic()
         if now >= self._sent + min(vote.timeout / 4, LATE / 2):
             self._sent = now

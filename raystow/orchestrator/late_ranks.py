@@ -38,10 +38,10 @@ def ranks_text(ranks: Iterable[int]) -> str:
             spans[-1] = spans[-1][0], rank
         else:
             spans.append((rank, rank))
-    told = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans[:_LISTED])
+    ranges = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans[:_LISTED])
     more = sum(last - first + 1 for first, last in spans[_LISTED:])
     one = len(spans) == 1 and spans[0][0] == spans[0][1]
-    return f"rank{'' if one else 's'} {told}{f' and {more} more' if more else ''}"
+    return f"rank{'' if one else 's'} {ranges}{f' and {more} more' if more else ''}"
 
 
 def with_processes(ranks: Collection[int], process_of: Callable[[int], str]) -> str:
@@ -50,8 +50,8 @@ def with_processes(ranks: Collection[int], process_of: Callable[[int], str]) -> 
     processes = [process_of(rank).partition(",")[0] or "not started" for rank in listed]
     if len(listed) == 1:
         return f"{ranks_text(ranks)} ({processes[0]})"
-    told = "; ".join(f"{rank}: {process}" for rank, process in zip(listed, processes, strict=True))
-    return f"{ranks_text(ranks)} ({told}{'; ...' if len(ranks) > len(listed) else ''})"
+    named = "; ".join(f"{rank}: {process}" for rank, process in zip(listed, processes, strict=True))
+    return f"{ranks_text(ranks)} ({named}{'; ...' if len(ranks) > len(listed) else ''})"
 
 
 def late_text(late: Collection[int], waiting: Collection[int], what: str, process_of: Callable[[int], str]) -> str:

@@ -260,7 +260,7 @@ class Repository(Catalog):
 
         Raises:
             StateError: ``grace`` is invalid.
-            Damaged: The root is damaged, so garbage cannot be told from versions.
+            Damaged: The root is damaged, so garbage cannot be distinguished from versions.
         """
         return collect.plan(self, grace=grace, dropped_only=dropped_only)
 

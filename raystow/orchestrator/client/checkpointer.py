@@ -133,7 +133,7 @@ class Checkpointer:
         self._interval = option("interval", interval, Interval, int)
         self._delta: Delta = AUTO if self._compression.delta is None else self._compression.delta
         self._lossy, self._codec = Lossy.of(self._compression.lossy), usable_codec(self._compression.codec)
-        told = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
+        version_callbacks = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
         self._saves, self._planner, self._closed = itertools.count(1), Planner(self._lossy), False
@@ -144,7 +144,7 @@ class Checkpointer:
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
         reports = FailureReports(self._startup.report_failure, self._log)
         self._due_steps = DueSteps(functools.partial(next_save, self._startup, on_fenced), self._log)
-        self._outcomes = SaveOutcomes(self._startup, self._store, self.failures, reports, told)
+        self._outcomes = SaveOutcomes(self._startup, self._store, self.failures, reports, version_callbacks)
         self._in_flight = SavesInFlight(limit, self._timeout, self._outcomes.conclude, self._log)
         self._node = NodeConnection(self._startup, (self._memory, self._compression, self._replication), codec=self._codec)
         exit_notice.watch(self._in_flight)

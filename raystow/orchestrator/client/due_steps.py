@@ -47,7 +47,7 @@ class DueSteps:
         """``patience``: seconds to wait for an answer. ``start``: runs a function in the background."""
         self._ask, self._log, self._patience, self._start = ask, log, patience, start
         self._answer: concurrent.futures.Future[NextSave] | None = None
-        self._told = -1, False
+        self._last = -1, False
         self._lost = self._requested = False
 
     def request(self) -> None:
@@ -56,9 +56,9 @@ class DueSteps:
 
     def due(self, step: int, interval: Interval) -> bool:
         """Whether to save this step by time, by request, or since a node will be removed."""
-        if step == self._told[0]:
-            return self._told[1]
-        if self._answer is None or step < self._told[0]:  # the first question, or the training went back
+        if step == self._last[0]:
+            return self._last[1]
+        if self._answer is None or step < self._last[0]:  # the first question, or the training went back
             self._ask_ahead(step, interval)
         decision, due = self._decision(step, interval), False
         if decision is not None and decision.step <= step:
@@ -66,7 +66,7 @@ class DueSteps:
             if due:
                 self._requested = False  # the save that follows is later than the request
             self._ask_ahead(step + 1, interval)
-        self._told = step, due
+        self._last = step, due
         return due
 
     def _decision(self, step: int, interval: Interval) -> NextSave | None:

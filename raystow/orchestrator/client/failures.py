@@ -41,14 +41,14 @@ class Failures:
                 self._unraised.clear()
 
     def found_durable(self, error: RaystowError) -> None:
-        """Note that a save that ``failed`` was told of with ``error``, an unknown outcome, is a version."""
+        """Note that a save whose unknown outcome ``failed`` counted as ``error`` is a version."""
         with self._lock:
             self.total -= 1
             self.in_a_row = max(0, self.in_a_row - 1)
             self._unraised = [other for other in self._unraised if other is not error]
 
     def fenced(self, error: Fenced) -> None:
-        """Note that a save that ``failed`` was told of, with an unknown outcome, has ended because of another run."""
+        """Note that a save whose unknown outcome ``failed`` counted has ended because of another run."""
         with self._lock:
             self._fenced = error
 
@@ -60,8 +60,8 @@ class Failures:
             self.total += 1
             self.in_a_row += 1
             total, in_a_row = self.total, self.in_a_row
-            told = isinstance(error, SaveFailed | OutcomeUnknown)
-            self._unraised.append(error if told else SaveFailed(str(error), subject=f"save of step {step}"))
+            reported = isinstance(error, SaveFailed | OutcomeUnknown)
+            self._unraised.append(error if reported else SaveFailed(str(error), subject=f"save of step {step}"))
         self._count()
         ended = "has an unknown outcome" if isinstance(error, OutcomeUnknown) else "failed"
         return f"the save of step {step} {ended} ({in_a_row} in a row, {total} in total): {error}"

@@ -38,9 +38,9 @@ def placement(rank: int | None = None, world_size: int | None = None) -> Placeme
     if (passed := known.get("the arguments")) is not None and passed == known.get("torch.distributed"):
         return passed
     if len(set(known.values())) > 1:
-        told = "; ".join(f"{source}: {_text(place)}" for source, place in found.items())
+        sources = "; ".join(f"{source}: {_text(place)}" for source, place in found.items())
         remedy = "pass the rank and world size that Ray Train or torch.distributed has, or unset RANK and WORLD_SIZE"
-        raise StateError(f"contradictory ranks ({told})", remedy=remedy)
+        raise StateError(f"contradictory ranks ({sources})", remedy=remedy)
     return next(iter(known.values()), Placement(0, 1))
 
 

@@ -47,7 +47,7 @@ class VersionCallbacks:
         with self._lock:  # what is put after the None of ``close`` is lost
             for callback in self._callbacks:
                 if self._closed:
-                    self._warn("%s is not told of version %d, which was found durable after close()", callback, version)
+                    self._warn("%s was not called for version %d, which was found durable after close()", callback, version)
                 else:
                     self._calls.put((callback, version))
 
@@ -72,5 +72,5 @@ class VersionCallbacks:
             self._calling = None
 
     def _warn(self, what: str, callback: VersionCallback, version: Version, *more: object) -> None:
-        told = type(callback).__name__, version.id, *more
-        self._log.warning(what, *told, extra={"version": version.id, "step": version.step})
+        fields = type(callback).__name__, version.id, *more
+        self._log.warning(what, *fields, extra={"version": version.id, "step": version.step})

@@ -171,13 +171,13 @@ class CoordinatorActor:
         return await self._apply(lambda core: core.begin(begin))
 
     async def fragment(
-        self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], told: int | None = None
+        self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], last_warning: int | None = None
     ) -> Entry | RanksWarning:
-        """Take a node's fragment, and return when the attempt is a version, or with the warning after the ``told``-th."""
+        """Take a node's fragment, and return when the attempt is a version, or with the warning after number ``last_warning``."""
         if (await self._started()).core.find(ticket.attempt) is None:  # an earlier coordinator may have committed it
             return await self.outcome(ticket.id, ticket.attempt)
         await self._apply(lambda core: core.fragment(ticket, info, packs))
-        found = await self._until(ticket, lambda attempt: attempt.phase.over, told)
+        found = await self._until(ticket, lambda attempt: attempt.phase.over, last_warning)
         return found if isinstance(found, RanksWarning) else found.result()
 
     async def outcome(self, id: int, name: str) -> Entry:
@@ -226,15 +226,15 @@ class CoordinatorActor:
                 return await self.start(request)
             case Begin():
                 return await self.begin(request)
-            case messages.PartStored(ticket, info, packs, told):
-                stored = await self.fragment(ticket, info, packs, told)
+            case messages.PartStored(ticket, info, packs, last_warning):
+                stored = await self.fragment(ticket, info, packs, last_warning)
                 return stored if isinstance(stored, RanksWarning) else messages.Committed(stored)
             case messages.JoinRun(rank, incarnation, world_size):
                 await self.join(rank, incarnation, world_size)
             case messages.RankFinished(ticket, rank, covered):
                 await self._apply(lambda core: core.finished(ticket, rank, covered))
-            case messages.AwaitRanks(ticket, told):
-                found = await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, told)
+            case messages.AwaitRanks(ticket, last_warning):
+                found = await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, last_warning)
                 if isinstance(found, RanksWarning):
                     return found
             case messages.PartStaged(ticket, info, packs):
@@ -300,16 +300,16 @@ class CoordinatorActor:
             choice = await self._choice(at, entry.attempt, lambda: (entry, b""))
             return replace(choice, group=round.group, alike=round.alike)
 
-    async def compare(self, told: UnusedNames) -> UnusedByAll | RanksReading:
+    async def compare(self, report: UnusedNames) -> UnusedByAll | RanksReading:
         """Take the names that a rank leaves unused. Returns those that all ranks leave unused."""
         at = await self._started()
-        at.core.check_member(told)
+        at.core.check_member(report)
         async with self._restoring:
-            round = at.rounds.compare(told)
+            round = at.rounds.compare(report)
         await self._tell(at)
-        await self._within(told.timeout, lambda: round.has_compared or round.warns(told))
+        await self._within(report.timeout, lambda: round.has_compared or round.warns(report))
         if not round.has_compared:
-            return round.waits(told)
+            return round.waits(report)
         return UnusedByAll(round.unused_by_all())
 
     async def handle_journal(self, protocol: str, data: bytes) -> bytes:
@@ -392,12 +392,12 @@ class CoordinatorActor:
         except asyncio.TimeoutError:
             return False
 
-    async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], told: int | None = None) -> Attempt | RanksWarning:
+    async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], last_warning: int | None = None) -> Attempt | RanksWarning:
         core = (await self._started()).core
         attempt = core.attempt(ticket)
 
         def late() -> RanksWarning | None:
-            return None if told is None else core.late(ticket, told)
+            return None if last_warning is None else core.late(ticket, last_warning)
 
         async with self._changed:
             await self._changed.wait_for(lambda: reached(attempt) or late())

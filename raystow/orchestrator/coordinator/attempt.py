@@ -128,19 +128,19 @@ class Attempt:
 
     def warn_of_metrics(self) -> bool:
         """Warn of metrics of other ranks that are not those of rank 0, which the version has. Returns whether there are any."""
-        of_rank_0, told = self.metrics[0], dict[str, str]()
+        of_rank_0, conflicts = self.metrics[0], dict[str, str]()
         others = sorted(rank for rank, metrics in self.metrics.items() if metrics != of_rank_0)
         for rank in others:
             metrics = self.metrics[rank]
-            for name in sorted({*metrics, *of_rank_0} - told.keys()):
+            for name in sorted({*metrics, *of_rank_0} - conflicts.keys()):
                 if metrics.get(name) != of_rank_0.get(name):
                     texts = (f"rank {one}: {those.get(name, 'none')}" for one, those in ((0, of_rank_0), (rank, metrics)))
-                    told[name] = f"{name} ({'; '.join(texts)})"
-        if told:
-            more = f" and {len(told) - _LISTED} more" if len(told) > _LISTED else ""
-            what = f"{', '.join([*told.values()][:_LISTED])}{more}"
+                    conflicts[name] = f"{name} ({'; '.join(texts)})"
+        if conflicts:
+            more = f" and {len(conflicts) - _LISTED} more" if len(conflicts) > _LISTED else ""
+            what = f"{', '.join([*conflicts.values()][:_LISTED])}{more}"
             self._warn(f"ranks have other metrics than rank 0, whose metrics the version has: {what}", 0)
-        return bool(told)
+        return bool(conflicts)
 
     def _warn(self, text: str, rank: int) -> NumberedWarning:
         number = 1 if self.warning is None else self.warning.number + 1
@@ -179,9 +179,9 @@ def version_record(
 def first_differences(plain_tensors: Mapping[int, tuple[str, ...]], rank: int) -> str:
     """Name tensors that only ``rank`` or rank 0 has; "" if a restart has lost which they have. ``plain_tensors``: by rank."""
     plain = {r: dict.fromkeys(plain_tensors.get(r, ())) for r in (rank, 0)}
-    told = [
+    examples = [
         f"rank {one} has {', '.join(only[:3])}"
         for one, other in ((rank, 0), (0, rank))
         if (only := [tensor for tensor in plain[one] if tensor not in plain[other]])
     ]
-    return f" ({'; '.join(told)})" if all(plain.values()) and told else ""
+    return f" ({'; '.join(examples)})" if all(plain.values()) and examples else ""

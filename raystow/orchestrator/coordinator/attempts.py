@@ -283,11 +283,11 @@ class Coordinator:
                 late = sorted(node for node, number in attempt.nodes.items() if number not in attempt.stored)
                 self._abort(attempt, f"nodes {late} had not stored their shards after {seconds:.0f} s")
 
-    def late(self, ticket: Ticket, told: int) -> RanksWarning | None:
-        """The warning of late ranks that a node has to log, after the ``told``-th."""
+    def late(self, ticket: Ticket, last_warning: int) -> RanksWarning | None:
+        """The warning of late ranks that a node has to log, after number ``last_warning``."""
         attempt = self._attempts.get(ticket.attempt)
         warning = None if attempt is None else attempt.warning
-        if warning is None or warning.number <= told or warning.to != ticket.node:
+        if warning is None or warning.number <= last_warning or warning.to != ticket.node:
             return None
         return RanksWarning(warning.number, warning.text)
 
@@ -333,8 +333,8 @@ class Coordinator:
                 record(metric, number, repository=self._committer.catalog.uri)
             if self._lost is not None and self._lost.id < attempt.id:
                 self._lost = None
-            told = (outcome.id, outcome.step, outcome.stored, outcome.raw)
-            self._log(attempt).info("version %d, step %d: %d bytes stored of %d", *told)
+            fields = (outcome.id, outcome.step, outcome.stored, outcome.raw)
+            self._log(attempt).info("version %d, step %d: %d bytes stored of %d", *fields)
             return
         if isinstance(outcome, Fenced):
             self._group = None

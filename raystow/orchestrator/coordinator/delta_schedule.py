@@ -75,8 +75,8 @@ class DeltaGroup:
             return True, f"number {number}; none is stored yet"
         expected = 2 * self.stored[-1] - self.stored[-2] if self.stored[1:] else self.stored[-1]
         mean = (self.whole.stored + sum(self.stored)) / (1 + len(self.stored))
-        told = f"{expected:,} bytes expected, {mean:,.0f} the mean of the group"
-        return expected <= mean, f"number {number}; {told}" if expected <= mean else f"after {number - 1} deltas; {told}"
+        sizes = f"{expected:,} bytes expected, {mean:,.0f} the mean of the group"
+        return expected <= mean, f"number {number}; {sizes}" if expected <= mean else f"after {number - 1} deltas; {sizes}"
 
     def begun(self) -> DeltaGroup:
         """The group after the start of a save that may be a delta."""

@@ -84,14 +84,14 @@ class RayCoordinatorClient:
         self._tell(messages.RankFinished(ticket, rank, covered))
 
     def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
-        self._wait(lambda told: messages.AwaitRanks(ticket, told), messages.Acknowledged, ticket.timeout + _ANSWER, warn)
+        self._wait(lambda last_warning: messages.AwaitRanks(ticket, last_warning), messages.Acknowledged, ticket.timeout + _ANSWER, warn)
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         self._tell(messages.PartStaged(ticket, info, tuple(packs)))
 
     def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
         timeout, part = ticket.timeout + 2 * _ANSWER, messages.PartStored(ticket, info, tuple(packs))
-        return self._wait(lambda told: replace(part, told=told), messages.Committed, timeout, warn).entry
+        return self._wait(lambda last_warning: replace(part, last_warning=last_warning), messages.Committed, timeout, warn).entry
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._tell(messages.PartFailed(ticket, messages.shortened(reason)))
@@ -122,16 +122,16 @@ class RayCoordinatorClient:
             return answer
         return answer.with_records(self._ray.call(lambda: records, _ANSWER, self._who))
 
-    def compare(self, told: UnusedNames) -> bytes:
+    def compare(self, report: UnusedNames) -> bytes:
         """See ``restore.rounds``. Waits for the other ranks, if this one leaves names unused."""
-        if not told.unused:
-            self._send(told)
+        if not report.unused:
+            self._send(report)
             return b""
         answer: messages.Message = messages.RanksReading()
         while not isinstance(answer, UnusedByAll):
-            data = self._call("handle", told, told.timeout + 2 * _ANSWER)
+            data = self._call("handle", report, report.timeout + 2 * _ANSWER)
             answer = messages.decode(data, UnusedByAll, messages.RanksReading)
-            told = self._noted(answer, told)
+            report = self._noted(answer, report)
         return answer.unused
 
     def _noted(self, answer: messages.Message, asked: _Asked) -> _Asked:
@@ -139,7 +139,7 @@ class RayCoordinatorClient:
         if not isinstance(answer, messages.RanksReading) or not answer.warning:
             return asked
         about(logger, repository=self._uri, rank=asked.rank).warning("restore: %s", answer.warning)
-        return replace(asked, told=answer.number)
+        return replace(asked, last_warning=answer.number)
 
     def reading(self, rank: RankReading) -> None:
         """Tell that a rank reads on, without waiting for an answer, since that would delay its reads."""
@@ -169,13 +169,13 @@ class RayCoordinatorClient:
         self, ask: Callable[[int], messages.Message], expected: type[_Answer], timeout: float, warn: Callable[[str], None]
     ) -> _Answer:
         """Ask until there is an answer and not a warning. ``ask``: makes the question from the number of warnings so far."""
-        told = 0
+        last_warning = 0
         while True:
-            answer = messages.decode(self._call("handle", ask(told), timeout), expected, messages.RanksWarning)
+            answer = messages.decode(self._call("handle", ask(last_warning), timeout), expected, messages.RanksWarning)
             if isinstance(answer, expected):
                 return answer
             assert isinstance(answer, messages.RanksWarning)
-            told = answer.number
+            last_warning = answer.number
             warn(answer.text)
 
     def _send(self, report: messages.Message) -> None:

@@ -2,7 +2,7 @@
 ahead, so that every rank gets the same answer without waiting for another.
 
 A rank asks for the next step at which it must do something: save, or ask again. The first rank that asks decides for all; the
-others are told the same. A decision looks ahead by at most half of the time that is left, and by no more steps than were
+others get the same answer. A decision looks ahead by at most half of the time that is left, and by no more steps than were
 observed, so a save is due within about a step of its time although steps take different times. It looks ahead by about a second,
 so that a notice or request is met soon.
 """

@@ -37,7 +37,7 @@ class JournalRound:
     failure: RaystowError | None = None
 
     def answers(self, vote: JournalVote) -> bool:
-        """Whether a rank can be answered: all have come, and all have told how far they are if this rank has."""
+        """Whether a rank can be answered: all have come, and all have reported their step if this rank has."""
         if self.failure is not None or self.agreed:
             return True
         return self.plan is not None and (vote.reached is None or vote.reached > self.plan.step)
@@ -94,7 +94,7 @@ class JournalRounds:
         return vote.reached is None and not vote.error and len(others.keys() | {vote.rank}) >= vote.world_size
 
     def reading(self, rank: RankReading) -> None:
-        """A rank replays on, maybe as an earlier coordinator has told it: the others wait for it."""
+        """A rank replays on, maybe to the step that an earlier coordinator has named: the others wait for it."""
         round = self._open
         vote = None if round is None else round.votes.get(rank.rank)
         if round is not None and (vote is None or (_is_of(rank, vote) and round.answers(vote))):
@@ -146,7 +146,7 @@ class JournalRounds:
         self.changes += 1
 
     def _compare(self, round: JournalRound, plan: EntryPlan, base: int) -> None:
-        """All have told how far they are: agree, or go back to the step that all have reached."""
+        """All have reported their step: agree, or go back to the step that all have reached."""
         reached = {vote.reached for vote in round.votes.values() if vote.reached is not None}
         step = min(reached)
         if step < plan.step:  # the rank that got no further has said why

@@ -55,7 +55,7 @@ def restore_agreed(
                 with contextlib.ExitStack() as bar:
                     title = f"restoring version {version.id}"
                     show = progress or bar.enter_context(progress_bar.shown(title, plan.raw, rank=options.rank))
-                    plan.execute(_told(agreement, show))
+                    plan.execute(_shared_progress(agreement, show))
                 del plan
         except Damaged as error:
             damage, whole = str(error), False
@@ -75,7 +75,7 @@ def restore_agreed(
 
 
 def _settled(agreement: Agreement, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
-    """The answer of the other ranks, which are told if this rank is interrupted while it waits."""
+    """The answer of the other ranks, which are notified if this rank is interrupted while it waits."""
     try:
         return agreement.settle(tried, damage, whole=whole)
     except RaystowError:
@@ -85,8 +85,8 @@ def _settled(agreement: Agreement, tried: Entry | None, damage: str, *, whole: b
         raise
 
 
-def _told(agreement: Agreement, show: Progress) -> Progress:
-    """``show``, and the other ranks are told."""
+def _shared_progress(agreement: Agreement, show: Progress) -> Progress:
+    """``show``, and a report to the other ranks."""
 
     def tell(nbytes: int) -> None:
         show(nbytes)

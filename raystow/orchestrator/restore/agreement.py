@@ -117,7 +117,7 @@ class RestorePort(Protocol):
 
     def settle(self, vote: RestoreVote) -> RestoreChoice | None: ...
 
-    def compare(self, told: UnusedNames) -> bytes: ...
+    def compare(self, report: UnusedNames) -> bytes: ...
 
     def reading(self, rank: RankReading) -> None: ...
 
@@ -231,9 +231,9 @@ class ClusterAgreement:
         if len(names) > 8 * MAX_ROWS:  # on all ranks
             return unused.names
         who = vote.rank, vote.world_size, vote.incarnation, vote.number, vote.timeout
-        told = UnusedNames(*who, choice.entry, len(names), name_bits(names, mine))
+        report = UnusedNames(*who, choice.entry, len(names), name_bits(names, mine))
         self._watch.stop()  # while it waits for other ranks
-        common = self._port.compare(told)
+        common = self._port.compare(report)
         self._watch.start()
         return named(names, common)
 

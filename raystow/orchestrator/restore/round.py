@@ -20,9 +20,9 @@ class RestoreRound:
     complete in memory. ``store_down``: the store did not answer, and cannot take a lease either. ``nodes``: of the ranks.
     ``joined``: whether all ranks have joined; their nodes are the ``group`` then. ``begun``: when the first joined, in monotonic
     seconds. ``read``: bytes by source that each rank has read. ``alike``: whether all ranks restore tensors of the same names;
-    else they compare: ``compared`` are the ranks that have told or used all names of the first candidate, ``unused`` are the
+    else they compare: ``compared`` are the ranks that have reported or used all names of the first candidate, ``unused`` are the
     names that all of these leave unused. ``stalls``: since when ranks have read nothing, and from
-    where; ``heard``: when others told last that they read on; ``progress``: when a rank did more than that. ``warn_at``: when to
+    where; ``heard``: when others last reported that they read on; ``progress``: when a rank did more than that. ``warn_at``: when to
     look for late ranks; ``warning``: the last of ``warnings`` about them since the last progress, which one rank logs.
     ``patience``: the longest timeout of any."""
 
@@ -64,7 +64,7 @@ class RestoreRound:
     def waits(self, rank: RestoreVote | UnusedNames) -> RanksReading:
         """The answer to a rank that waits on, with the newest warning if it has to log that."""
         warning = self.warning
-        if warning is None or warning.to != rank.rank or warning.number <= rank.told:
+        if warning is None or warning.to != rank.rank or warning.number <= rank.last_warning:
             return RanksReading()
         return RanksReading(warning.number, warning.text)
 
@@ -103,11 +103,11 @@ class RestoreRound:
 
     @property
     def has_compared(self) -> bool:
-        """Whether a rank can be answered that has told which names it leaves unused."""
+        """Whether a rank can be answered that has reported its unused names."""
         return self.unused == b"" or len(self.compared) == self.world_size or self.done or self.failure is not None
 
     def unused_by_all(self) -> bytes:
-        """The bits of the names that all ranks leave unused. Raises if the round has failed, but not after all have told: then
+        """The bits of the names that all ranks leave unused. Raises if the round has failed, but not after all have reported: then
         all have the same answer."""
         if self.failure is not None and self.unused != b"" and len(self.compared) < self.world_size:
             raise self.failure

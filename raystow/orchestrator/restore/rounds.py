@@ -149,31 +149,31 @@ class RestoreRounds:
             self._fall_back(round, vote.tried, damage)
         return round
 
-    def compare(self, told: UnusedNames) -> RestoreRound:
+    def compare(self, report: UnusedNames) -> RestoreRound:
         """Take what a rank tells of the names that it leaves unused. It waits for the others only if it leaves any."""
-        member, ended = self._ended.get(told.rank, (None, None))
-        if ended is not None and member == (told.incarnation, told.number):
+        member, ended = self._ended.get(report.rank, (None, None))
+        if ended is not None and member == (report.incarnation, report.number):
             return ended
         round = self._open
-        is_member = round is not None and round.members.get(told.rank) == (told.incarnation, told.number)
-        if round is None or not is_member or told.entry not in round.candidates[:1]:
-            raise RankRestarted(f"the coordinator knows no restore of rank {told.rank}", remedy="restore again")
-        if told.rank in round.compared:  # a repetition
+        is_member = round is not None and round.members.get(report.rank) == (report.incarnation, report.number)
+        if round is None or not is_member or report.entry not in round.candidates[:1]:
+            raise RankRestarted(f"the coordinator knows no restore of rank {report.rank}", remedy="restore again")
+        if report.rank in round.compared:  # a repetition
             return round
-        size = -(-told.names // 8)
-        if told.unused and not len(told.unused) == len(round.unused or told.unused) == size:
-            self._fail(round, ClusterError(f"rank {told.rank} has found other names in version {told.entry.id} than other ranks"))
+        size = -(-report.names // 8)
+        if report.unused and not len(report.unused) == len(round.unused or report.unused) == size:
+            self._fail(round, ClusterError(f"rank {report.rank} has found other names in version {report.entry.id} than other ranks"))
             return round
         now = self._clock.monotonic()
-        round.deadline = now + told.timeout
+        round.deadline = now + report.timeout
         round.advance(now)
-        if not told.unused:
-            round.uses_all(told.rank)
+        if not report.unused:
+            round.uses_all(report.rank)
         else:
-            before = told.unused if round.unused is None else round.unused
-            both = int.from_bytes(before, "little") & int.from_bytes(told.unused, "little")
+            before = report.unused if round.unused is None else round.unused
+            both = int.from_bytes(before, "little") & int.from_bytes(report.unused, "little")
             round.unused = both.to_bytes(len(before), "little")
-            round.compared.add(told.rank)  # last: ranks can be answered now
+            round.compared.add(report.rank)  # last: ranks can be answered now
         self.changes += 1
         return round
 
@@ -250,15 +250,15 @@ class RestoreRounds:
 
     def _expire(self, round: RestoreRound, now: float) -> None:
         """Fail a round: tell who has not restored, and that the others have given up. A rank that has joined and reads nothing is
-        told so itself."""
+        reported so itself."""
         missing, pauses = round.missing_ranks, round.pauses()
         has = "has" if len(missing) == 1 else "have"
         who = with_processes(missing, lambda rank: self._process_of(round, rank))
         quiet = {rank: f"read nothing for {now - pauses[rank][0]:.0f} s{_from(pauses[rank][1])}" for rank in missing}
         if round.reads:
             entry = round.candidates[0]
-            told = "".join(f"; rank {rank} has {quiet[rank]}" for rank in sorted(missing)[:_LISTED])
-            what = f"{who} {has} not restored version {entry.id} (step {entry.step}){told}"
+            states = "".join(f"; rank {rank} has {quiet[rank]}" for rank in sorted(missing)[:_LISTED])
+            what = f"{who} {has} not restored version {entry.id} (step {entry.step}){states}"
         else:
             what = f"{who} {has} not called restore for {now - round.begun:.0f} s"
         at = datetime.fromtimestamp(self._clock.now(), timezone.utc)

@@ -110,8 +110,8 @@ def _check_bases(version: Version, seen: set[int]) -> None:
     """Check that bases are there, and that manifest, record and root name the same ones."""
     needed = tuple(sorted({base for fragment in version.fragments for base in fragment.bases}))
     if not needed == version.record.bases == version.entry.bases:
-        told = f"the manifest names {needed}, the record {version.record.bases}, the root {version.entry.bases}"
-        raise Damaged(f"deltas to other versions than is said: {told}", subject=version.record.key())
+        bases = f"the manifest names {needed}, the record {version.record.bases}, the root {version.entry.bases}"
+        raise Damaged(f"deltas to other versions than is said: {bases}", subject=version.record.key())
     for id in needed:
         base = version.bases.version(id)
         if id in seen:

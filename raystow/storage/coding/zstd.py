@@ -1,7 +1,7 @@
 """Zstandard as raystow uses it: standard frames (RFC 8878), coded either as literals only or with matches.
 
 On exponent planes the best speed *and* ratio come from Huffman-coded literals without any search for matches. The library
-does that only when told by a parameter that python-zstandard exposes through its CFFI interface and not through its classes,
+does that only with a parameter that python-zstandard exposes through its CFFI interface and not through its classes,
 so this module is the one place that speaks CFFI. All streams of a plane are coded within one compiled loop that holds no GIL:
 taking the GIL back after every stream would make two threads slower than one.
 """

@@ -14,7 +14,7 @@ from ..protocol.messages import CachedObject, ReadCached, ReadFailed, ReadPendin
 from ..protocol.unix_channel import Connection
 from .fetcher import CachedMemory, Fetcher
 
-_WAIT = 5.0  # seconds after which the process is told that its bytes are still being read
+_WAIT = 5.0  # seconds after which the process gets the answer that its bytes are still being read
 
 
 def serve_reads(

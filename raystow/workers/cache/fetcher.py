@@ -118,9 +118,9 @@ class Fetcher:
             elif self._from_node(node, request, first, part):
                 read["peer"] += part.nbytes
             else:
-                told = (request.key, first, end, node)
+                fields = (request.key, first, end, node)
                 log = about(logger, **whose(request.key))
-                log.warning("%s, bytes %d to %d: read from the store, since node %s did not send them", *told)
+                log.warning("%s, bytes %d to %d: read from the store, since node %s did not send them", *fields)
                 self._claim(request, (first, end), lost=[node])  # so that the next one asks here
                 store.get_range_into(request.key, first, part)
                 read["instead"] += part.nbytes

@@ -55,8 +55,8 @@ class Digests:
             copy = source.gather()
             self._add(self._batch([(i, copy.data_ptr(), source.nbytes)], source.dtype.width), sums)
             del copy
-        told = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
-        return told[0] if self._keys is None else told
+        host_sums = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
+        return host_sums[0] if self._keys is None else host_sums
 
     def _batch(self, chunks: Any, width: int) -> _Batch:
         numbers, addresses, sizes = zip(*chunks, strict=True)

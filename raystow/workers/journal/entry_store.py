@@ -2,7 +2,7 @@
 
 The budget is hard. A new entry that does not fit is refused, since entries are useful only without gaps after a version: dropping
 the oldest would make all later ones useless. Only entries that a save under way makes unnecessary, that the store has, or of a
-repository whose steps are not recorded here now are dropped for new ones: nodes that rely on such copies must be told.
+repository whose steps are not recorded here now are dropped for new ones: nodes that rely on such copies must be informed.
 """
 
 from __future__ import annotations

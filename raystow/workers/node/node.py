@@ -283,7 +283,7 @@ class Node:
     def end_if_unused(self) -> bool:
         """Accept nothing more if nobody uses this node worker, and the store has all that is in its memory. Returns whether so.
 
-        A process that was told this address before may still come: then the worker stays.
+        A process that got this address before may still come: then the worker stays.
         """
         if not self._usage.over:
             return False
@@ -379,7 +379,7 @@ class Node:
         try:
             self._repository(store).coordinator.rank_disconnected(rank, incarnation, reason)
         except RaystowError as error:
-            about(logger, repository=store.uri, rank=rank).warning("the coordinator could not be told that %s: %s", reason, error)
+            about(logger, repository=store.uri, rank=rank).warning("the coordinator did not receive that %s: %s", reason, error)
 
     def _settings_of(self, store: StoreAddress) -> JobSettings:
         with self._lock:

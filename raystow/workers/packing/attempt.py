@@ -319,7 +319,7 @@ class NodeAttempt:
         if isinstance(outcome, RaystowError):
             if not self._reported:
                 self._tell_failed(str(outcome))
-            # Once the fragment is reported the attempt may have become a version although we were told otherwise (a lost
+            # Once the fragment is reported the attempt may have become a version although the answer said otherwise (a lost
             # answer): from then on only the coordinator, which looks at the root, may delete.
             self._packer.discard(delete=not self._reported)
 

@@ -23,7 +23,7 @@ class CoordinatorClient(Protocol):
         """Report that all shards of a rank are coded; ``covered`` is their part of the coverage sum."""
 
     def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
-        """Return when every rank of the attempt has finished. ``warn`` is told meanwhile of ranks that are late."""
+        """Return when every rank of the attempt has finished. Meanwhile, ``warn`` gets late ranks."""
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         """Report that the node's packs and fragment are complete, in memory, and being uploaded."""

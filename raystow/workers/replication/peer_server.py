@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _CALLERS = 1024  # connections at a time, each on a thread
 _UNPROVEN = 64  # of them without a proof; one more ends the oldest, so that nobody can lock out the others
-_WAIT = 5.0  # seconds after which a caller is told that its bytes are still being read
+_WAIT = 5.0  # seconds after which a caller gets the answer that its bytes are still being read
 _MAX_REPLICA = 1 << 30  # bytes
 
 

@@ -70,7 +70,7 @@ class Staging:
         self._devices = gpu.DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened)
         self._orders: queue.SimpleQueue[SaveOrder | SavePlan | None] = queue.SimpleQueue()
         self._open: dict[int, SaveOrder] = {}
-        self._told: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows
+        self._known_tensors: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows
         self._lock = threading.Lock()
         self.lost, self._why = False, DIED
         self._threads = [
@@ -147,13 +147,13 @@ class Staging:
         choices = [self._devices.choice(device) for device in devices]
         replicated, expected = plan.coverage
         coding = {choice.codec: choice.why for choice in choices}
-        told, self._told = self._told, plan.plain_tensors
+        known, self._known_tensors = self._known_tensors, plan.plain_tensors
         begin = replace(
             order.begin,
             replicated=replicated,
             expected=expected,
             owned_dtensors=plan.owned_dtensors,
-            plain_tensors=() if told is self._told else self._told,
+            plain_tensors=() if known is self._known_tensors else self._known_tensors,
             coding=coding,
         )
         self._connection.post(BeginSave(begin, plan.values))

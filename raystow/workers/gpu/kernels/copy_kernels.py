@@ -14,21 +14,21 @@ _MOVE, _TELL, _CHOOSE, _LINE_UP = (Kernel(f"copies.{name}") for name in ("move",
 _PACK7, _UNPACK7 = Kernel("copies.pack7"), Kernel("copies.unpack7")
 
 
-def tell(found: Addressed, told: int) -> None:
-    """Copy ``found`` (int64) from the device to the address ``told`` in pinned host memory, on the current stream.
+def tell(found: Addressed, address: int) -> None:
+    """Copy ``found`` (int64) from the device to ``address`` in pinned host memory, on the current stream.
 
     A kernel writes it: an ordinary copy would wait for all large copies that were enqueued before on any stream, since there is
     one copy engine for that direction.
     """
     if n := len(found):
-        _TELL.launch((_times(n, TELL["MOST"]),), found, told, n, **TELL)
+        _TELL.launch((_times(n, TELL["MOST"]),), found, address, n, **TELL)
 
 
 def to_host(found: torch.Tensor) -> torch.Tensor:
     """Return a copy in pinned host memory (see ``tell``), complete once the current stream has executed it."""
-    told = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
-    tell(Addressed(found.data_ptr(), found.numel(), found.device), told.data_ptr())
-    return told
+    copied = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
+    tell(Addressed(found.data_ptr(), found.numel(), found.device), copied.data_ptr())
+    return copied
 
 
 def move(table: Table, largest: int) -> None:

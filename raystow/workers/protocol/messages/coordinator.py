@@ -102,11 +102,11 @@ class RankFinished(Message, frozen=True):
 
 
 class AwaitRanks(Message, frozen=True):
-    """Asks for an answer when every rank of the attempt has finished; before that it may be ``RanksWarning``. ``told``: the
+    """Asks for an answer when every rank of the attempt has finished; before that it may be ``RanksWarning``. ``last_warning``: the
     number of the last warning."""
 
     ticket: Ticket
-    told: int = 0
+    last_warning: int = 0
 
 
 class RanksWarning(Message, frozen=True):
@@ -131,7 +131,7 @@ class PartStored(Message, frozen=True):
     ticket: Ticket
     fragment: FragmentInfo
     packs: Column[PackInfo]
-    told: int = 0
+    last_warning: int = 0
 
 
 class PartFailed(Message, frozen=True):

@@ -124,7 +124,7 @@ class OptimizerStep(MessagePart, frozen=True):
         optimizer: Number of the optimizer.
         groups: Hyper-parameters of each parameter group; empty for a group that has not changed since the step before.
         gradients: In the order of the parameters of all groups.
-        scale: What a gradient scaler has told a fused optimizer.
+        scale: What a gradient scaler has passed to a fused optimizer.
     """
 
     optimizer: int
@@ -311,7 +311,7 @@ class JournalVote(Message, frozen=True):
     Args:
         number: How many replays its process has begun.
         base: The step that the rank has restored; ``START`` without a version.
-        reached: The last step that the rank has replayed, if it has been told how far to go.
+        reached: The last step that the rank has replayed, if it knows how far to go.
         timeout: Seconds to wait for other ranks that do not replay on.
         nothing: Nothing is to be replayed: the version was asked for by name.
         fixed: Why the rank cannot replay steps that another number of ranks has recorded; empty if it can.

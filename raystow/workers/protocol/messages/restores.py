@@ -33,7 +33,7 @@ class RestoreVote(Message, frozen=True):
         read: Stored bytes that the rank has read of the version, by source.
         version: The version that the rank asks for, as ``selector_text`` gives it.
         names: A digest of the names of the tensors that the rank restores.
-        told: The number of the last warning that the rank has got.
+        last_warning: The number of the last warning that the rank has got.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class RestoreVote(Message, frozen=True):
     whole: bool = False
     version: Text = LATEST
     names: Digest = 0
-    told: int = 0
+    last_warning: int = 0
 
 
 class RestoreChoice(Message, frozen=True):
@@ -109,11 +109,11 @@ class UnusedNames(Message, frozen=True):
     entry: Entry
     names: int = 0
     unused: NameBits = b""
-    told: int = 0
+    last_warning: int = 0
 
 
 class UnusedByAll(Message, frozen=True):
-    """The answer to ``UnusedNames``: the names that all ranks leave unused; no bits if one rank has told none."""
+    """The answer to ``UnusedNames``: the names that all ranks leave unused; no bits if one rank has reported none."""
 
     unused: NameBits
 
