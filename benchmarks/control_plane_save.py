@@ -99,10 +99,10 @@ def fragment(node: int, nodes: int) -> tuple[Fragment, Report]:
 
 def report(node: int, nodes: int) -> tuple[Report, bytes]:
     """Return a node's report, and its fragment as Parquet if it belongs to the sample."""
-    made, told = fragment(node, nodes)
+    made, node_report = fragment(node, nodes)
     data = made.dump() if node % max(1, nodes // SAMPLE) == 0 else b""
     digest = stored_digest(data or f"node {node}".encode()).hex()
-    return replace(told, info=replace(told.info, size=len(data), digest=digest)), data
+    return replace(node_report, info=replace(node_report.info, size=len(data), digest=digest)), data
 
 
 def coordinate(pipe: Connection, uri: str, nodes: int) -> None:
@@ -141,15 +141,15 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
     for begins, _, _ in reports:
         tickets += [await _call(actor.begin(begin)) for begin in begins][:1]
     waiting = [asyncio.create_task(actor.answer(AwaitRanks(ticket))) for ticket in tickets]
-    for ticket, (begins, told, _) in zip(tickets, reports, strict=True):
-        for begin, covered in zip(begins, told.covered, strict=True):
+    for ticket, (begins, node_report, _) in zip(tickets, reports, strict=True):
+        for begin, covered in zip(begins, node_report.covered, strict=True):
             await _call(actor.answer(RankFinished(ticket, begin.rank, covered)))
     await asyncio.gather(*waiting)
-    for ticket, (_, told, _) in zip(tickets, reports, strict=True):
-        await _call(actor.answer(PartStaged(ticket, told.info, told.packs)))
+    for ticket, (_, node_report, _) in zip(tickets, reports, strict=True):
+        await _call(actor.answer(PartStaged(ticket, node_report.info, node_report.packs)))
     sealed = [
-        asyncio.create_task(actor.fragment(ticket, told.info, told.packs))
-        for ticket, (_, _, told) in zip(tickets, reports, strict=True)
+        asyncio.create_task(actor.fragment(ticket, node_report.info, node_report.packs))
+        for ticket, (_, _, node_report) in zip(tickets, reports, strict=True)
     ]
     entry = (await asyncio.gather(*sealed))[0]
     assert isinstance(entry, Entry)
@@ -181,9 +181,9 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
     costs = []
     for save in range(1, saves + 1):
         pipe.send(save)
-        for node, (told, _) in enumerate(made):
-            pipe.send((_begins(node, nodes, save, whole), told))
-            pipe.send(told)
+        for node, (node_report, _) in enumerate(made):
+            pipe.send((_begins(node, nodes, save, whole), node_report))
+            pipe.send(node_report)
         costs.append(pipe.recv())
     pipe.send(None)
     process.join()
@@ -191,7 +191,7 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
         "nodes": nodes,
         "ranks": nodes * RANKS,
         "chunk rows": nodes * RANKS * TENSORS,
-        "packs": sum(len(told.packs) for told, _ in made),
+        "packs": sum(len(node_report.packs) for node_report, _ in made),
         "cpu": max(cpu for _, _, cpu, _, _ in costs),
         "cpu of each": [cpu for _, _, cpu, _, _ in costs],
         "wall": max(wall for *_, wall, _ in costs),
@@ -200,7 +200,7 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
         "empty": empty,
         "building the fragments": built,
         "fragment": max(len(data) for _, data in made),
-        **_checked(repository, [(told, data) for told, data in made if data], saves, nodes),
+        **_checked(repository, [(node_report, data) for node_report, data in made if data], saves, nodes),
     }
 
 
@@ -229,8 +229,8 @@ def _checked(repository: Repository, sample: Sequence[tuple[Report, bytes]], sav
     record = version.record
     assert (len(repository.versions()), len(record.fragments), record.world_size) == (saves, nodes, nodes * RANKS)
     by_ranks = {info.ranks: info for info in record.fragments}
-    for told, data in sample:
-        info = by_ranks[told.info.ranks]
+    for node_report, data in sample:
+        info = by_ranks[node_report.info.ranks]
         assert (info.digest, info.size) == (stored_digest(data).hex(), len(data))
         key = keys.fragment(version.id, version.attempt, info.node)
         assert len(Fragment.load(data, info.node, key).chunks) == info.chunks == RANKS * TENSORS

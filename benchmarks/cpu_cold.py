@@ -167,16 +167,16 @@ def measure(ways: tuple[str, ...], folder: Path, bucket: str, rounds: int) -> di
     for turn in range(-1, rounds):  # warm-up: files of libraries and of the state in the page cache
         for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):
             command = [sys.executable, __file__, "--one", way, "--folder", str(folder), "--bucket", bucket]
-            told = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+            output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
             if turn >= 0:
-                found[way].append(json.loads(told.splitlines()[-1]))
+                found[way].append(json.loads(output.splitlines()[-1]))
     return {
         way: {
-            **{key: statistics.median(one[key] for one in told) for key in ("import", "seconds", "cpu")},
-            "with import": statistics.median(one["import"] + one["seconds"] for one in told),
-            "all": told,
+            **{key: statistics.median(one[key] for one in output) for key in ("import", "seconds", "cpu")},
+            "with import": statistics.median(one["import"] + one["seconds"] for one in output),
+            "all": output,
         }
-        for way, told in found.items()
+        for way, output in found.items()
     }
 
 
@@ -222,8 +222,8 @@ def main(
         store.delete([info.key for info in store.list("")])
     held, console = claims(ways), Console(width=120)
     grid = report.table_of("first restore of a process", "import s", "call s", "CPU s", "import + call s")
-    for way, told in ways.items():
-        grid.add_row(way, *(f"{told[key]:.3f}" for key in ("import", "seconds", "cpu", "with import")))
+    for way, output in ways.items():
+        grid.add_row(way, *(f"{output[key]:.3f}" for key in ("import", "seconds", "cpu", "with import")))
     report.show(console, [grid], held)
     about["load after"] = os.getloadavg()[0]
     report.write(console, out, "cpu_cold", {**about, "server": server, "rounds": rounds, "ways": ways, "claims": held})

@@ -100,10 +100,10 @@ def main(
         for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):
             command = [sys.executable, __file__, "--one", way, "--store", str(store)]
             command += ["--saves", str(saves), "--copies", str(copies)]
-            told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            for name, values in json.loads(told.splitlines()[-1]).items():
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            for name, values in json.loads(output.splitlines()[-1]).items():
                 found[way].setdefault(name, []).extend(values)
-    rows = {way: {name: statistics.median(values) for name, values in told.items()} for way, told in found.items()}
+    rows = {way: {name: statistics.median(values) for name, values in output.items()} for way, output in found.items()}
     table = report.table_of("a save of tensors in host memory", "held s", "durable s", "CPU s/GB", "ratio")
     for way, row in rows.items():
         row["cpu s/GB"], row["ratio"] = row["cpu"] / (row["bytes"] / 1e9), row["stored"] / row["bytes"]

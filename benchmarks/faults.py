@@ -87,7 +87,7 @@ def _outcome(launcher: Launcher, fault: str, proxy: FaultProxy, patience: float)
         newest = max(_durable([durable for durable in launcher.events("durable") if durable["at"] < one["at"]]))
         if newest - one["step"] > lost:
             lost = newest - one["step"]
-            reasons.append(f"all ranks were told that step {newest} is durable, and step {one['step']} was restored")
+            reasons.append(f"step {newest} was reported as durable to all ranks, and step {one['step']} was restored")
     crashes = launcher.crashes - crashed
     if crashes:
         reasons += sorted({f"rank {one['rank']}: {one['reason']}" for one in launcher.events("crashed") if one["at"] > at})

@@ -191,8 +191,8 @@ def measure(what: str, cases: tuple[str, ...], root: Path, gigabytes: float, rou
             else:
                 found[case].append(one)
     return {
-        case: {**{key: statistics.median(one[key] for one in told) for key in told[0]}, "all": told}
-        if (told := found[case])
+        case: {**{key: statistics.median(one[key] for one in output) for key in output[0]}, "all": output}
+        if (output := found[case])
         else {"skipped": failed[case]}
         for case in cases
     }
@@ -246,9 +246,9 @@ def main(
         place = Path(folder)
         for name in (MEMORY, *PEERS):
             if name in wanted or (name == MEMORY and STORE in wanted):
-                told = child("keep", name, place, gigabytes)
-                if isinstance(told, str):
-                    console.print(f"{name} could not save: {told}", markup=False)
+                output = child("keep", name, place, gigabytes)
+                if isinstance(output, str):
+                    console.print(f"{name} could not save: {output}", markup=False)
         restores = measure("restore", tuple(c for c in RESTORES if c in wanted), place, gigabytes, rounds)
         saves = measure("save", tuple(c for c in SAVES if c in wanted), place, gigabytes, rounds)
     results |= {"restores": restores, "saves": saves, "claims": claims(restores, saves)}

@@ -178,7 +178,7 @@ def main(
             shutil.rmtree(folder, ignore_errors=True)
         parts = {part: round(seconds, 2) for part, seconds in found[name][-1].items()}
         console.print(f"round {number + 1}, {name}: {parts}", highlight=False, markup=False)
-        results["recoveries"] = {saver: medians(told) for saver, told in found.items() if told}
+        results["recoveries"] = {saver: medians(output) for saver, output in found.items() if output}
         report.keep(out, "gpu_recovery", results)
     results["claims"] = claims(results["recoveries"])
     report.show(console, tables(results["recoveries"]), results["claims"])

@@ -202,10 +202,10 @@ def measure(on: dict[str, list[Any]], folder: Path, bucket: str, case: tuple[int
     read: dict[str, dict[str, int]] = {}
     for turn in range(-1, rounds):  # warm-up: connections, node workers, compilation
         for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):
-            told = every(on[groups[way]][:restored], "restore", way, places[way])
+            figures = every(on[groups[way]][:restored], "restore", way, places[way])
             if turn >= 0:
-                seconds[way].append(told[0][0])
-                read[way] = dict(sum((Counter(of) for _, of in told), Counter[str]()))
+                seconds[way].append(figures[0][0])
+                read[way] = dict(sum((Counter(of) for _, of in figures), Counter[str]()))
     for ranks in on.values():
         every(ranks[:restored], "leave")
     newest = raystow.open(places["folder"]).latest()
@@ -260,12 +260,12 @@ def tables(cases: list[dict[str, Any]], plans: dict[str, Any]) -> Iterator[Table
         held = "each holds all" if case["replicated"] else "split"
         title = f"{case['saved by']} -> {case['restored by']} ranks, {held}, {case['raw'] / 1e6:.0f} MB raw"
         grid = table_of(title, "s", "slowest", "GB/s", "MB: memory", "peer", "store", "by needed")
-        for way, told in case["ways"].items():
-            of = told["read"]
+        for way, figures in case["ways"].items():
+            of = figures["read"]
             sums = of.get("memory", 0), of.get("peer", 0), from_store(of)
             read = [f"{nbytes / 1e6:.1f}" if way in OURS else "" for nbytes in sums]
-            ratio = f"{told['store/needed']:.4f}" if way in OURS else ""
-            times = f"{told['seconds']:.2f}", f"{max(told['all seconds']):.2f}", f"{told['GB/s']:.2f}"
+            ratio = f"{figures['store/needed']:.4f}" if way in OURS else ""
+            times = f"{figures['seconds']:.2f}", f"{max(figures['all seconds']):.2f}", f"{figures['GB/s']:.2f}"
             grid.add_row(TITLES[way], *times, *read, ratio)
         yield grid
     title = "planning: saved by 2,048 nodes of 8 ranks, 1,000 tensors"

@@ -103,7 +103,7 @@ class Coordinator:
 
         return RestoreChoice(self._entry, {node: (f"node-{node}",) for node in range(0, NODES, 2)}, self._record)
 
-    def compare(self, told: Any) -> bytes:
+    def compare(self, report: Any) -> bytes:
         raise AssertionError("all ranks restore the same names")
 
     def reading(self, rank: Any) -> None: ...
@@ -145,7 +145,7 @@ def plan(folder: str, entry: Entry, rank: int, world: int, pipe: Any) -> None:
     made = plan_restore(agreement.version(chosen), into, RestoreOptions(rank, world), sources=agreement.sources)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     assert made.raw == sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in into.values())
-    told = {
+    report = {
         "seconds": wall,
         "cpu": cpu,
         "peak": peak_memory(),
@@ -153,7 +153,7 @@ def plan(folder: str, entry: Entry, rank: int, world: int, pipe: Any) -> None:
         "fragments": len(set(store.asked)),
     }
     plan = [f"node {part.node}: {part.nbytes:,} bytes from {part.source}" for part in made.reads]
-    pipe.send({**told, "chunks": sum(part.chunks for part in made.reads), "plan": plan})
+    pipe.send({**report, "chunks": sum(part.chunks for part in made.reads), "plan": plan})
 
 
 def planning(rounds: int) -> dict[str, Any]:

@@ -96,7 +96,10 @@ def cost(
         )
         return
     _print_bills(plain, coded, even)
-    for title, lines in (("of which", [f"{one.technique}: {one.explanation}" for one in known.savings]), ("assumptions", assumptions)):
+    for title, lines in (
+        ("of which", [f"{one.technique}: {one.explanation}" for one in known.savings]),
+        ("assumptions", assumptions),
+    ):
         if lines:
             out.print(f"\n{title}", style="dim")
         for line in lines:

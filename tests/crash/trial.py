@@ -176,7 +176,7 @@ class Stage:
             repository = open_repository(cluster.uri)
             saved = {version.step: version.id for version in repository.versions()}
             false = [outcome for outcome in outcomes if outcome.get("failed") and 10 in saved]
-            assert not false, f"version {saved.get(10)} exists, but a rank was told that its save failed: {false}"
+            assert not false, f"version {saved.get(10)} exists, but a rank got the answer that its save failed: {false}"
             newest = repository.versions()[-1]
             assert (newest.id, newest.step, newest.metrics) == (again[0]["version"], 11, {"salt": AGAIN})
             self.place.age_leases(cluster.uri)

@@ -58,10 +58,10 @@ def test_the_gpu_and_the_cpu_round_equally(rule: Rule, dtype: torch.dtype) -> No
     bits = torch.randint(limits.min, limits.max, (40, 1001), dtype=words)
     bits[20:] = torch.randn(20, 1001).to(dtype).view(words)
     on_cpu, found = rounded_chunk.rounded(rule, bits, name, 7)
-    on_gpu, told = rounded_chunk.rounded(rule, bits.cuda(), name, 7)
+    on_gpu, errors = rounded_chunk.rounded(rule, bits.cuda(), name, 7)
     assert torch.equal(on_gpu.cpu(), on_cpu)
-    assert torch.equal(told.cpu()[[0, 1, 5]], found[[0, 1, 5]])
-    torch.testing.assert_close(told.cpu(), found, rtol=1e-9, atol=0, equal_nan=True)
+    assert torch.equal(errors.cpu()[[0, 1, 5]], found[[0, 1, 5]])
+    torch.testing.assert_close(errors.cpu(), found, rtol=1e-9, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("asked", [Sqnr(40), Sqnr(40, ())], ids=str)

@@ -142,7 +142,7 @@ def test_the_savings_of_each_technique_are_reported(tmp_path: Path) -> None:
     assert (derived["stored"], derived["instead"]) == (0, 600 * 500 * 2)
     assert delta["stored"] == sum(entry.stored for entry in entries if entry.bases)
     assert delta["stored"] < 0.85 * delta["instead"]
-    assert "restoring one reads 1." in delta["told"]
+    assert "restoring one reads 1." in delta["explanation"]
     assert thinning["stored"] == sum(entry.stored for entry in entries[:3])
     assert thinning["instead"] == pytest.approx(sum(entry.stored for entry in entries[3:]), abs=3)
     text = " ".join(run("cost", tmp_path, *PRICES).stdout.split())
@@ -154,7 +154,7 @@ def test_the_savings_of_each_technique_are_reported(tmp_path: Path) -> None:
 def test_deltas_that_save_too_little_are_discouraged() -> None:
     entries = [Entry(1, "", "", 0, 0, 0.0, 200, 100), Entry(2, "", "", 0, 0, 0.0, 200, 97, (1,))]
     (saving,) = savings(entries, 0)
-    assert saving.told.endswith("they do not pay here, use `delta=0`")
+    assert saving.explanation.endswith("they do not pay here, use `delta=0`")
 
 
 def test_an_empty_repository_has_no_size(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def header(fields: object, rest: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         (b"", "is not a safetensors file"),
         (b"\xff" * 40, "is not a safetensors file"),
@@ -89,10 +89,10 @@ def header(fields: object, rest: bytes = b"") -> bytes:
     ],
     ids=["empty", "no header", "a list", "cut", "too small", "negative", "absurd", "objects", "overlapping"],
 )
-def test_an_invalid_safetensors_file_is_refused(tmp_path: Path, data: bytes, told: str) -> None:
+def test_an_invalid_safetensors_file_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
     fields = run_json("import", tmp_path, tmp_path / "run", code=run("import", tmp_path, tmp_path / "run").exit_code)
-    assert told in json.dumps(fields)
+    assert message in json.dumps(fields)
     assert "model.safetensors" in json.dumps(fields)
     assert not (tmp_path / "run").exists()
 
@@ -106,14 +106,14 @@ def test_a_step_that_no_version_can_have_is_refused_at_once(tmp_path: Path) -> N
 
 def test_an_inconsistent_index_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
-    for where, told in (
+    for where, message in (
         ({"b": "x.safetensors"}, "not in the file that the index names"),
         ({"a": "../x.safetensors"}, "is not an index"),
     ):
         (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
         result = run("import", tmp_path / "m.safetensors.index.json", tmp_path / "run")
         assert result.exit_code != 0
-        assert told in " ".join(result.output.split())
+        assert message in " ".join(result.output.split())
     (tmp_path / "m.safetensors.index.json").unlink()
     save_file({"a": torch.ones(2)}, tmp_path / "y.safetensors")
     assert "both have a tensor 'a'" in " ".join(run("import", tmp_path, tmp_path / "run").output.split())

@@ -103,10 +103,10 @@ def test_a_rank_is_told_why_another_one_could_not_restore(cluster: Any, tmp_path
     uri = str(tmp_path)
     save(uri, (0,), (1,))
     first, second = begin(uri, (0,), (1, 2))
-    told = ray.get([rank.do.remote(restored_in_part, "layers", "step") for rank in (first, second)])
+    messages = ray.get([rank.do.remote(restored_in_part, "layers", "step") for rank in (first, second)])
     why = "version 1: in `into` but not saved: layers.2.rate, layers.2.weight (make them match, or pass allow_missing='layers.2'"
-    assert told[0].startswith(f"ClusterError: rank 1 could not restore: {why}")
-    assert told[1].startswith(f"StateError: {why}")
+    assert messages[0].startswith(f"ClusterError: rank 1 could not restore: {why}")
+    assert messages[1].startswith(f"StateError: {why}")
 
 
 def restored_with_marker(rank: Any) -> Any:

@@ -278,13 +278,13 @@ def test_a_forked_child_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
             os._exit(0)
         os.close(end)
         with open(answer) as lines:
-            told = lines.read()
+            output = lines.read()
         os.waitpid(child, 0)
         self.checkpointer.save({"w": torch.ones(3)}, step=2).result(60)
-        return told
+        return output
 
-    told = ray.get(rank.do.remote(run), timeout=180)
-    assert re.fullmatch(r"(this Checkpointer belongs to process \d+, from which this one was forked\n){2}", told)
+    output = ray.get(rank.do.remote(run), timeout=180)
+    assert re.fullmatch(r"(this Checkpointer belongs to process \d+, from which this one was forked\n){2}", output)
 
 
 @pytest.mark.long

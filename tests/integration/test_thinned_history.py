@@ -82,7 +82,7 @@ def test_a_history_thinned_to_deltas_has_all_weight_bits(tmp_path: Path) -> None
     ran("verify", folder, "--all", "--deep")
     assert "and 2 versions that it needs" in " ".join(ran("show", folder, 4).stdout.split())
     found = {one.technique: one for one in savings(repository.root().versions, 0)}
-    assert found["delta"].told.startswith("5 deltas between versions")
+    assert found["delta"].explanation.startswith("5 deltas between versions")
     assert found["delta"].stored < 0.75 * found["delta"].instead
 
 

@@ -52,7 +52,7 @@ def test_all_ranks_get_the_same_answers(data: st.DataObject, interval: float) ->
     run, every = ScheduledRun(interval), data.draw(st.integers(1, 3), label="due is called every so many steps")
     for start in (0, data.draw(st.integers(0, 30), label="restored step")):
         steps, answers = range(start, start + 20, every), [list[bool]() for _ in range(RANKS)]
-        while any(len(told) < len(steps) for told in answers):
+        while any(len(due_steps) < len(steps) for due_steps in answers):
             slowest = min(map(len, answers))
             ready = [rank for rank in range(RANKS) if len(answers[rank]) < min(len(steps), slowest + 2)]
             rank = data.draw(st.sampled_from(ready))
@@ -97,7 +97,7 @@ def test_ranks_agree_again_after_a_restart_of_the_coordinator() -> None:
                 run.schedule = SaveSchedule(run.clock)
             answers[rank] += [step] if due.due(step, BY_TIME) else []
         run.clock.sleep(1.0)
-    late = [[step for step in told if step > 100] for told in answers]
+    late = [[step for step in due_steps if step > 100] for due_steps in answers]
     assert late[0] == late[1] == late[2] != []
 
 

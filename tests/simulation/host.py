@@ -59,16 +59,18 @@ class Host:
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         self._apply(lambda core: core.finished(ticket, rank, covered))
 
-    def wait_complete(self, ticket: Ticket, told: int) -> RanksWarning | None:
-        found = self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, told)
+    def wait_complete(self, ticket: Ticket, last_warning: int) -> RanksWarning | None:
+        found = self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, last_warning)
         return found if isinstance(found, RanksWarning) else None
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         self._apply(lambda core: core.staged(ticket, info, packs))
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], told: int) -> Entry | RanksWarning | None:
+    def fragment(
+        self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], last_warning: int
+    ) -> Entry | RanksWarning | None:
         self._apply(lambda core: core.fragment(ticket, info, packs))
-        found = self._until(ticket, lambda attempt: attempt.phase.over, told)
+        found = self._until(ticket, lambda attempt: attempt.phase.over, last_warning)
         return found if isinstance(found, RanksWarning) else found.entry
 
     def failed(self, ticket: Ticket, reason: str) -> None:
@@ -141,12 +143,12 @@ class Host:
             self._notified_changes = self._core.changes
             self.process.tell()
 
-    def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], told: int) -> Attempt | RanksWarning:
+    def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], last_warning: int) -> Attempt | RanksWarning:
         attempt: Attempt = self._apply(lambda core: core.attempt(ticket))
         core = self._core
         assert core is not None
-        self.process.wait(lambda: reached(attempt) or core.late(ticket, told) is not None, _FOR_EVER)
-        if not reached(attempt) and (warning := core.late(ticket, told)) is not None:
+        self.process.wait(lambda: reached(attempt) or core.late(ticket, last_warning) is not None, _FOR_EVER)
+        if not reached(attempt) and (warning := core.late(ticket, last_warning)) is not None:
             return warning
         if attempt.phase is Phase.ABORTED:
             attempt.result()

@@ -105,7 +105,7 @@ class Watch:
         """A reader got a lease on a live version; it last read the root after change number ``looked``.
         ``written``: the reader knows that its lease was written."""
         if self.left.get(attempt, looked + 1) <= looked and not (self.root and attempt in attempts_of(listed_in(self.root))):
-            raise Violation("a leased version is live", f"{who} was told so of {attempt}, and had seen that it is not")
+            raise Violation("a leased version is live", f"{who} got this answer for {attempt}, and had seen that it is not")
         for lease in self.leases.values():
             if (lease.who, lease.attempt) == (who, attempt) and self._counts(lease):
                 lease.guards = lease.first <= looked

@@ -67,7 +67,7 @@ def _done_at_once(self: EntryReplicator, info: EntryInfo, done: Callable[[EntryK
 BUGS = {
     "restarted nodes drop copies": (EntryStore, "oldest", _oldest_here, "a failure costs one step at most"),
     "copies are not waited for": (EntryReplicator, "submit", _done_at_once, "a failure costs one step at most"),
-    "generations are not told apart": (
+    "generations are not distinguished": (
         *(entry_plan, "generation_of", lambda lineage, step: lineage[-1].token),
         "lines of history are not mixed",
     ),

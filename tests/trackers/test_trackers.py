@@ -109,7 +109,7 @@ def test_a_callback_that_raises_is_logged(version: Version, caplog: pytest.LogCa
     assert thread is not threading.current_thread()
     caplog.clear()
     callbacks.tell(version)
-    assert [text.split(" is not told of version 1")[0] for text in caplog.messages] == ["Failing", "Noting"]
+    assert [text.split(" was not called for version 1")[0] for text in caplog.messages] == ["Failing", "Noting"]
     assert len(noted) == 1
 
 
@@ -139,11 +139,11 @@ def test_close_ends_although_a_callback_hangs(
 
 
 def test_a_version_found_while_close_begins_is_told(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, closing = list[int](), threading.Thread(target=lambda: callbacks.close())
+    versions, closing = list[int](), threading.Thread(target=lambda: callbacks.close())
 
     class Noting:
         def on_version(self, version: Version) -> None:
-            told.append(version.id)
+            versions.append(version.id)
 
     class Slow(queue.SimpleQueue):  # type: ignore[type-arg]
         def put(self, item: object) -> None:  # type: ignore[override]
@@ -156,4 +156,4 @@ def test_a_version_found_while_close_begins_is_told(version: Version, monkeypatc
     callbacks = VersionCallbacks([Noting()], logging.getLogger("raystow"))
     callbacks.tell(version)
     closing.join(10)
-    assert told == [1]
+    assert versions == [1]

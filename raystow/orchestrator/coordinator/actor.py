@@ -392,12 +392,12 @@ class CoordinatorActor:
         except asyncio.TimeoutError:
             return False
 
-    async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], last_warning: int | None = None) -> Attempt | RanksWarning:
+    async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], last: int | None = None) -> Attempt | RanksWarning:
         core = (await self._started()).core
         attempt = core.attempt(ticket)
 
         def late() -> RanksWarning | None:
-            return None if last_warning is None else core.late(ticket, last_warning)
+            return None if last is None else core.late(ticket, last)
 
         async with self._changed:
             await self._changed.wait_for(lambda: reached(attempt) or late())

@@ -84,7 +84,7 @@ class RayCoordinatorClient:
         self._tell(messages.RankFinished(ticket, rank, covered))
 
     def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
-        self._wait(lambda last_warning: messages.AwaitRanks(ticket, last_warning), messages.Acknowledged, ticket.timeout + _ANSWER, warn)
+        self._wait(lambda last: messages.AwaitRanks(ticket, last), messages.Acknowledged, ticket.timeout + _ANSWER, warn)
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         self._tell(messages.PartStaged(ticket, info, tuple(packs)))

@@ -22,8 +22,8 @@ class RestoreRound:
     seconds. ``read``: bytes by source that each rank has read. ``alike``: whether all ranks restore tensors of the same names;
     else they compare: ``compared`` are the ranks that have reported or used all names of the first candidate, ``unused`` are the
     names that all of these leave unused. ``stalls``: since when ranks have read nothing, and from
-    where; ``heard``: when others last reported that they read on; ``progress``: when a rank did more than that. ``warn_at``: when to
-    look for late ranks; ``warning``: the last of ``warnings`` about them since the last progress, which one rank logs.
+    where; ``heard``: when others last reported that they read on; ``progress``: when a rank did more than that. ``warn_at``: when
+    to look for late ranks; ``warning``: the last of ``warnings`` about them since the last progress, which one rank logs.
     ``patience``: the longest timeout of any."""
 
     world_size: int
@@ -107,8 +107,8 @@ class RestoreRound:
         return self.unused == b"" or len(self.compared) == self.world_size or self.done or self.failure is not None
 
     def unused_by_all(self) -> bytes:
-        """The bits of the names that all ranks leave unused. Raises if the round has failed, but not after all have reported: then
-        all have the same answer."""
+        """The bits of the names that all ranks leave unused. Raises if the round has failed, but not after all have reported:
+        then all have the same answer."""
         if self.failure is not None and self.unused != b"" and len(self.compared) < self.world_size:
             raise self.failure
         return self.unused or b""

@@ -162,7 +162,8 @@ class RestoreRounds:
             return round
         size = -(-report.names // 8)
         if report.unused and not len(report.unused) == len(round.unused or report.unused) == size:
-            self._fail(round, ClusterError(f"rank {report.rank} has found other names in version {report.entry.id} than other ranks"))
+            what = f"rank {report.rank} has found other names in version {report.entry.id} than other ranks"
+            self._fail(round, ClusterError(what))
             return round
         now = self._clock.monotonic()
         round.deadline = now + report.timeout

@@ -119,7 +119,7 @@ class Replicator(Reconciler):
         self._inherited = {(held.attempt, number) for held in mine for number in held.whole if self._inherits(held, number)}
 
     def _degree(self, held: Holding, part: NodePart) -> int:
-        """The number of copies that a part should have. If no process has set it on this node: as many as the nodes before it kept."""
+        """The number of copies that a part should have. If no process has set it here: as many as the nodes before it kept."""
         return self._replicas.get(held.attempt.repository, max(0, len(part.replica_order) - 1))
 
     def _inherits(self, held: Holding, number: int) -> bool:

@@ -32,8 +32,8 @@ def test_different_layouts_are_compared_in_slabs_of_any_size(committer, monkeypa
     nothing = np.empty((0, 6), np.float32)
     before = write(committer, {"w": (old, ROWS), "same": (old, ROWS), "moved": (old, ROWS), "none": whole(nothing)})
     after = write(committer, {"w": (new, COLUMNS), "same": (old, ROWS), "moved": (old, COLUMNS), "none": whole(nothing)})
-    told = {one.name: one.what for one in differences(before, after)}
-    assert told == {"w": Change.LAYOUT, "same": Change.SAME, "moved": Change.LAYOUT, "none": Change.SAME}
+    changes = {one.name: one.what for one in differences(before, after)}
+    assert changes == {"w": Change.LAYOUT, "same": Change.SAME, "moved": Change.LAYOUT, "none": Change.SAME}
     compared, slabs = deep(before, after)
     w = compared["w"]
     assert (w.what, w.deviation.elements, w.changed, w.deviation.largest) == (Change.CHANGED, 3, 12, 4.0)

@@ -58,7 +58,7 @@ OF_ONE = {
     "raystow-listen": "receives for one process; an error ends the connection and its saves",
     "raystow-attempt": "drives one attempt; an error fails it",
     "raystow-alarm": "reports one attempt that is too late; the coordinator has a deadline, too",
-    "raystow-stall": "sends one warning; the rank is told by the coordinator, too",
+    "raystow-stall": "sends one warning; the coordinator warns the rank, too",
     "raystow-late": "learns the outcome of one save that has not ended by its deadline; result() asks again",
     "raystow-ray": "asks the head node once; an error is raised where the answer is awaited",
     "raystow-waits": "prints once what a command waits for",

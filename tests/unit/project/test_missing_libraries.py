@@ -29,7 +29,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 from raystow.cli import main
 
-def told(case):
+def messages(case):
     if isinstance(case, str):
         try:
             exec(case)
@@ -42,11 +42,11 @@ def told(case):
         except SystemExit as ended:
             return f"{ended.code}: {printed.getvalue()}"
 
-print(json.dumps([told(case) for case in cases]))
+print(json.dumps([messages(case) for case in cases]))
 """
 
 
-def told(missing: list[str], cases: list[str | list[str]]) -> list[str]:
+def messages(missing: list[str], cases: list[str | list[str]]) -> list[str]:
     """Return the error that each piece of Python raises, and the output of each command, in a process without these libraries."""
     command = [sys.executable, "-c", WITHOUT, json.dumps([missing, cases])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -72,7 +72,7 @@ TRANSFORMERS = "transformers", ["import raystow.huggingface"], 'pip install "ray
 
 @pytest.mark.parametrize("together", [[TORCH, SIGNATURES], [RAY], [LIGHTNING, TRANSFORMERS]])
 def test_python_names_the_extra(together: list[tuple[str, list[str | list[str]], str]]) -> None:
-    texts = told([missing for missing, _, _ in together], [case for _, cases, _ in together for case in cases])
+    texts = messages([missing for missing, _, _ in together], [case for _, cases, _ in together for case in cases])
     assert texts == [
         f"MissingDependency: {missing}: this needs a library that is not installed ({remedy})"
         for missing, cases, remedy in together
@@ -88,7 +88,7 @@ def test_a_command_names_the_extra(tmp_path: Path) -> None:
         "top --once": "train",
         f"report {tmp_path}": "report",
     }
-    texts = told(["ray", "torch", "psutil", "jinja2", "plotly", "cryptography"], [command.split() for command in commands])
+    texts = messages(["ray", "torch", "psutil", "jinja2", "plotly", "cryptography"], [command.split() for command in commands])
     for (command, extra), text in zip(commands.items(), texts, strict=True):
         assert text.startswith("1: error: "), (command, text)
         assert f'try: pip install "raystow[{extra}]"' in text, (command, text)

@@ -162,12 +162,12 @@ def test_an_exceeded_bound_fails_the_save_and_names_the_tensor() -> None:
 def test_the_report_states_errors_and_saved_bytes() -> None:
     values = torch.tensor([[1.0 + 2.0**-20, 4.0, math.nan, 0.0]])
     bits, findings = rounded_chunk.rounded(MantissaBits(10), values.view(torch.int32), "float32")
-    told = rounded_chunk.check("t", MantissaBits(10), [findings, findings])
+    report = rounded_chunk.check("t", MantissaBits(10), [findings, findings])
     error = 2.0**-10 - 2.0**-20
     assert bits.view(torch.float32)[0, 0] == 1 + 2.0**-10
-    assert (told.rule, told.error, told.relative) == ("MantissaBits(10)", error, pytest.approx(error / values[0, 0].item()))
-    assert told.sqnr == pytest.approx(10 * math.log10((values[0, 0].item() ** 2 + 16) / error**2))
-    assert told.spared == 2 * 13 // 8
+    assert (report.rule, report.error, report.relative) == ("MantissaBits(10)", error, pytest.approx(error / values[0, 0].item()))
+    assert report.sqnr == pytest.approx(10 * math.log10((values[0, 0].item() ** 2 + 16) / error**2))
+    assert report.spared == 2 * 13 // 8
     same_bits, nothing = rounded_chunk.rounded(MantissaBits(10), bits, "float32")
     assert torch.equal(same_bits, bits)
     assert rounded_chunk.check("t", MantissaBits(10), [nothing]).sqnr is None

@@ -221,8 +221,8 @@ def test_replicas_have_equal_rules_and_choices_persist() -> None:
     assert rules(later)["exp_avg.w"] == Settled(7) != rules(second)["exp_avg.w"]
     for piece in later.pieces:
         piece.copy(np.empty(piece.nbytes, np.uint8))
-    told = later.rounded()
-    assert all(one.rule == str(rules(later)[name]) for name, one in told.items())
+    reports = later.rounded()
+    assert all(one.rule == str(rules(later)[name]) for name, one in reports.items())
     later.release()
 
 

@@ -102,8 +102,8 @@ class RankFinished(Message, frozen=True):
 
 
 class AwaitRanks(Message, frozen=True):
-    """Asks for an answer when every rank of the attempt has finished; before that it may be ``RanksWarning``. ``last_warning``: the
-    number of the last warning."""
+    """Asks for an answer when every rank of the attempt has finished; before that it may be ``RanksWarning``. ``last_warning``:
+    the number of the last one."""
 
     ticket: Ticket
     last_warning: int = 0

@@ -52,8 +52,8 @@ def test_a_rank_without_a_world_size_is_refused(given: dict[str, int], monkeypat
 def test_a_contradiction_names_all_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     environment(monkeypatch, "3", "4")
     train(monkeypatch, 1, 2)
-    told = "the arguments: rank 0 of 2; Ray Train: rank 1 of 2; torch.distributed: none; RANK and WORLD_SIZE: rank 3 of 4"
-    with pytest.raises(StateError, match=re.escape(told)):
+    output = "the arguments: rank 0 of 2; Ray Train: rank 1 of 2; torch.distributed: none; RANK and WORLD_SIZE: rank 3 of 4"
+    with pytest.raises(StateError, match=re.escape(output)):
         placement(0, 2)
 
 
@@ -91,10 +91,10 @@ def in_a_group(rank: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("rank", "code"), [("0", 0), ("1", 1)])
 def test_a_process_group_must_agree_with_the_environment(rank: str, code: int) -> None:
-    told = in_a_group(rank)
-    assert told.returncode == code
-    assert told.stdout == ("0 1\n" if code == 0 else "")
-    assert ("contradictory ranks" in told.stderr) == bool(code)
+    output = in_a_group(rank)
+    assert output.returncode == code
+    assert output.stdout == ("0 1\n" if code == 0 else "")
+    assert ("contradictory ranks" in output.stderr) == bool(code)
 
 
 def test_arguments_of_the_process_group_are_used() -> None:

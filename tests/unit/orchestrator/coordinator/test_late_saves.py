@@ -17,8 +17,8 @@ def run() -> CoordinatedRun:
     return coordinated_run()
 
 
-def warned(run: CoordinatedRun, ticket: Ticket, told: int = 0) -> str:
-    late = run.core.late(ticket, told)
+def warned(run: CoordinatedRun, ticket: Ticket, last_warning: int = 0) -> str:
+    late = run.core.late(ticket, last_warning)
     return "" if late is None else late.text
 
 
@@ -37,10 +37,10 @@ def test_a_rank_that_does_not_save_is_named_after_30_s(run: CoordinatedRun, capl
     assert f"save of step 1: {text}" in caplog.text
     assert run.core.changes > changes, "calls that wait are woken"
     other = msgspec.structs.replace(ticket, node=1)
-    assert warned(run, ticket, told=1) == warned(run, other) == ""
+    assert warned(run, ticket, last_warning=1) == warned(run, other) == ""
     run.clock.time += 28
     run.core.tick()
-    assert warned(run, ticket, told=1) == ""
+    assert warned(run, ticket, last_warning=1) == ""
 
 
 def test_a_rank_that_saves_but_does_not_finish_is_named(run: CoordinatedRun) -> None:

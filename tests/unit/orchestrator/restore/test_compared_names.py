@@ -53,20 +53,20 @@ def test_ranks_that_restore_the_same_names_compare_nothing():
 
 
 @pytest.mark.parametrize(
-    ("told", "common"),
+    ("reports", "common"),
     [
         ([(0, 1), (1, 2), (0, 2)], (0, 0)),
         ([(0, 9, 11), (9, 11), (9, 1, 11)], (0, 0b1010)),
         ([(3,), (3, 4, 5), (3, 5)], (0b1000, 0)),
     ],
 )
-def test_names_are_unused_if_no_rank_uses_them(told, common):
+def test_names_are_unused_if_no_rank_uses_them(reports, common):
     run = ComparingRun()
     for rank in (2, 0):
-        assert not run.tell(rank, *told[rank]).has_compared
-        assert not run.tell(rank, *told[rank]).has_compared  # a repetition
+        assert not run.tell(rank, *reports[rank]).has_compared
+        assert not run.tell(rank, *reports[rank]).has_compared  # a repetition
     changes = run.rounds.changes
-    assert run.tell(1, *told[1]).has_compared
+    assert run.tell(1, *reports[1]).has_compared
     assert run.rounds.changes > changes
     assert run.round.unused_by_all() == bytes(common)
 

@@ -40,11 +40,11 @@ def test_a_late_rank_learns_at_once_that_the_others_gave_up(run):
     run.clock.time += 30
     late = run.vote(1)
     assert late.answers(None)
-    for told in (round, late):
+    for reported in (round, late):
         with pytest.raises(
             DeadlineExceeded, match=r"rank 1 \(.*\) has not called restore for 61 s; rank 0 gave up at \d\d:\d\d:\d\d UTC"
         ):
-            told.answer(None)
+            reported.answer(None)
     assert not run.vote(1, number=2).answers(None)
     assert run.vote(0, number=2).answer(None) == entry
 
@@ -79,7 +79,7 @@ def test_a_process_that_starts_late_waits_with_a_warning(run):
     assert round.warns(RestoreVote(1, 2, "a1", 1, 60.0))
     said = r"rank 1 \(not started\) has not called restore for 61 s; rank 0 gave up at \S+ UTC; rank 1 waits for them again"
     assert re.fullmatch(said, round.warning.text)
-    assert not round.warns(RestoreVote(1, 2, "a1", 1, 60.0, told=round.warning.number))
+    assert not round.warns(RestoreVote(1, 2, "a1", 1, 60.0, last_warning=round.warning.number))
     assert run.vote(0, process="b").answer(None) == entry
 
 
@@ -132,7 +132,7 @@ def test_a_rank_whose_store_hangs_is_named_with_its_store(run):
 
 
 def assert_told(run: RestoringRun, entry: Entry, what: str) -> None:
-    """The rank that waits is told what the other one has not done, and the latter that this concerns itself."""
+    """The rank that waits gets a warning about the other rank, and the latter a warning about itself."""
     who = "rank 1 (another process) has not restored version 1 (step 0); rank 1", "rank 1 (this rank)"
     for rank in range(2):
         with pytest.raises(DeadlineExceeded, match=re.escape(f"restore: {who[rank]} has {what}; rank 0 gave up at ")):
@@ -190,12 +190,12 @@ def test_a_rank_that_compares_names_has_the_warning(run):
     (entry,) = run.commit(1)
     for rank in range(2):
         run.rounds.vote(RestoreVote(rank, 2, f"a{rank}", 1, 60.0, names=rank))
-    told = UnusedNames(1, 2, "a1", 1, 60.0, entry, 8, b"\1")
-    round = run.rounds.compare(told)
+    reported = UnusedNames(1, 2, "a1", 1, 60.0, entry, 8, b"\1")
+    round = run.rounds.compare(reported)
     run.clock.time += 31
     run.rounds.tick()
-    assert round.waits(told).warning == "rank 0 (another process) has read nothing for 31 s; rank 1 waits"
-    assert not round.warns(replace(told, told=1))
+    assert round.waits(reported).warning == "rank 0 (another process) has read nothing for 31 s; rank 1 waits"
+    assert not round.warns(replace(reported, last_warning=1))
 
 
 def test_ranks_that_read_are_not_late_for_a_new_coordinator(run):
@@ -214,9 +214,9 @@ def test_ranks_that_read_are_not_late_for_a_new_coordinator(run):
 
 def test_a_rank_tells_that_it_reads_before_others_warn(monkeypatch):
     monkeypatch.setattr(heartbeat, "LATE", 0.0)
-    told = list[RankReading]()
-    heartbeat.Heartbeat(told.append).beat(RestoreVote(1, 2, "a1", 1, 600.0))
-    assert told == [RankReading(1, "a1", 1, 600.0)]
+    reported = list[RankReading]()
+    heartbeat.Heartbeat(reported.append).beat(RestoreVote(1, 2, "a1", 1, 600.0))
+    assert reported == [RankReading(1, "a1", 1, 600.0)]
 
 
 def test_a_rank_that_reads_again_is_not_blamed(run):
@@ -235,13 +235,13 @@ class HangingPort:
     """A coordinator that chooses a version, and receives what a rank tells while it reads."""
 
     def __init__(self, choice: RestoreChoice) -> None:
-        self._choice, self.told, self.heard = choice, list[RankReading](), threading.Semaphore(0)
+        self._choice, self.reports, self.heard = choice, list[RankReading](), threading.Semaphore(0)
 
     def settle(self, vote: RestoreVote) -> RestoreChoice:
         return self._choice
 
     def reading(self, rank: RankReading) -> None:
-        self.told.append(rank)
+        self.reports.append(rank)
         self.heard.release()
 
 
@@ -256,11 +256,11 @@ def test_a_rank_tells_what_hangs(run, monkeypatch, caplog):
     agreement.version(entry)
     assert port.heard.acquire(timeout=30)
     uri = run.repository.uri
-    assert port.told[0].quiet > 0
-    assert port.told[0].source == uri
+    assert port.reports[0].quiet > 0
+    assert port.reports[0].source == uri
     assert f"restoring version 1: nothing was read for 0 s from {uri}" in caplog.text
     agreement._watch.stop()
-    told = len(port.told)
+    reported = len(port.reports)
     agreement.reading()
-    assert port.told[told:][-1] == RankReading(1, "a1", 1, 600.0)
+    assert port.reports[reported:][-1] == RankReading(1, "a1", 1, 600.0)
     agreement.give_up("interrupted")

@@ -169,13 +169,13 @@ def test_empty_tensors_and_scalars_are_planned():
 
 
 class Port:
-    """A coordinator that lets each rank restore one version. ``told``: that ranks read on."""
+    """A coordinator that lets each rank restore one version. ``reports``: that ranks read on."""
 
     def __init__(self, choice: RestoreChoice) -> None:
-        self._choice, self.told = choice, list[RankReading]()
+        self._choice, self.reports = choice, list[RankReading]()
 
     def reading(self, rank: RankReading) -> None:
-        self.told.append(rank)
+        self.reports.append(rank)
 
     def settle(self, vote: RestoreVote) -> RestoreChoice | None:
         return self._choice
@@ -223,8 +223,8 @@ def test_ranks_compare_names_again_after_a_restart(caplog: pytest.LogCaptureFixt
             super().__init__(choice)
             self.answers, self.compared = [None, b"", b""], list[bytes]()
 
-        def compare(self, told: UnusedNames) -> bytes:
-            self.compared.append(told.unused)
+        def compare(self, report: UnusedNames) -> bytes:
+            self.compared.append(report.unused)
             if (answer := self.answers.pop(0)) is None:
                 raise RankRestarted("rank 1 was restarted", remedy="restore again")
             return answer
@@ -281,7 +281,7 @@ def test_a_rank_tells_the_others_now_and_then_that_it_reads():
             vote = RestoreVote(0, 1, "me", number, timeout)
             agreement = ClusterAgreement(cluster.repository, port, vote, itertools.count(3), lambda: cluster.address(0))
             assert restore_agreed(cluster.repository, two_tensors(2), agreement) == saved
-    assert {*port.told} == {RankReading(0, "me", 1, 0.0)}
+    assert {*port.reports} == {RankReading(0, "me", 1, 0.0)}
 
 
 @pytest.mark.parametrize("when", ["waits at first", "reads", "waits at last"])

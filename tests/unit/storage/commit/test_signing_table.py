@@ -95,8 +95,8 @@ def open_and_read(forged: Forged) -> None:
 def restore(forged: Forged) -> None:
     # The repository as the coordinator describes it to its ranks, which have no keys.
     committer = Committer(create_repository(forged.uri, signer=forged.ours), "restarted", forged.ours)
-    told = Repository(forged.repository.store, committer.catalog.id, signed_by=committer.catalog.trust.keys)
-    for repository in (told, committer.catalog):
+    trusting = Repository(forged.repository.store, committer.catalog.id, signed_by=committer.catalog.trust.keys)
+    for repository in (trusting, committer.catalog):
         with pytest.raises(Untrusted):
             repository.at(forged.repository.root().versions[-1]).read("w")
 

@@ -81,14 +81,14 @@ def test_rows_are_sorted_by_name_and_offset() -> None:
 
 
 def test_rounding_is_recorded_and_old_readers_ignore_it() -> None:
-    told = {"w": Rounded("MantissaBits(3)", 0.5, 0.125, 1e9, 1.0, 17)}
-    data = replace(FRAGMENT, rounded=told).dump()
-    assert Fragment.load(data, 0, KEY).rounded == told
+    described = {"w": Rounded("MantissaBits(3)", 0.5, 0.125, 1e9, 1.0, 17)}
+    data = replace(FRAGMENT, rounded=described).dump()
+    assert Fragment.load(data, 0, KEY).rounded == described
     assert replace(Fragment.load(data, 0, KEY), rounded={}) == FRAGMENT
     assert pq.read_schema(pa.BufferReader(data)).names[: len(SCHEMA)] == SCHEMA.names
-    assert told["w"].sqnr == 90.0
+    assert described["w"].sqnr == 90.0
     with pytest.raises(Damaged, match="is not a number"):
-        Fragment.load(replace(FRAGMENT, rounded={"w": replace(told["w"], error=float("nan"))}).dump(), 0, KEY)
+        Fragment.load(replace(FRAGMENT, rounded={"w": replace(described["w"], error=float("nan"))}).dump(), 0, KEY)
 
 
 def test_the_schema_on_disk_equals_the_specified_schema() -> None:

@@ -343,5 +343,5 @@ def test_a_root_of_another_repository_is_refused() -> None:
 
 def test_spec_module_and_tests_list_the_same_invariants() -> None:
     section = SPEC.read_text().partition("## Invariants of the root\n")[2].partition("\n## ")[0]
-    told = [f"{number} {name}" for number, name in re.findall(r"^\| (I\d+) \| `(\w+)` \|", section, re.MULTILINE)]
-    assert told == invariants.names() == list(BROKEN)
+    documented = [f"{number} {name}" for number, name in re.findall(r"^\| (I\d+) \| `(\w+)` \|", section, re.MULTILINE)]
+    assert documented == invariants.names() == list(BROKEN)

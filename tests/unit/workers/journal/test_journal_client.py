@@ -47,7 +47,7 @@ def info(step: int, size: int) -> EntryInfo:
 
 
 class Node:
-    """A node worker that handles messages only when it is told to."""
+    """A node worker that handles messages only on request."""
 
     def __init__(self) -> None:
         self.shared, self.received = SharedMemories(), queue.SimpleQueue[Message]()

@@ -251,7 +251,7 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
 
 @pytest.mark.parametrize("began", [True, False])
 def test_a_save_is_acknowledged_once_all_of_it_has_come(began: bool) -> None:
-    """Before the coordinator is told, which may take long. A save that cannot begin is never acknowledged."""
+    """Before the report to the coordinator, which may take long. A save that cannot begin is never acknowledged."""
     attempt = FakeAttempt()
     reported: list[list[Message]] = []
 

@@ -187,7 +187,7 @@ def test_chunks_for_which_no_thread_can_be_started_are_released(monkeypatch: pyt
 
 
 def test_nothing_is_kept_for_an_attempt_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a GPU that are packed late, while the coordinator is told, would stay until the next version."""
+    """Chunks of a GPU that are packed late, during the report to the coordinator, would stay until the next version."""
     monkeypatch.setattr(packing, "PACK", 10)
     tier, key, told = MemoryTier(1 << 20), AttemptKey("r", TICKET.id, TICKET.attempt), threading.Event()
     packed, ended = threading.Event(), threading.Event()

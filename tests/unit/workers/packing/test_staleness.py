@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def save_warnings(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Return the list of the warnings sent to training processes, one list for each save."""
     warnings: list[list[str]] = []
     send = Connection.send
@@ -52,51 +52,51 @@ def training_state(step: int, moment: float, *, shape: tuple[int, ...] = (30, 40
 
 
 def test_equal_moments_at_another_step_cause_a_warning(
-    cluster: LocalCluster, told: list[list[str]], caplog: pytest.LogCaptureFixture
+    cluster: LocalCluster, save_warnings: list[list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, stale_state.logger.name):
         for step, moment in enumerate((0.5, 0.5, 0.25, 0.5), 1):
             cluster.save(training_state(step, moment), step=step)
-    assert [len(warnings) for warnings in told] == [0, 1, 0, 0]
-    assert "two saves hold the same optimizer state, bit for bit: those of steps 1 and 2" in told[1][0]
+    assert [len(warnings) for warnings in save_warnings] == [0, 1, 0, 0]
+    assert "two saves hold the same optimizer state, bit for bit: those of steps 1 and 2" in save_warnings[1][0]
     said = [record.getMessage() for record in caplog.records if record.name == stale_state.logger.name]
-    assert said == [f"{cluster.uri}: {told[1][0]}"]
+    assert said == [f"{cluster.uri}: {save_warnings[1][0]}"]
 
 
-def test_one_changed_tensor_prevents_the_warning(cluster: LocalCluster, told: list[list[str]]) -> None:
+def test_one_changed_tensor_prevents_the_warning(cluster: LocalCluster, save_warnings: list[list[str]]) -> None:
     first, second = training_state(1, 0.5), training_state(2, 0.5)
     second["optim"]["w"]["exp_avg"][7, 7] += 1
     cluster.save(first, step=1)
     cluster.save(second, step=2)
-    assert told == [[], []]
+    assert save_warnings == [[], []]
 
 
-def test_the_same_step_may_be_saved_twice(cluster: LocalCluster, told: list[list[str]]) -> None:
+def test_the_same_step_may_be_saved_twice(cluster: LocalCluster, save_warnings: list[list[str]]) -> None:
     cluster.save(training_state(1, 0.5), step=1)
     cluster.save(training_state(1, 0.5), step=1)
-    assert told == [[], []]
+    assert save_warnings == [[], []]
 
 
 @pytest.mark.parametrize("kept", ["model", "counters"])
-def test_states_without_moments_are_not_compared(cluster: LocalCluster, told: list[list[str]], kept: str) -> None:
+def test_states_without_moments_are_not_compared(cluster: LocalCluster, save_warnings: list[list[str]], kept: str) -> None:
     same = training_state(1, 0.5)
     counters = {name: same["optim"]["w"][name] for name in ("step", "seen")}
     for step in (1, 2):
         cluster.save({"model": same["model"]} if kept == "model" else {"optim": counters}, step=step)
-    assert told == [[], []]
+    assert save_warnings == [[], []]
 
 
-def test_a_save_of_weights_only_is_ignored(cluster: LocalCluster, told: list[list[str]]) -> None:
+def test_a_save_of_weights_only_is_ignored(cluster: LocalCluster, save_warnings: list[list[str]]) -> None:
     cluster.save(training_state(1, 0.5), step=1)
     cluster.save({"model": training_state(2, 0.5)["model"]}, step=2)
     cluster.save(training_state(3, 0.5), step=3)
-    assert [len(warnings) for warnings in told] == [0, 0, 1]
+    assert [len(warnings) for warnings in save_warnings] == [0, 0, 1]
 
 
-def test_all_ranks_of_a_node_get_the_warning(cluster: LocalCluster, told: list[list[str]]) -> None:
+def test_all_ranks_of_a_node_get_the_warning(cluster: LocalCluster, save_warnings: list[list[str]]) -> None:
     for step in (1, 2):
         cluster.save_all([training_state(step, 0.5), training_state(step, 0.5)], step=step)
-    assert [len(warnings) for warnings in told] == [0, 0, 1, 1]
+    assert [len(warnings) for warnings in save_warnings] == [0, 0, 1, 1]
 
 
 def test_repositories_are_watched_separately() -> None:

@@ -111,6 +111,6 @@ def test_small_saves_use_the_memory_of_one_slot() -> None:
         assert 0 < 512 * os.fstat(ring.fd).st_blocks <= SLOT
 
 
-@pytest.mark.parametrize(("version", "told"), [("2.50.1", True), ("2.55.0", True), ("2.56.0", False), ("3.0.0.dev0", False)])
-def test_older_ray_versions_are_set_to_keep_gpus_visible(version: str, told: bool) -> None:
-    assert bool(_gpu_variables(version)) == told
+@pytest.mark.parametrize(("version", "is_set"), [("2.50.1", True), ("2.55.0", True), ("2.56.0", False), ("3.0.0.dev0", False)])
+def test_older_ray_versions_are_set_to_keep_gpus_visible(version: str, is_set: bool) -> None:
+    assert bool(_gpu_variables(version)) == is_set

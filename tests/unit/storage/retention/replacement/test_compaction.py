@@ -110,10 +110,10 @@ def test_a_base_may_be_a_delta_itself(repository: Repository) -> None:
 def test_compaction_keeps_a_thinned_version_thinned(repository: Repository) -> None:
     arrays = star(Committer(repository, "me"))
     repository.plan_retention(Policy(resumable=1)).execute()
-    told = repository.version(3).record.thinned
+    thinned = repository.version(3).record.thinned
     assert compact(repository, 3)
     version = repository.version(3)
-    assert (version.record.thinned, version.entry.groups, version.entry.bases) == (told, ("weights",), ())
+    assert (version.record.thinned, version.entry.groups, version.entry.bases) == (thinned, ("weights",), ())
     assert as_it_was(version, arrays)
 
 
