@@ -104,10 +104,10 @@ def _outcome(launcher: Launcher, fault: str, proxy: FaultProxy, patience: float)
 
 def _durable(events: list[Event]) -> dict[int, float]:
     """Return for each step the time at which the last rank learned that the step is durable."""
-    told: dict[int, dict[int, float]] = {}
+    acknowledged: dict[int, dict[int, float]] = {}
     for one in events:
-        told.setdefault(one["step"], {}).setdefault(one["rank"], one["at"])
-    return {step: max(when.values()) for step, when in told.items() if len(when) == RANKS}
+        acknowledged.setdefault(one["step"], {}).setdefault(one["rank"], one["at"])
+    return {step: max(when.values()) for step, when in acknowledged.items() if len(when) == RANKS}
 
 
 def _strike(fault: str, proxy: FaultProxy, launcher: Launcher) -> Rule | None:
