@@ -38,7 +38,8 @@ from raystow.storage.retention.policy import Policy
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 from raystow.workers.node import actor as node_actor
-from raystow.workers.node.node import Node, NoPeers
+from raystow.workers.node.node import Node
+from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol.messages import START, OpenJournal
 from raystow.workers.ray_connection import RayConnection
 from raystow.workers.replication.peers import Peers

@@ -26,7 +26,7 @@ _STATE = 8  # bytes
 
 
 class WorldPeers:
-    """``EntryPeers`` of the simulated nodes."""
+    """``NodePeers``, as far as the journal uses them, of the simulated nodes."""
 
     def __init__(self, alive: Mapping[str, JournalNode]) -> None:
         self._alive = alive

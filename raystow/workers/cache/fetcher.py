@@ -13,11 +13,12 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ...storage.errors import DeadlineExceeded, RaystowError
 from ...storage.log import about, whose
 from ...storage.object_store import ObjectStore
+from ..node_peers import NodePeers
 from ..protocol.messages import Claim, ReadCached, Span
 from .lent_memory import LentMemory
 from .pack_file import PackFile
@@ -34,21 +35,10 @@ class CachedMemory(NamedTuple):
     whole: bool
 
 
-class PeerReader(Protocol):
-    """The workers of other nodes: see ``peers.Peers``. Methods raise ``ClusterError`` if a node does not answer."""
-
-    def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:
-        """Fill ``target`` with an object's bytes from ``start``; return whether the node has them. Waits while the
-        node reads them from the store."""
-
-    def claim(self, owner: str, round: str, key: str, span: Span, node: str, *, lost: Sequence[str] = ()) -> list[Claim]:
-        """See ``ReadClaims.claim``: at the node ``owner``."""
-
-
 class Fetcher:
     """Thread-safe; use it within a ``visit``. ``node``: this node. ``budget``: bytes read from elsewhere that are kept."""
 
-    def __init__(self, tier: MemoryTier, peers: PeerReader, *, budget: int, node: str = "") -> None:
+    def __init__(self, tier: MemoryTier, peers: NodePeers, *, budget: int, node: str = "") -> None:
         self._tier, self._peers, self._budget, self._node = tier, peers, budget, node
         self.claims = ReadClaims()
         self._lock = threading.Lock()

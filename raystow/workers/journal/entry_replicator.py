@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from ...storage.errors import RaystowError
 from ...storage.runtime.clock import Clock
+from ..node_peers import NodePeers
 from ..protocol.messages import EntryInfo, EntryKept, PutEntry, shortened
-from ..replication.reconciler import LOOK, ClusterNodes, PartnerNodes, Reconciler
+from ..replication.reconciler import LOOK, PartnerNodes, Reconciler
 from .entry_store import EntryStore
 
 logger = logging.getLogger(__name__)
@@ -22,17 +22,10 @@ logger = logging.getLogger(__name__)
 _Done = Callable[[EntryKept], None]
 
 
-class EntryPeers(ClusterNodes, Protocol):
-    """The workers of other nodes. Methods raise ``ClusterError`` if one does not answer."""
-
-    def put_entry(self, node: str, put: PutEntry) -> EntryKept:
-        """Let a node read a copy, unless it has one. The answer names its memory."""
-
-
 class EntryReplicator(Reconciler):
     """See ``Reconciler``. ``node``: the name of this node."""
 
-    def __init__(self, node: str, store: EntryStore, peers: EntryPeers, clock: Clock) -> None:
+    def __init__(self, node: str, store: EntryStore, peers: NodePeers, clock: Clock) -> None:
         super().__init__()
         self._node, self._store, self._peers = node, store, peers
         self._partners = PartnerNodes(node, peers, clock)

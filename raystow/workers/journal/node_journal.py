@@ -7,7 +7,6 @@ import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -17,7 +16,7 @@ from ...storage.runtime import background
 from ...storage.runtime.clock import Clock
 from ...storage.runtime.metrics import JOURNAL_MEMORY, RECORDED_STEP, record
 from ...storage.stores.settings import StoreAddress
-from ..cache.fetcher import PeerReader
+from ..node_peers import NodePeers
 from ..protocol.messages import (
     RECORDING,
     STORE,
@@ -40,7 +39,7 @@ from ..protocol.messages import (
 )
 from ..protocol.unix_channel import Connection
 from .entry_bytes import ArrivingEntry, SharedMemories, entry_digest
-from .entry_replicator import EntryPeers, EntryReplicator
+from .entry_replicator import EntryReplicator
 from .entry_store import EntryStore
 from .segment_writer import JournalRepository, SegmentWriter, read_entry
 
@@ -51,10 +50,6 @@ _LEAST = 32 << 20  # bytes over each of them
 CHANGED = "it does not have its digest: its bytes were changed in memory or on their way"
 _QUIET = 600.0  # seconds without an entry of a training from which on its copies are dropped for those of others
 _REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotsFilled, KeepEntry, SaveBegun, SaveWithdrawn, FetchEntry)
-
-
-class JournalPeers(EntryPeers, PeerReader, Protocol):
-    """The workers of other nodes."""
 
 
 def no_repository(store: StoreAddress) -> JournalRepository:
@@ -70,7 +65,7 @@ class NodeJournal:
         self,
         node: str,
         budget: int,
-        peers: JournalPeers,
+        peers: NodePeers,
         clock: Clock,
         *,
         open_repository: Callable[[StoreAddress], JournalRepository] = no_repository,

@@ -129,7 +129,7 @@ class RayPeers(Peers):
         self._census: Future[dict[str, str]] | None = None
 
     def nodes(self) -> Mapping[str, str]:
-        """See ``replication.ReplicationPeers``. A frozen head node is asked once."""
+        """See ``NodePeers``. A frozen head node is asked once."""
         connection = RayConnection.here()
         if (census := self._census) is None:
             census = self._census = connection.question(_nodes_with_workers)
@@ -140,15 +140,15 @@ class RayPeers(Peers):
                 self._census = None
 
     def holdings(self, node: str, repository: str) -> Sequence[Holding]:
-        """See ``replication.ReplicationPeers``."""
+        """See ``NodePeers``."""
         return _ask(node, NodeActor.holdings, _ANSWER, repository)
 
     def committed(self, node: str, attempt: AttemptKey) -> None:
-        """See ``replication.ReplicationPeers``."""
+        """See ``NodePeers``."""
         _ask(node, NodeActor.committed, _ANSWER, attempt)
 
     def given_up(self, node: str, attempt: AttemptKey) -> None:
-        """See ``replication.ReplicationPeers``."""
+        """See ``NodePeers``."""
         _ask(node, NodeActor.given_up, _ANSWER, attempt)
 
 

@@ -8,10 +8,10 @@ import logging
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 from ...storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
 from ...storage.log import about
@@ -27,7 +27,8 @@ from ..cache.cache_server import serve_reads
 from ..cache.fetcher import Fetcher
 from ..cache.host_memory import memory_limit
 from ..cache.tier import MemoryTier
-from ..journal.node_journal import JournalPeers, NodeJournal
+from ..journal.node_journal import NodeJournal
+from ..node_peers import NodePeers, NoPeers
 from ..packing.attempt import Executors, NodeAttempt, Outcome
 from ..packing.chunk_writer import warm_up
 from ..packing.metered_store import Metered
@@ -38,29 +39,23 @@ from ..protocol.messages import (
     Acknowledged,
     AttemptKey,
     Begin,
-    Claim,
     Contact,
-    EntryKept,
     Holding,
     KeepNode,
-    NodePart,
     NodeStatus,
     OpenJournal,
     OpenSession,
     OpenStore,
-    PutEntry,
     ReadCached,
     RenewSettings,
-    Replica,
     Saves,
-    Span,
     StoreOpened,
     Ticket,
 )
 from ..protocol.unix_channel import Connection, Listener
 from ..replication.peer_server import PeerServer
 from ..replication.replica_store import ReplicaStore
-from ..replication.replicator import ReplicationPeers, Replicator
+from ..replication.replicator import Replicator
 from ..shm.slots import Slots, SlotUse
 from ..thread_priority import give_way
 from ..usage import Usage
@@ -74,38 +69,6 @@ _UPLOADS = max(4, min(32, os.cpu_count() or 1))
 _SEALERS = max(4, (os.cpu_count() or 1) // 4)  # a few cores saturate memory: more would only slow the training
 _KNOWN = 2  # versions of a repository whose rows are kept: the base of the saves under way, and that of the next
 _MEASURE = 5.0  # seconds from one value of a gauge to the next
-
-
-class NodePeers(ReplicationPeers, JournalPeers, Protocol):
-    """The workers of other nodes."""
-
-
-class NoPeers:
-    """A node without peers."""
-
-    def nodes(self) -> Mapping[str, str]:
-        return {}
-
-    def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:
-        return False
-
-    def claim(self, owner: str, round: str, key: str, span: Span, node: str, *, lost: Sequence[str] = ()) -> list[Claim]:
-        return [(*span, node)]
-
-    def holdings(self, node: str, repository: str) -> Sequence[Holding]:
-        return []
-
-    def accept(self, node: str, replica: Replica, data: Buffer) -> NodePart:
-        return NodePart(incomplete=True)
-
-    def committed(self, node: str, attempt: AttemptKey) -> None:
-        pass
-
-    def given_up(self, node: str, attempt: AttemptKey) -> None:
-        pass
-
-    def put_entry(self, node: str, put: PutEntry) -> EntryKept:
-        return EntryKept(put.info.step, 0, "there is no such node")
 
 
 def _has_newer(store: ObjectStore, repository: str, id: int, step: int | None) -> bool:

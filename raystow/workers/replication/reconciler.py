@@ -7,10 +7,10 @@ import logging
 import math
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from ...storage.errors import RaystowError
 from ...storage.runtime.clock import Clock
+from ..node_peers import NodePeers
 from .partners import partners
 
 logger = logging.getLogger(__name__)
@@ -22,17 +22,10 @@ _CENSUS = 30.0  # seconds between lists of all nodes while there are enough part
 _SHUN = 30.0  # seconds for which a node that did not answer is no partner
 
 
-class ClusterNodes(Protocol):
-    """The cluster as a node sees it."""
-
-    def nodes(self) -> Mapping[str, str]:
-        """Live nodes with a worker, also this one -> their failure domains. ``ClusterError`` if the head node does not answer."""
-
-
 class PartnerNodes:
     """The nodes that may keep copies for this one, whose name is ``node``. For one thread."""
 
-    def __init__(self, node: str, cluster: ClusterNodes, clock: Clock) -> None:
+    def __init__(self, node: str, cluster: NodePeers, clock: Clock) -> None:
         self._node, self._cluster, self._clock = node, cluster, clock
         self._chosen: dict[int, tuple[str, ...]] = {}  # number of replicas -> partners
         self._shunned: dict[str, float] = {}  # until when

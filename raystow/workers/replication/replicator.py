@@ -12,39 +12,23 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from ...storage.errors import RaystowError
 from ...storage.log import about
-from ...storage.object_store import Buffer
 from ...storage.runtime.clock import Clock
 from ...storage.stores.settings import StoreAddress
 from ..cache.tier import MemoryTier
+from ..node_peers import NodePeers
 from ..protocol.messages import AttemptKey, Holding, NodePart, Replica, ReplicationProgress
-from .reconciler import LOOK, ClusterNodes, PartnerNodes, Reconciler
+from .reconciler import LOOK, PartnerNodes, Reconciler
 
 logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
-
-
-class ReplicationPeers(ClusterNodes, Protocol):
-    """The workers of other nodes. Methods raise ``ClusterError`` if one does not answer in time."""
-
-    def holdings(self, node: str, repository: str) -> Sequence[Holding]:
-        """Return what a node has of a repository in memory."""
-
-    def accept(self, node: str, replica: Replica, data: Buffer) -> NodePart:
-        """Send an object to a node; return what the node has of that part then."""
-
-    def committed(self, node: str, attempt: AttemptKey) -> None:
-        """Tell a node that an attempt is a version."""
-
-    def given_up(self, node: str, attempt: AttemptKey) -> None:
-        """Tell a node that an attempt will never be a version."""
 
 
 class Replicator(Reconciler):
@@ -54,7 +38,7 @@ class Replicator(Reconciler):
         self,
         node: str,
         tier: MemoryTier,
-        peers: ReplicationPeers,
+        peers: NodePeers,
         clock: Clock,
         *,
         stores: Mapping[str, StoreAddress] | None = None,

@@ -13,7 +13,7 @@ from raystow.storage.errors import ClusterError, NotFound
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
-from raystow.workers.node.node import NoPeers
+from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol.messages import AttemptKey, ReadCached
 
 DATA = os.urandom(1000)

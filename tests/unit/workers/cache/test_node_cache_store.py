@@ -20,7 +20,7 @@ from raystow.workers.cache.cache_server import serve_reads
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from raystow.workers.cache.tier import MemoryTier
-from raystow.workers.node.node import NoPeers
+from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol.messages import AttemptKey, ReadCached, ReadPending
 from raystow.workers.protocol.unix_channel import Connection, Listener
 

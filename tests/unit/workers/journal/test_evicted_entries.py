@@ -12,7 +12,7 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.workers.journal.entry_replicator import EntryReplicator
 from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node.node import NoPeers
+from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol.messages import EntryInfo, EntryKept, Generation, PutEntry
 
 SIZE = 100

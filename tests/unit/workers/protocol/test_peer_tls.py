@@ -19,7 +19,7 @@ from raystow.storage.errors import ClusterError, StateError
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node.node import NoPeers
+from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol import peer_tls, tcp_channel
 from raystow.workers.protocol.messages import AttemptKey, Contact, PutReplica, Replica
 from raystow.workers.protocol.peer_tls import PEER_TLS, wanted
