@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Protocol
+from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import typer
 from rich.live import Live
@@ -19,13 +19,6 @@ from .top_view import view
 
 _OTHER_LINES = 14  # besides nodes and failures
 _MIN_INTERVAL = 0.2  # seconds
-
-
-class Observer(Protocol):
-    """An object that observes the cluster, such as ``ClusterProbe``."""
-
-    def look(self) -> ClusterStatus:
-        """Return the state of the cluster now."""
 
 
 def top(
@@ -48,7 +41,7 @@ def top(
     from ..orchestrator.coordinator.ray_client import coordinator_name
 
     name = coordinator_name(open_store(uri).uri) if uri else ""
-    states = watch(ClusterProbe(address), name, SYSTEM, max(_MIN_INTERVAL, interval))
+    states = watch(ClusterProbe(address).look, name, SYSTEM, max(_MIN_INTERVAL, interval))
     if json or once or not out.is_terminal:
         next(states)  # rates need two observations
         state = next(states)
@@ -62,19 +55,19 @@ def top(
         pass  # the way to exit
 
 
-def watch(observer: Observer, name: str, clock: Clock, interval: float) -> Iterator[RunState]:
-    """Observe a run every ``interval`` seconds; while its coordinator does not answer, its last status is repeated.
+def watch(look: Callable[[], ClusterStatus], name: str, clock: Clock, interval: float) -> Iterator[RunState]:
+    """Observe a run every ``interval`` seconds by ``look``; while its coordinator does not answer, its last status is repeated.
 
     Raises:
         ClusterError: there is no such run at the first observation.
     """
-    before = observer.look()
+    before = look()
     name = run_of(before, name)
     known = before.coordinators[name]
     yield run_state(name, before, before, known)
     while True:
         clock.sleep(interval)
-        now = observer.look()
+        now = look()
         known = now.coordinators.get(name) or known
         yield run_state(name, before, now, known)
         before = now if now.nodes else before

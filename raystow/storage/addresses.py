@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from .arguments import refused
@@ -48,25 +47,20 @@ _MEANT = {
 _LIKE_ADDRESS = re.compile(rf"[^/]*[:\\]|(?:https?|hdfs|hf)//|{'|'.join(_MEANT)}", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Address:
-    """The scheme of an address in lower case, and what follows its slashes. For a local path: "", and the path."""
+def parse(text: str) -> tuple[str, str]:
+    """Return the scheme of an address in lower case, and what follows its slashes; "" and the path for a local path.
 
-    scheme: str
-    rest: str
-
-
-def parse(text: str) -> Address:
-    """Take an address or a local path apart. Raises ``StateError`` if it is neither, which says what was probably meant."""
+    Raises ``StateError`` if it is neither, which says what was probably meant.
+    """
     if _LOCAL.match(text):
-        return Address("", text)
+        return "", text
     if mistake := _mistake(text):
         raise invalid(mistake, text)
     if found := _ADDRESS.fullmatch(text):
-        return Address((found[1] or found[2]).lower(), found[3])
+        return (found[1] or found[2]).lower(), found[3]
     if _LIKE_ADDRESS.match(text):
         raise invalid(f"is no address that raystow can use{_meant(text)}", text)
-    return Address("", text)
+    return "", text
 
 
 def local_path(name: str, value: object) -> Path:

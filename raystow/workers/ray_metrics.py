@@ -14,23 +14,20 @@ from ..storage.runtime.metrics import Metric, MetricKind, record_with
 _ASCII = "".join(map(chr, range(128)))
 
 
-class RayRecorder:
-    """Hands values to Ray, which collects them in this process and sends them every few seconds."""
-
-    def record(self, metric: Metric, value: float, tags: Mapping[str, str]) -> None:
-        """See ``Recorder.record``."""
-        instrument, escaped = _instrument(metric), {name: _escaped(tag) for name, tag in tags.items()}
-        if metric.kind is MetricKind.GAUGE:
-            instrument.set(value, escaped)
-        elif metric.kind is MetricKind.HISTOGRAM:
-            instrument.observe(value, escaped)
-        elif value > 0:  # Ray refuses to add nothing
-            instrument.inc(value, escaped)
+def record(metric: Metric, value: float, tags: Mapping[str, str]) -> None:
+    """Hand a value to Ray, which collects values in this process and sends them every few seconds."""
+    instrument, escaped = _instrument(metric), {name: _escaped(tag) for name, tag in tags.items()}
+    if metric.kind is MetricKind.GAUGE:
+        instrument.set(value, escaped)
+    elif metric.kind is MetricKind.HISTOGRAM:
+        instrument.observe(value, escaped)
+    elif value > 0:  # Ray refuses to add nothing
+        instrument.inc(value, escaped)
 
 
 def export() -> None:
     """Let Ray export what this process records."""
-    record_with(RayRecorder())
+    record_with(record)
 
 
 def _escaped(tag: str) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +37,8 @@ class Metric:
     bounds: tuple[float, ...] = ()
 
 
-class Recorder(Protocol):
-    """Takes values to a metrics system."""
-
-    def record(self, metric: Metric, value: float, tags: Mapping[str, str]) -> None:
-        """Take one value, from any thread, without blocking."""
+Recorder = Callable[[Metric, float, Mapping[str, str]], None]
+"""Takes one value and its tags to a metrics system, from any thread, without blocking."""
 
 
 def _counter(name: str, what: str, *tags: str) -> Metric:
@@ -123,7 +119,7 @@ def record(metric: Metric, value: float = 1.0, **tags: str) -> None:
     if recorder is None:
         return
     try:
-        recorder.record(metric, value, tags)
+        recorder(metric, value, tags)
     except Exception:
         if metric.name not in _refused:
             _refused.add(metric.name)

@@ -36,12 +36,12 @@ def open_store(
     """
     if not uri or any(ord(character) < 32 for character in uri):
         raise _bad("an address must not be empty or hold control characters", "the address")
-    address = parse(uri)
-    if address.scheme == "":
+    scheme, rest = parse(uri)
+    if scheme == "":
         return _local(str(local_path("uri", uri)), kept)
-    if address.scheme == "file":
-        return _local(_file_path(address.rest), kept)
-    return _memory(address.rest) if address.scheme == "memory" else _in_bucket(address.scheme, address.rest, settings, overrides)
+    if scheme == "file":
+        return _local(_file_path(rest), kept)
+    return _memory(rest) if scheme == "memory" else _in_bucket(scheme, rest, settings, overrides)
 
 
 def _local(path: str, kept: bool) -> ObjectStore:

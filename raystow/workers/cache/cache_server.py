@@ -12,7 +12,8 @@ from ...storage.object_store import ObjectStore
 from ...storage.stores.settings import StoreAddress
 from ..protocol.messages import CachedObject, ReadCached, ReadFailed, ReadPending, shortened
 from ..protocol.unix_channel import Connection
-from .fetcher import CachedMemory, Fetcher
+from .fetcher import Fetcher
+from .lent_memory import LentMemory
 
 _WAIT = 5.0  # seconds after which the process gets the answer that its bytes are still being read
 
@@ -25,20 +26,20 @@ def serve_reads(
     with ThreadPoolExecutor(1, "raystow-read") as reader:
         while request is not None:
             read = Counter[str]()
-            fetched: Future[CachedMemory] | None = None
+            fetched: Future[tuple[LentMemory, bool]] | None = None
             try:
                 fetched = reader.submit(fetcher.get, request, store_of(request.store), read)
                 while not wait([fetched], _WAIT).done:
                     with contextlib.suppress(ClusterError):  # the answer cannot be sent either
                         connection.send(ReadPending())
-                cached = fetched.result()
+                memory, whole = fetched.result()
             except RaystowError as error:
                 connection.send(ReadFailed(shortened(str(error)), isinstance(error, StoreUnavailable)))
             else:
                 try:
-                    connection.send(CachedObject(read, cached.whole, cached.memory.extents), fd=cached.memory.descriptor)
+                    connection.send(CachedObject(read, whole, memory.extents), fd=memory.descriptor)
                 finally:
-                    cached.memory.close()
+                    memory.close()
             finally:
                 fetched = None  # an error in it keeps the memory that was to be filled
             received = connection.receive(ReadCached)

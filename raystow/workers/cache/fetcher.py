@@ -13,7 +13,6 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from ...storage.errors import DeadlineExceeded, RaystowError
 from ...storage.log import about, whose
@@ -26,13 +25,6 @@ from .read_dedup import ReadClaims
 from .tier import MemoryTier
 
 logger = logging.getLogger(__name__)
-
-
-class CachedMemory(NamedTuple):
-    """Memory, which the caller closes. ``whole``: it has the whole object, not only the requested spans."""
-
-    memory: LentMemory
-    whole: bool
 
 
 class Fetcher:
@@ -48,8 +40,9 @@ class Fetcher:
         self._claimed = set[tuple[str, str]]()  # files that other nodes rely on: this node has claimed a part
         self._visitors = 0
 
-    def get(self, request: ReadCached, store: ObjectStore, read: Counter[str]) -> CachedMemory:
-        """Return memory in which the spans are filled. Raises what the store raises.
+    def get(self, request: ReadCached, store: ObjectStore, read: Counter[str]) -> tuple[LentMemory, bool]:
+        """Return memory in which the spans are filled, for the caller to close, and whether it has the whole object. Raises what
+        the store raises.
 
         The bytes that this call reads are added to ``read``, by source; "instead" is the store, because the node that was to read
         them did not send them. What other threads have read is not counted.
@@ -57,10 +50,10 @@ class Fetcher:
         kept = self._tier.lend(request.repository, request.key)
         if kept is not None:
             read["memory"] += sum(end - start for start, end in request.spans)
-            return CachedMemory(kept, whole=True)
+            return kept, True
         with self._file(request) as file:
             file.ensure(request.spans, lambda start, target: self._fetch(request, store, read, start, target))
-            return CachedMemory(LentMemory(file.lend()), whole=False)
+            return LentMemory(file.lend()), False
 
     def lend(self, repository: str, key: str, span: Span, seconds: float) -> LentMemory | None:
         """Return memory in which a span is filled, for another node; None if it is not here. Waits while it is being fetched:

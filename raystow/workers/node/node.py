@@ -390,7 +390,7 @@ class Node:
             return self._attempts[store, ticket.attempt], ticket.node
 
     def _keep_object(
-        self, attempt: AttemptKey, node: int, key: str, parts: Sequence[Buffer], *, uses: Sequence[SlotUse] = ()
+        self, attempt: AttemptKey, node: int, key: str, parts: Sequence[Buffer], uses: Sequence[SlotUse]
     ) -> memoryview | None:
         """Keep an object in memory, and copy it to other nodes: see ``packer.Keep``."""
         copy = self._tier.put(attempt, node, key, parts, uses=uses)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ...storage.errors import DeadlineExceeded, RaystowError
 from ...storage.format import keys
@@ -29,14 +28,12 @@ CodedBytes = tuple[str, Sequence[Buffer], Callable[[], None]]
 """The group of a chunk, its coded bytes in parts, and what to call when they are no longer needed."""
 
 
-class Keep(Protocol):
-    """Keeps copies of objects in memory, before they are stored."""
-
-    def __call__(self, key: str, parts: Sequence[Buffer], *, uses: Sequence[SlotUse] = ()) -> memoryview | None:
-        """Keep an object, given in parts; return the copy, or None if there is none. ``uses``: see ``MemoryTier.put``."""
+Keep = Callable[[str, Sequence[Buffer], Sequence[SlotUse]], memoryview | None]
+"""Keeps an object with this key, given in parts, in memory before it is stored; returns the copy, or None if there is none. The
+uses: see ``MemoryTier.put``."""
 
 
-def keep_nothing(key: str, parts: Sequence[Buffer], *, uses: Sequence[SlotUse] = ()) -> memoryview | None:
+def keep_nothing(key: str, parts: Sequence[Buffer], uses: Sequence[SlotUse]) -> memoryview | None:
     """Keep nothing."""
     return None
 
@@ -177,7 +174,7 @@ class Packer:
         """Offer the pack to ``keep``, and begin to upload it. Raises nothing, so that the caller sends its other packs."""
         try:
             uses = [release for release in pack.releases if isinstance(release, SlotUse)]  # all or none
-            kept = self._keep(self._key(info), pack.parts, uses=uses)
+            kept = self._keep(self._key(info), pack.parts, uses)
             if kept is not None:
                 pack.parts[:] = [kept]
                 _call(pack.releases)

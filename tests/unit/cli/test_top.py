@@ -143,7 +143,7 @@ def test_the_last_status_stays_while_the_coordinator_restarts() -> None:
     gone = snapshot(node(1, at=11.0, raw=1 << 30), coordinator=None)
     head_down = ClusterStatus(102.0, {}, {}, trouble="the head node does not answer: no")
     back = snapshot(node(1, at=20.0, raw=10 << 30), coordinator=replace(OVERVIEW, epoch=8))
-    updates = watch(FixedProbe(snapshot(node(1)), gone, head_down, back), "", NoSleepClock(), 1.0)
+    updates = watch(FixedProbe(snapshot(node(1)), gone, head_down, back).look, "", NoSleepClock(), 1.0)
     first, restarting, down, again = (next(updates) for _ in range(4))
     assert [f.coordinator.answers for f in (first, restarting, down, again)] == [True, False, False, True]
     assert restarting.newest.id == 41

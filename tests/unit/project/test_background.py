@@ -175,7 +175,7 @@ class Counted:
 @pytest.fixture
 def counted() -> Iterator[Counted]:
     recorder = Counted()
-    record_with(recorder)
+    record_with(recorder.record)
     yield recorder
     record_with(None)
 

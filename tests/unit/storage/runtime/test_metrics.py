@@ -6,7 +6,7 @@ import pytest
 from ray.util import metrics as ray_metrics
 
 from raystow.storage.runtime.metrics import DURABLE, METRICS, VERSIONS, Metric, MetricKind, record, record_with
-from raystow.workers.ray_metrics import RayRecorder
+from raystow.workers import ray_metrics as exported
 
 UNITS = ("_seconds", "_bytes", "_ratio")
 COUNTED = (
@@ -46,7 +46,7 @@ def test_record_without_a_recorder_does_nothing() -> None:
 
 def test_values_go_to_the_recorder() -> None:
     kept = Kept()
-    record_with(kept)
+    record_with(kept.record)
     record(VERSIONS, repository="s3://b/run")
     record(DURABLE, 2.5, repository="s3://b/run")
     tags = {"repository": "s3://b/run"}
@@ -55,7 +55,7 @@ def test_values_go_to_the_recorder() -> None:
 
 def test_an_error_of_a_metric_is_logged_once_and_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
     broken = Kept(fails=True)
-    record_with(broken)
+    record_with(broken.record)
     for metric in (VERSIONS, VERSIONS, DURABLE, VERSIONS):
         record(metric, repository="s3://b/run")
     assert len(broken.values) == 4
@@ -68,7 +68,7 @@ def test_an_error_of_a_metric_is_logged_once_and_stops_no_other(caplog: pytest.L
 @pytest.mark.parametrize("uri", ["s3://b/größe", "/data/実験", "/data/\udce9", "/a b%2F\n"])
 def test_ray_takes_tags_of_any_characters(uri: str, caplog: pytest.LogCaptureFixture) -> None:
     """It refuses tags that are not ASCII."""
-    record_with(RayRecorder())
+    record_with(exported.record)
     for metric in METRICS:
         record(metric, **dict.fromkeys(metric.tags, uri))
     assert caplog.messages == []
@@ -77,7 +77,7 @@ def test_ray_takes_tags_of_any_characters(uri: str, caplog: pytest.LogCaptureFix
 def test_tags_that_are_not_ascii_are_percent_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Mapping[str, str]] = []
     monkeypatch.setattr(ray_metrics.Counter, "inc", lambda self, value, tags: seen.append(tags))
-    RayRecorder().record(VERSIONS, 1.0, {"repository": "s3://b/größe 1%"})
+    exported.record(VERSIONS, 1.0, {"repository": "s3://b/größe 1%"})
     assert seen == [{"repository": "s3://b/gr%C3%B6%C3%9Fe 1%"}]
 
 

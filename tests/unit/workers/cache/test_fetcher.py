@@ -48,9 +48,8 @@ class FetchingNode:
         self.visit.__exit__(None, None, None)
 
     def get(self, key: str, *spans: tuple[int, int], nearby: tuple[str, ...] = (), size: int = len(DATA)) -> list[bytes]:
-        lent = self.fetcher.get(ReadCached("r", key, size, spans, nearby), self.store, self.read)
-        self.whole = lent.whole
-        with open(lent.memory.descriptor, "rb") as file:
+        lent, self.whole = self.fetcher.get(ReadCached("r", key, size, spans, nearby), self.store, self.read)
+        with open(lent.descriptor, "rb") as file:
             return [os.pread(file.fileno(), end - start, start) for start, end in spans]
 
 

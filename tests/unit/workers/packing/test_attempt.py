@@ -91,7 +91,7 @@ def test_a_pack_that_cannot_be_sent_holds_up_no_other() -> None:
     errors = [OSError(errno.EMFILE, "injected"), RuntimeError("can't start new thread")]
     raised, heard, store = iter(errors), list[BaseException](), MemoryStore("unsent")
 
-    def keep(key: str, parts: Any, *, uses: Any = ()) -> None:
+    def keep(key: str, parts: Any, uses: Any) -> None:
         if "other" not in key:
             raise next(raised)
 
@@ -206,7 +206,10 @@ def test_nothing_is_kept_for_an_attempt_that_has_ended(monkeypatch: pytest.Monke
     with ThreadPoolExecutor(1) as pool:
         port: Any = Slow()
         shared = Executors(pool, pool, pool, MemoryBudget())
-        keep = functools.partial(tier.put, key, 0)
+
+        def keep(name: str, parts: Any, uses: Any) -> Any:
+            return tier.put(key, 0, name, parts, uses=uses)
+
         attempt = NodeAttempt(MemoryStore("ended"), port, TICKET, shared, OptimizerWatch("memory://ended"), keep)
         attempt.on_end(lambda outcome, _: tier.given_up(key))
         pool.submit(ended.wait, 10)

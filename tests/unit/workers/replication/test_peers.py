@@ -191,7 +191,7 @@ def get(cluster: Cluster, by: str, store: Any, key: str, *span: int, group: Rest
     group = group or RestoreGroup("restore", tuple(sorted(cluster.workers)))
     wanted = ReadCached("r", key, len(DATA), ((span[0], span[1]),), round=group.round, owner=group.owner(key))
     cluster[by].reads.append(read := Counter[str]())
-    with open(cluster[by].fetcher.get(wanted, store, read).memory.descriptor, "rb") as file:
+    with open(cluster[by].fetcher.get(wanted, store, read)[0].descriptor, "rb") as file:
         return os.pread(file.fileno(), span[1] - span[0], span[0])
 
 
