@@ -10,9 +10,9 @@ from raystow.storage.errors import ClusterError
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
+from raystow.workers.node.peer_server import PeerServer
 from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol.messages import Contact
-from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.peers import Peers
 from raystow.workers.replication.replica_store import ReplicaStore
 from raystow.workers.usage import Usage

@@ -53,13 +53,13 @@ from ..protocol.messages import (
     Ticket,
 )
 from ..protocol.unix_channel import Connection, Listener
-from ..replication.peer_server import PeerServer
 from ..replication.replica_store import ReplicaStore
 from ..replication.replicator import Replicator
 from ..shm.slots import Slots, SlotUse
 from ..thread_priority import give_way
 from ..usage import Usage
 from .gauges import measure
+from .peer_server import PeerServer
 from .save_progress import SavesHere
 from .session import Session
 

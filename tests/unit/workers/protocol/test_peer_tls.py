@@ -19,13 +19,13 @@ from raystow.storage.errors import ClusterError, StateError
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
+from raystow.workers.node import peer_server
+from raystow.workers.node.peer_server import PeerServer
 from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol import peer_tls, tcp_channel
 from raystow.workers.protocol.messages import AttemptKey, Contact, PutReplica, Replica
 from raystow.workers.protocol.peer_tls import PEER_TLS, wanted
 from raystow.workers.protocol.tcp_channel import TcpChannel
-from raystow.workers.replication import peer_server
-from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.peers import Peers
 from raystow.workers.replication.replica_store import ReplicaStore
 from raystow.workers.usage import Usage

@@ -21,6 +21,7 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import ClusterError, StoreUnavailable
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.journal import node_journal
+from raystow.workers.node import peer_server
 from raystow.workers.protocol import tcp_channel
 from raystow.workers.protocol.messages import (
     GREETING,
@@ -35,7 +36,7 @@ from raystow.workers.protocol.messages import (
     RestoreGroup,
 )
 from raystow.workers.protocol.tcp_channel import TcpChannel
-from raystow.workers.replication import peer_server, peers
+from raystow.workers.replication import peers
 from raystow.workers.replication.peers import Peers
 
 DATA = os.urandom(3_000_000)

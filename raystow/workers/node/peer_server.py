@@ -26,8 +26,8 @@ from ..protocol.messages import (
 )
 from ..protocol.peer_tls import server_context
 from ..protocol.tcp_channel import TcpChannel
+from ..replication.replica_store import ReplicaStore
 from ..usage import Usage
-from .replica_store import ReplicaStore
 
 logger = logging.getLogger(__name__)
 
