@@ -7,17 +7,16 @@ import logging
 import socket
 import ssl
 import threading
-from typing import Protocol
 
 from ...storage.errors import ClusterError, DeadlineExceeded, ProtocolError
 from ...storage.runtime import background
 from ...storage.runtime.clock import SYSTEM
 from ..cache.fetcher import Fetcher
+from ..journal.node_journal import NodeJournal
 from ..protocol.messages import (
     JOURNAL,
     ClaimSpan,
     Contact,
-    EntryKept,
     ObjectState,
     PutEntry,
     PutReplica,
@@ -37,16 +36,6 @@ _WAIT = 5.0  # seconds after which a caller gets the answer that its bytes are s
 _MAX_REPLICA = 1 << 30  # bytes
 
 
-class EntryHost(Protocol):
-    """The step journal of this node: see ``journal.node_journal``."""
-
-    def accept(self, put: PutEntry) -> EntryKept:
-        """Keep a copy of another node's entry, which is read from there. ``ClusterError`` if that does not answer."""
-
-    def named(self, repository: str, key: str) -> memoryview | None:
-        """Return the bytes of the entry with a key; None if it is not here."""
-
-
 class PeerServer:
     """Listens at ``host``, an address of this node, until ``close``. ``tls``: whether the traffic is encrypted.
 
@@ -58,7 +47,7 @@ class PeerServer:
         host: str,
         fetcher: Fetcher,
         replicas: ReplicaStore,
-        journal: EntryHost,
+        journal: NodeJournal,
         *,
         usage: Usage,
         tls: bool = True,
