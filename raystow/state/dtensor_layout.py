@@ -6,7 +6,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import numpy as np
@@ -26,33 +25,26 @@ _Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges of one dimension: the first index and the number of indices of each."""
 
 
-@dataclass(frozen=True)
-class DTensorShard:
-    """``box``: this rank's part. ``holders``: the ranks that have the same part, ascending."""
-
-    box: boxes.Box
-    holders: tuple[int, ...]
-
-
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(value, distributed.DTensor)
 
 
-def dtensor_shard(tensor: DTensor, where: str) -> DTensorShard:
-    """This rank's part of a DTensor; ``StateError`` if it is not one box, or not the box that torch computes."""
+def dtensor_shard(tensor: DTensor, where: str) -> tuple[boxes.Box, tuple[int, ...]]:
+    """This rank's part of a DTensor, and the ranks that have the same part, ascending. ``StateError`` if it is not one box, or
+    not the box that torch computes."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if (several := dtensor_boxes(tensor, where)) is not None:
         if len(several) != 1:
             what = f"DTensors placed as {tuple(tensor.placements)} cannot be stored here: ranks hold more than one box of it"
             raise StateError(what, subject=where, remedy="redistribute it to Shard or Replicate")
-        return DTensorShard(several[0].box, several[0].ranks)
+        return several[0].box, several[0].ranks
     holders = _holders_of(tensor, where)
     extent, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     _check_held(tensor, tuple(extent), where)
-    return DTensorShard((tuple(offset), tuple(extent)), holders)
+    return (tuple(offset), tuple(extent)), holders
 
 
 def dtensor_boxes(tensor: DTensor, where: str) -> tuple[Box, ...] | None:

@@ -175,8 +175,9 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
     if kind is torch.Tensor or kind is torch.nn.Parameter:  # as most are
         pass
     elif (distributed := sys.modules.get("torch.distributed.tensor")) is not None and isinstance(tensor, distributed.DTensor):
-        place, local = dtensor_shard(tensor, show(leaf.path, what)), unwrapped(tensor._local_tensor)
-        (offset, extent), holders, kind = place.box, place.holders, type(local)
+        (offset, extent), holders = dtensor_shard(tensor, show(leaf.path, what))
+        local = unwrapped(tensor._local_tensor)
+        kind = type(local)
     if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or torch._is_functional_tensor(local):
         sort = "nested tensors" if local.is_nested else f"tensors of class {kind.__name__}"
         raise _unsuitable(leaf, what, sort, "save its parts")

@@ -59,7 +59,7 @@ def inner_tensors(node: object, where: str) -> Mapping[str, object] | None:
     if is_dtensor(node):
         if not _is_wrapper(local := unwrapped(node._local_tensor)):
             return None
-        (offset, _), holders = dataclasses.astuple(dtensor_shard(node, where))
+        (offset, _), holders = dtensor_shard(node, where)
         return _parts(local, Box(local, tuple(node.shape), offset, holders), where)
     if isinstance(node, Box):
         local = unwrapped(node.local)

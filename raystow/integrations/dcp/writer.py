@@ -42,14 +42,6 @@ _MEMORY = 512 << 20
 
 
 @dataclass(frozen=True)
-class _Task:
-    """Sent by the coordinator rank with each plan."""
-
-    repository: str
-    ticket: Ticket
-
-
-@dataclass(frozen=True)
 class _Written:
     """Sent to the coordinator rank by each. ``part``: None of the coordinator rank, whose fragment is stored last. ``values``:
     the plain values of the rank, which the coordinator rank stores: DCP assigns each key to one rank, whatever others have.
@@ -154,17 +146,18 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         chosen, self._attempt = self._attempt, None
         self._committing = attempt = StandaloneCommit(self.uri, self.step, chosen)
         tickets = [Ticket(attempt.id, attempt.attempt, rank, self._timeout, attempt.step) for rank in range(len(plans))]
-        tasks = [_Task(attempt.repository.id, ticket) for ticket in tickets]
-        return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
+        return [replace(plan, storage_data=(attempt.repository.id, ticket)) for plan, ticket in zip(plans, tickets, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Code and upload this rank's part. Values that cannot be stored are refused before the first byte is written."""
         _check_planner(planner)
-        task: _Task = plan.storage_data
-        if open_repository(self.uri).id != task.repository:
+        repository: str
+        ticket: Ticket
+        repository, ticket = plan.storage_data
+        if open_repository(self.uri).id != repository:
             what = "this rank sees another folder there than the rank that commits"
             raise SaveFailed(what, subject=self.uri, remedy="use one all nodes share")
-        rank, mappings = task.ticket.node, getattr(planner, "mappings", {})
+        rank, mappings = ticket.node, getattr(planner, "mappings", {})
         leaves = [(index.fqn, leaf) for index in self._values for leaf in _leaves(index, planner, mappings)]
         assigned = {item.index.fqn for item in _of_values(plan)}
         within = [_whole(leaf) for key, leaf in leaves if leaf.is_tensor and key in assigned]
@@ -177,7 +170,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
             _shard(item, planner, mappings)  # raises before anything is written
         plain = (leaf for leaf in (*(leaf for _, leaf in leaves), *parts) if not leaf.is_tensor)
         values = tuple(value_of(leaf, rank) for leaf in plain)
-        storing = StandaloneWriter(open_store(self.uri), task.ticket, memory=self._memory, threads=self._threads or cores())
+        storing = StandaloneWriter(open_store(self.uri), ticket, memory=self._memory, threads=self._threads or cores())
         with storing.under_way():
             for shard in within:
                 storing.add(shard, counted=False)

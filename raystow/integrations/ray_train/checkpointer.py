@@ -28,7 +28,7 @@ from ...storage.versions.version import Version
 from ...storage.versions.version_selector import LATEST, VersionSelector
 from .pointer import Identity, folder, identity, write
 from .storage import repository_in, store_in
-from .train_sync import TrainSync, VersionReport
+from .train_sync import TrainSync
 
 if TYPE_CHECKING:
     from ray.train.v2._internal.execution.storage import StorageContext
@@ -153,8 +153,8 @@ class Checkpointer(checkpointer.Checkpointer):
                 ray.train.report({}, checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
             return
         broadcast_from_rank_zero(len(reports))
-        for version in reports:
-            self._report(version)
+        for name, metrics in reports:
+            self._report(name, metrics)
 
     def close(self) -> None:
         """Wait for the saves in flight, report the last versions to Train, and drop the versions that Train drops for them.
@@ -177,8 +177,9 @@ class Checkpointer(checkpointer.Checkpointer):
     def __enter__(self) -> Checkpointer:
         return self
 
-    def _report(self, version: VersionReport) -> None:
-        """Report a version. Its pointer is written already; the empty upload makes Train process the report asynchronously."""
+    def _report(self, name: str, metrics: Mapping[str, object]) -> None:
+        """Report a version, whose pointer is in the folder ``name`` already. The empty upload makes Train process the report
+        asynchronously."""
         if not (waited := self._slots.acquire(timeout=self._timeout)):
             logger.warning("Ray Train has processed no report for %.0f s", self._timeout)
 
@@ -188,9 +189,9 @@ class Checkpointer(checkpointer.Checkpointer):
             return pointer
 
         ray.train.report(
-            version.metrics,
-            ray.train.Checkpoint(self._storage.build_checkpoint_path_from_name(version.folder), self._storage.storage_filesystem),
-            checkpoint_dir_name=version.folder,
+            metrics,
+            ray.train.Checkpoint(self._storage.build_checkpoint_path_from_name(name), self._storage.storage_filesystem),
+            checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
             delete_local_checkpoint_after_upload=False,
             checkpoint_upload_fn=upload,

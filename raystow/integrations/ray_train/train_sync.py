@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
 from ...storage.errors import Damaged, RaystowError, StateError, Untrusted
 from ...storage.format.root import Entry, Root
@@ -25,14 +24,6 @@ ListVersions = Callable[[float], Collection[Identity]]
 """Returns the versions that Train lists, after waiting up to this number of seconds until it has processed all reports."""
 
 
-@dataclass(frozen=True)
-class VersionReport:
-    """A version to report to Train: the name of its pointer, and its metrics that JSON can represent, as Train requires."""
-
-    folder: str
-    metrics: Mapping[str, object]
-
-
 class TrainSync:
     """Reports new versions to Train, and drops those that Train has dropped.
 
@@ -42,7 +33,7 @@ class TrainSync:
 
     def __init__(self, repository: Repository, run: str, *, listed: ListVersions, write_pointer: Callable[[Entry], None]) -> None:
         self._repository, self._run, self._listed, self._write_pointer = repository, run, listed, write_pointer
-        self._reports: deque[VersionReport] = deque()
+        self._reports: deque[tuple[str, Mapping[str, object]]] = deque()
         self._reported: int | None = None  # the newest version that is reported or among the reports
         self._lock = threading.Lock()
         self._work, self._closed = threading.Event(), False
@@ -64,8 +55,9 @@ class TrainSync:
         except (RaystowError, OSError) as error:
             logger.warning("new versions are not reported to Ray Train yet: %s", error)
 
-    def take_reports(self) -> list[VersionReport]:
-        """Return the reports queued since the last call, oldest first."""
+    def take_reports(self) -> list[tuple[str, Mapping[str, object]]]:
+        """Return the versions to report since the last call, oldest first: the name of the pointer of each, and its metrics that
+        JSON can represent, as Train requires."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def drop(self, timeout: float = 0.0) -> None:
@@ -111,7 +103,7 @@ class TrainSync:
             logger.warning("version %d, step %d, is not reported to Ray Train: %s", entry.id, entry.step, error)
             return
         self._write_pointer(entry)
-        self._reports.append(VersionReport(folder(entry), metrics))
+        self._reports.append((folder(entry), metrics))
 
 
 def drop_unlisted(repository: Repository, run: str, listed: Collection[Identity]) -> None:

@@ -108,7 +108,7 @@ def _box(parameter: torch.Tensor) -> Box:
     from ...state.dtensor_layout import dtensor_shard
 
     with torch.no_grad():
-        return dtensor_shard(parameter, "a parameter").box
+        return dtensor_shard(parameter, "a parameter")[0]
 
 
 def _copy_number(parameter: torch.Tensor) -> tuple[int, ...]:

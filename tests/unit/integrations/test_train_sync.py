@@ -49,11 +49,11 @@ class Train:
 
     def take_reports_of(self, sync: TrainSync) -> list[dict[str, Any]]:
         news = sync.take_reports()
-        for version in news:
-            assert version.folder not in self.names, "reported twice"
-            assert (self.place / version.folder / FILE).is_file()
-            self.names.append(version.folder)
-        return [version.metrics for version in news]
+        for name, _ in news:
+            assert name not in self.names, "reported twice"
+            assert (self.place / name / FILE).is_file()
+            self.names.append(name)
+        return [metrics for _, metrics in news]
 
     def drop(self, *ids: int) -> None:
         for name in list(self.names):
