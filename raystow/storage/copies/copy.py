@@ -26,7 +26,7 @@ from ..runtime.clock import SYSTEM, Clock
 from ..versions.version import Version
 from ..versions.version_selector import VersionSelector, select
 from .segments import copy_segment
-from .transfer import MEMORY, Transfer
+from .transfer import MEMORY, copy_objects
 
 _OWNER = "copy-"
 _OWNERS = (_OWNER, "repair-")
@@ -94,7 +94,7 @@ class CopyPlan:
         with Lease(self.replica.store, entry.id, entry.attempt, self.replica.clock):  # on objects of an earlier, interrupted copy
             with self.source.lease(version):
                 _check_bases(version, self.source_root, self.replica)
-                Transfer(version, self.replica.store, self.memory, self.signer).execute(progress)
+                copy_objects(version, self.replica.store, memory=self.memory, signer=self.signer, progress=progress)
             copied = self.replica.at(entry, siblings=self.replica.root().listed)
             verify_sizes(copied)  # with its bases and its signature, as readers there see them
             self.replica.register.update(add, self._claims)

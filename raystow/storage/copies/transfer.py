@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from ..checks.verify import checked_packs
 from ..coding.digest import stored_digest
@@ -28,65 +27,69 @@ _AT_ONCE = 8  # packs
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """The copy of ``version`` to ``store``. ``memory``: bytes of packs in memory at a time; a larger pack is copied alone.
-    ``signer``: signs the copy; None keeps the signature, if there is one."""
+def copy_objects(
+    version: Version,
+    replica: ObjectStore,
+    *,
+    memory: int = MEMORY,
+    signer: Signer | None = None,
+    progress: Progress = lambda nbytes: None,
+) -> None:
+    """Copy packs, fragments, signature and record. Takes memory for the manifest and ``memory`` bytes.
 
-    version: Version
-    store: ObjectStore
-    memory: int = MEMORY
-    signer: Signer | None = None
+    Args:
+        version: The version.
+        replica: Where to.
+        memory: Bytes of packs in memory at a time; a larger pack is copied alone.
+        signer: Signs the copy; None keeps the signature, if there is one.
+        progress: Called with the bytes of each pack that is at the replica.
 
-    def execute(self, progress: Progress = lambda nbytes: None) -> None:
-        """Copy packs, fragments, signature and record. Takes memory for the manifest and ``memory`` bytes.
+    Raises:
+        Damaged: An object of the source is not what was written; names it. The copy has no record then.
+        StoreError: A store failed.
+    """
+    chunks = checked_packs(version)
+    there = {info.key: info.size for info in replica.list(keys.prefix(version.id, version.attempt))}
+    packs = list(version.record.packs)
+    fitting = memory // max([1, *(pack.size for pack in packs)])
+    with ThreadPoolExecutor(max(1, min(_AT_ONCE, fitting)), "raystow-copy") as pool:
 
-        Raises:
-            Damaged: An object of the source is not what was written; names it. The copy has no record then.
-            StoreError: A store failed.
-        """
-        version = self.version
-        chunks = checked_packs(version)
-        there = {info.key: info.size for info in self.store.list(keys.prefix(version.id, version.attempt))}
-        packs = list(version.record.packs)
-        fitting = self.memory // max([1, *(pack.size for pack in packs)])
-        with ThreadPoolExecutor(max(1, min(_AT_ONCE, fitting)), "raystow-copy") as pool:
+        def copy_one(pack: PackInfo) -> None:
+            key = keys.pack(version.id, version.attempt, *pack.place)
+            found = chunks.get(key, ())
+            if there.get(key) != pack.size or _wrong(replica.get_range(key, 0, pack.size), found):
+                _copy_pack(version.store, replica, key, pack.size, found)
+            progress(pack.size)
 
-            def copy_one(pack: PackInfo) -> None:
-                key = keys.pack(version.id, version.attempt, *pack.place)
-                self._copy_pack(key, pack.size, chunks.get(key, ()), there=there.get(key) == pack.size)
-                progress(pack.size)
+        try:
+            for _ in pool.map(copy_one, packs):
+                pass
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    for info in version.record.fragments:
+        key = keys.fragment(version.id, version.attempt, info.node)
+        if there.get(key) != info.size or stored_digest(replica.get(key, max_bytes=info.size)).hex() != info.digest:
+            replica.put(key, [version.fragment_bytes(info)])
+    digest = bytes.fromhex(version.entry.digest)
+    renewed = signer.sign(version.repository_id, version.id, version.attempt, digest) if signer is not None else None
+    copy_signature(version.store, replica, keys.signature(version.id, version.attempt), renewed)
+    replica.put(version.record_key, [version.record_bytes()])
 
-            try:
-                for _ in pool.map(copy_one, packs):
-                    pass
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-        for info in version.record.fragments:
-            key = keys.fragment(version.id, version.attempt, info.node)
-            if there.get(key) != info.size or stored_digest(self.store.get(key, max_bytes=info.size)).hex() != info.digest:
-                self.store.put(key, [version.fragment_bytes(info)])
-        signer, digest = self.signer, bytes.fromhex(version.entry.digest)
-        renewed = signer.sign(version.repository_id, version.id, version.attempt, digest) if signer is not None else None
-        copy_signature(version.store, self.store, keys.signature(version.id, version.attempt), renewed)
-        self.store.put(version.record_key, [version.record_bytes()])
 
-    def _copy_pack(self, key: str, size: int, chunks: Sequence[Chunk], *, there: bool) -> None:
-        if there and not _wrong(self.store.get_range(key, 0, size), chunks):
+def _copy_pack(source: ObjectStore, replica: ObjectStore, key: str, size: int, chunks: Sequence[Chunk]) -> None:
+    for last in (False, True):  # bytes changed in transit are right the second time
+        try:
+            data = source.get_range(key, 0, size)
+        except NotFound:
+            raise Damaged("the pack is missing", subject=key) from None
+        wrong = _wrong(data, chunks)
+        if wrong is None:
+            replica.put(key, [data])
             return
-        for last in (False, True):  # bytes changed in transit are right the second time
-            try:
-                data = self.version.store.get_range(key, 0, size)
-            except NotFound:
-                raise Damaged("the pack is missing", subject=key) from None
-            wrong = _wrong(data, chunks)
-            if wrong is None:
-                self.store.put(key, [data])
-                return
-            if last:
-                where = f"tensor {wrong.name!r}, bytes {wrong.start} + {wrong.coding.size}"
-                raise Damaged(f"{where}: the stored bytes do not match their digest", subject=key)
+        if last:
+            where = f"tensor {wrong.name!r}, bytes {wrong.start} + {wrong.coding.size}"
+            raise Damaged(f"{where}: the stored bytes do not match their digest", subject=key)
 
 
 def copy_signature(source: ObjectStore, replica: ObjectStore, key: str, renewed: bytes | None) -> None:

@@ -18,7 +18,7 @@ import raystow
 from raystow.storage.commit.committer import Committer
 from raystow.storage.copies import transfer
 from raystow.storage.copies.copy import plan_copy
-from raystow.storage.copies.transfer import Transfer
+from raystow.storage.copies.transfer import copy_objects
 from raystow.storage.errors import Damaged, Fenced, StateError, Untrusted
 from raystow.storage.format import key_files, keys
 from raystow.storage.format.manifest import Chunk
@@ -248,7 +248,7 @@ def test_a_collection_keeps_what_a_copy_resumes(tmp_path: Path, monkeypatch: pyt
     save(committer, 1.0)
     replica = plan_copy(str(here), str(there)).replica
     for version in open_repository(str(here)).versions():  # copies that were interrupted two hours ago
-        Transfer(version, replica.store).execute()
+        copy_objects(version, replica.store)
     for path in there.rglob("*"):
         os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 7200))
     wrong = transfer._wrong
