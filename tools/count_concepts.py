@@ -3,6 +3,7 @@
     python tools/count_concepts.py                      # HEAD
     python tools/count_concepts.py 158452d HEAD         # before and after
     python tools/count_concepts.py --protocols HEAD     # each Protocol with its implementations
+    python tools/count_concepts.py --json 158452d HEAD  # the figures by revision, as in benchmarks/results/concepts-*.json
 
 Nothing is imported: the trees of the sources are counted.
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
 import re
 import subprocess
 import tarfile
@@ -195,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Count the concepts of the project at some revisions.")
     parser.add_argument("revisions", nargs="*", default=["HEAD"])
     parser.add_argument("--protocols", action="store_true", help="list each Protocol with its implementations")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     revisions = {name: Revision.of(name) for name in arguments.revisions}
     if arguments.protocols:
@@ -202,8 +205,12 @@ def main() -> None:
             print(f"{name}:")
             for protocol, found in sorted(revision.implementations.items(), key=lambda one: len(one[1])):
                 print(f"  {protocol}: {len(found)} {' '.join(found[:5])}")
+        return
+    columns = {name: revision.figures() for name, revision in revisions.items()}
+    if arguments.json:
+        print(json.dumps(columns, indent=1))
     else:
-        print("\n".join(table({name: revision.figures() for name, revision in revisions.items()})))
+        print("\n".join(table(columns)))
 
 
 if __name__ == "__main__":

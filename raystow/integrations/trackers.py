@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ScalarWriter(Protocol):
-    """What ``TensorBoard`` needs of a ``SummaryWriter``."""
+    """What ``TensorBoard`` needs of a ``SummaryWriter``: torch's or tensorboardX's."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object:
         """Write one number."""

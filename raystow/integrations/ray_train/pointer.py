@@ -34,7 +34,7 @@ _MAX_POINTER = 64 << 10
 
 
 class Checkpoint(Protocol):
-    """A ``ray.train.Checkpoint``: the folder ``path`` of a pyarrow file system."""
+    """A ``ray.train.Checkpoint``: the folder ``path`` of a pyarrow file system. Reading a pointer imports no Ray."""
 
     path: str
     filesystem: FileSystem

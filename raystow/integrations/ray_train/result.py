@@ -11,7 +11,8 @@ from .train_sync import drop_unlisted
 
 
 class Result(Protocol):
-    """A ``ray.train.Result``: the run's folder ``path``, its last checkpoint, and the best ones that Train kept."""
+    """A ``ray.train.Result``: the run's folder ``path``, its last checkpoint, and the best ones that Train kept. This module
+    imports no Ray."""
 
     path: str
     checkpoint: Checkpoint | None

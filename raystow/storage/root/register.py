@@ -15,7 +15,7 @@ from ..runtime.clock import Clock
 
 
 class Content(Protocol):
-    """An immutable value that a register can contain."""
+    """An immutable value that a register can contain: ``Root``, of which a register knows nothing else."""
 
     @property
     def write_id(self) -> str:

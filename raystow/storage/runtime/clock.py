@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Time and randomness."""
+    """Time and randomness. Tests and the simulation replace the one of the system."""
 
     def now(self) -> float:
         """Wall-clock seconds since 1970-01-01 UTC; may jump."""

@@ -64,7 +64,7 @@ _BASES = 3  # versions besides the newest that a process may still refer to, sin
 
 
 class SessionHost(Protocol):
-    """The node as its sessions see it."""
+    """The node as its sessions see it: ``Node``, whose module imports this one."""
 
     def open_attempt(self, store: StoreAddress, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
         """Join the attempt of a save to the repository in ``store``, which has the id ``repository``. Return the attempt, and
