@@ -24,6 +24,8 @@ from raystow.storage.root.register import Register
 from raystow.storage.runtime.clock import SYSTEM, Clock
 from raystow.storage.versions.version import Version
 
+from .scripted_store import ScriptedStore
+
 Cut = tuple[np.ndarray, Sequence[Box]]
 
 
@@ -84,7 +86,7 @@ def coded_row(number: int, dtype: str, size: int, coding: Coding) -> Chunk:
 
 def memory_repository(clock: Clock = SYSTEM, *, signer: Signer | None = None) -> Repository:
     """Return a new, empty repository in the memory of this process."""
-    return create_repository(f"memory://test-{SYSTEM.token()}", clock=clock, signer=signer)
+    return create_repository(ScriptedStore.named(f"test-{SYSTEM.token()}").uri, clock=clock, signer=signer)
 
 
 def layers(seed: int, size: int) -> dict[str, Any]:

@@ -1,17 +1,23 @@
-"""A connection to no cluster, for tests whose actors are plain objects."""
+"""Connections to no cluster, for tests whose actors are plain objects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from raystow.workers.ray_connection import RayConnection
 
 
-class NoRay(RayConnection):
-    """What ``send`` returns is the answer."""
+class Unchecked(RayConnection):
+    """A connection that never ends."""
 
     def check(self) -> None: ...
+
+
+class NoRay(Unchecked):
+    """What ``send`` returns is the answer."""
 
     def call(self, send: Callable[[], Any], timeout: float, who: str) -> Any:
         return send()
@@ -21,3 +27,8 @@ def without_ray(node: str) -> Callable[[], RayConnection]:
     """Return a replacement of ``RayConnection.here`` for a process of a node."""
     connection = NoRay("nowhere", "none", "1", node)
     return lambda: connection
+
+
+def connect_without_ray(patch: pytest.MonkeyPatch, node: str) -> None:
+    """Make this process one of a node, connected to no cluster."""
+    patch.setattr(RayConnection, "here", without_ray(node))

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from helpers.builders import empty_record, memory_repository
 from helpers.coordinated_run import CoordinatedRun, coordinated_run
+from helpers.fake_clock import FakeClock
 from helpers.local_cluster import LocalCluster
 from helpers.polling import wait_until
+from helpers.scripted_store import script, unscript
 from helpers.staged_plan import BEGIN, OPENING, Plan
 
 from raystow.orchestrator.client.failures import Failures
@@ -82,17 +84,18 @@ def test_the_root_shows_the_outcome_of_an_attempt() -> None:
     assert outcome_in(replace(root, versions=(compacted,)), *kept) == compacted
 
 
-def test_a_swap_without_an_answer_is_an_unknown_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    committer = Committer(memory_repository(), "me")
+def test_a_swap_without_an_answer_is_an_unknown_outcome() -> None:
+    committer = Committer(memory_repository(FakeClock()), "me")
     record = empty_record(committer)
-    with monkeypatch.context() as store_down:
-        store_down.setattr(committer.catalog.register, "update", _unavailable)
-        with pytest.raises(OutcomeUnknown, match="did not confirm the commit: time-out"):
-            committer.commit(record)
-    with monkeypatch.context() as store_full:
-        store_full.setattr(committer.catalog.store, "put", _unavailable)
-        with pytest.raises(StoreUnavailable):  # the failure is certain, since there was no swap
-            committer.commit(record)
+    store = committer.catalog.store
+    script(store, put_if=_unavailable)
+    with pytest.raises(OutcomeUnknown, match=r"did not confirm the commit: .*time-out"):
+        committer.commit(record)
+    unscript(store)
+    script(store, put=_unavailable)
+    with pytest.raises(StoreUnavailable):  # the failure is certain, since there was no swap
+        committer.commit(record)
+    unscript(store)
     assert committer.commit(record).id == record.id  # a second commit resolves the outcome
 
 

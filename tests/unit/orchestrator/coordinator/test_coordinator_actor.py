@@ -6,16 +6,16 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import ray
 from helpers.coordinated_run import part
 from helpers.fake_clock import FakeClock
-from helpers.no_ray import without_ray
+from helpers.fake_ray import FakeRay
+from helpers.no_ray import connect_without_ray
 from helpers.s3_server import make_bucket, s3_server
+from helpers.scripted_store import ScriptedStore, script, unscript
 
 from raystow.orchestrator.coordinator import actor as actor_module
 from raystow.orchestrator.coordinator import segments
@@ -29,7 +29,6 @@ from raystow.storage.object_store import ObjectStore
 from raystow.storage.repository import open_repository
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
-from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.protocol.messages import (
     START,
     Begin,
@@ -44,18 +43,19 @@ from raystow.workers.protocol.messages import (
     StartRun,
     Ticket,
 )
-from raystow.workers.ray_connection import RayConnection
 
 PATIENCE = 30.0
 
 
 @pytest.fixture
-def uri(monkeypatch: pytest.MonkeyPatch) -> str:
-    here = SimpleNamespace(get_node_id=lambda: "node-0", get_job_id=lambda: "1")
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
-    monkeypatch.setattr(RayConnection, "here", without_ray("node-0"))
-    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "node-0", "Alive": True}])
-    return f"memory://{SYSTEM.token()}"
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    return FakeRay().replace(monkeypatch, "get_runtime_context", "nodes", "kill")
+
+
+@pytest.fixture
+def uri(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> str:
+    connect_without_ray(monkeypatch, fake_ray.node)
+    return ScriptedStore.named(SYSTEM.token()).uri
 
 
 async def save(actor: CoordinatorActor, step: int) -> Entry:
@@ -84,9 +84,9 @@ def test_an_unexpected_error_ends_the_save(uri: str, monkeypatch: pytest.MonkeyP
 class FrozenHead:
     """Answers with the nodes that were alive when it was asked, and only after ``wake``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, fake_ray: FakeRay) -> None:
         self.alive, self.asked, self.wake = {"node-0"}, threading.Semaphore(0), threading.Event()
-        monkeypatch.setattr(ray, "nodes", self._nodes)
+        fake_ray.nodes = self._nodes  # type: ignore[method-assign]
 
     def _nodes(self) -> list[dict[str, Any]]:
         alive = [{"NodeID": node, "Alive": True} for node in self.alive]
@@ -106,9 +106,9 @@ async def lost(actor: CoordinatorActor, ticket: Ticket) -> str:
     return str(failure.value)
 
 
-def test_no_save_waits_for_a_frozen_head_node(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_save_waits_for_a_frozen_head_node(uri: str, fake_ray: FakeRay) -> None:
     """Ray waits for its answer without end. Saves become versions meanwhile, or fail at their deadline."""
-    head = FrozenHead(monkeypatch)
+    head = FrozenHead(fake_ray)
 
     async def run() -> list[int]:
         actor = CoordinatorActor(uri)
@@ -123,8 +123,8 @@ def test_no_save_waits_for_a_frozen_head_node(uri: str, monkeypatch: pytest.Monk
     assert head.asked._value == 1
 
 
-def test_a_late_answer_aborts_no_save_of_a_new_node(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = FrozenHead(monkeypatch)
+def test_a_late_answer_aborts_no_save_of_a_new_node(uri: str, fake_ray: FakeRay) -> None:
+    head = FrozenHead(fake_ray)
 
     async def asked() -> None:
         assert await asyncio.to_thread(head.asked.acquire, timeout=PATIENCE)
@@ -255,16 +255,16 @@ def test_steps_become_durable_after_a_repair(uri: str, monkeypatch: pytest.Monke
     asyncio.run(run())
 
 
-def test_a_store_that_is_down_is_no_deleted_repository(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_down_is_no_deleted_repository(uri: str) -> None:
     def down(*_: object, **__: object) -> None:
         raise StoreUnavailable("503", subject="root.json")
 
     async def run() -> None:
         actor = CoordinatorActor(uri)
         before = await actor.start(StartRun("1"))
-        with monkeypatch.context() as patch:
-            patch.setattr(MemoryStore, "get_tagged", down)
-            assert (await actor.start(StartRun("2"))).repository == before.repository
+        script(open_store(uri), get_tagged=down)
+        assert (await actor.start(StartRun("2"))).repository == before.repository
+        unscript(open_store(uri))
         assert (await save(actor, 1)).id == 1
 
     asyncio.run(run())
@@ -281,11 +281,9 @@ async def until(reached: Callable[[], bool]) -> None:
 class Cluster:
     """Time, the ranks that are connected to node workers, and whether the coordinator has ended itself."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock, self.connected, self.ended = FakeClock(), True, asyncio.Event()
-        here = SimpleNamespace(get_node_id=lambda: "node-0", get_job_id=lambda: "1", current_actor=None)
-        monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
-        monkeypatch.setattr(ray, "kill", lambda actor: self.ended.set())
+        fake_ray.kill = lambda actor: self.ended.set()  # type: ignore[method-assign]
         monkeypatch.setattr(actor_module, "SYSTEM", self.clock)
         monkeypatch.setattr(actor_module, "ranks_connected", self._ranks_connected)
         self.questions = 0
@@ -295,11 +293,11 @@ class Cluster:
         return self.connected
 
 
-def test_a_coordinator_ends_soon_after_its_last_training(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_ends_soon_after_its_last_training(uri: str, fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are connected keep it for days, and so does a save that only memory has."""
 
     async def run() -> None:
-        cluster = Cluster(monkeypatch)
+        cluster = Cluster(fake_ray, monkeypatch)
         actor = CoordinatorActor(uri)
         await save(actor, 1)
         for _ in range(3):  # a training that does not save for long

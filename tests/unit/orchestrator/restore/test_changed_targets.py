@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.local_cluster import LocalCluster
+from helpers.scripted_store import ScriptedStore, script
 from msgspec.structs import replace
 
 import raystow
 from raystow.storage.coding import chunk as chunks
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.runtime.clock import SYSTEM
-from raystow.storage.stores.memory import MemoryStore
 from raystow.storage.versions.reader import Request
 from raystow.storage.versions.version import Version
 
@@ -24,7 +24,7 @@ def version() -> Version:
     """Return the second version of a master copy, which is a delta, of weights derived from it, and of noise."""
     torch.manual_seed(0)
     master = torch.randn(20_000)
-    with LocalCluster(f"memory://changed-targets-{SYSTEM.token()}", codec="cpu", delta=3) as cluster:
+    with LocalCluster(ScriptedStore.named(f"changed-targets-{SYSTEM.token()}").uri, codec="cpu", delta=3) as cluster:
         for step in range(2):
             master += 1e-6 * torch.randn(20_000)
             noise = torch.randint(-(1 << 31), 1 << 31, (5000,)).to(torch.int32)
@@ -55,13 +55,13 @@ def blank(version: Version) -> dict[str, torch.Tensor]:
 def test_the_error_names_the_target_and_nothing_falls_back(
     version: Version, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    into, reads, read = blank(version), list[str](), MemoryStore.get_range_into
+    into, reads, read = blank(version), list[str](), version.store.get_range_into
 
-    def noted(store: MemoryStore, key: str, start: int, target: memoryview) -> None:
+    def noted(key: str, start: int, target: memoryview) -> None:
         reads.append(f"{key} {start}")
-        read(store, key, start, target)
+        read(key, start, target)
 
-    monkeypatch.setattr(MemoryStore, "get_range_into", noted)
+    script(version.store, get_range_into=noted)
     write_into(into[name], monkeypatch)
     with pytest.raises(raystow.StateError, match=f"tensor '{name}': its memory was changed while it was filled"):
         raystow.restore_latest(version.store.uri, into=into)

@@ -15,6 +15,7 @@ from compat import reader
 from helpers.builders import memory_repository, rows_and_pack, whole, write_rows
 from helpers.colliding_tensors import colliding_tensors
 from helpers.packs import flip, pack_key
+from helpers.scripted_store import script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -175,7 +176,7 @@ def test_a_reference_to_a_reference_is_damage(repo: Repository) -> None:
         repo.version(6).read("frozen")
 
 
-def test_verification_reads_a_shared_base_once(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_reads_a_shared_base_once(repo: Repository) -> None:
     """Each version refers to all earlier ones, so the paths to a base double with each version."""
     committer, former = Committer(repo, "me"), list[Chunk]()
     for id in range(1, 7):
@@ -189,7 +190,7 @@ def test_verification_reads_a_shared_base_once(repo: Repository, monkeypatch: py
         read[key] += 1
         return get(key, max_bytes=max_bytes)
 
-    monkeypatch.setattr(repo.store, "get", counted)
+    script(repo.store, get=counted)
     repo.verify(repo.version(6), deep=False)
     fragments = [count for key, count in read.items() if key.endswith("parquet")]
     assert len(fragments) == 6

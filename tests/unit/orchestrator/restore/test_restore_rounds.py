@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.builders import empty_record, memory_repository
 from helpers.fake_clock import FakeClock
+from helpers.scripted_store import script, unscript
 
 from raystow.orchestrator.restore.round import RestoreRound
 from raystow.orchestrator.restore.rounds import RestoreRounds
@@ -14,7 +15,6 @@ from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, NotF
 from raystow.storage.format import keys
 from raystow.storage.format.root import Entry
 from raystow.storage.retention.policy import Policy
-from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
 
 
@@ -154,7 +154,7 @@ def test_all_ranks_get_an_error_if_no_version_is_whole(run):
         round.answer(only)
 
 
-def test_no_rank_continues_if_the_next_version_is_not_leased(run, monkeypatch):
+def test_no_rank_continues_if_the_next_version_is_not_leased(run):
     _, newest = run.commit(2)
     round = run.vote(0, run.vote(0).answer(None))
     run.vote(1)
@@ -162,7 +162,7 @@ def test_no_rank_continues_if_the_next_version_is_not_leased(run, monkeypatch):
     def down(*_: object, **__: object) -> None:
         raise StoreUnavailable("503", subject="root.json")
 
-    monkeypatch.setattr(MemoryStore, "get_tagged", down)
+    script(run.repository.store, get_tagged=down)
     run.vote(1, newest, "it is cut")
     assert round.answers(newest)
     with pytest.raises(StoreUnavailable, match=r"root\.json: 503"):
@@ -342,7 +342,7 @@ def test_a_rollback_during_a_restore_changes_no_choice(run):
     assert run.vote(0, number=2).answer(None).id == 1
 
 
-def test_a_known_rollback_is_respected_without_the_store(run, monkeypatch):
+def test_a_known_rollback_is_respected_without_the_store(run):
     run.commit(2)
     run.repository.rollback(run.repository.version(1))
     run.known.root()
@@ -350,11 +350,11 @@ def test_a_known_rollback_is_respected_without_the_store(run, monkeypatch):
     def down(*_: object, **__: object) -> None:
         raise StoreUnavailable("503", subject="root.json")
 
-    monkeypatch.setattr(MemoryStore, "get_tagged", down)
+    script(run.repository.store, get_tagged=down)
     assert [entry.id for entry in run.vote(0).candidates] == [1]
 
 
-def test_without_the_store_known_versions_are_restored(run, monkeypatch):
+def test_without_the_store_known_versions_are_restored(run):
     """These versions are not leased."""
     (old,) = run.commit(1)
     assert run.vote(0).answer(None) == old
@@ -364,18 +364,17 @@ def test_without_the_store_known_versions_are_restored(run, monkeypatch):
     def down(*_: object, **__: object) -> None:
         raise StoreUnavailable("503", subject="root.json")
 
-    def put(self: MemoryStore, key: str, parts: object) -> None:
+    def put(key: str, parts: object) -> None:
         raise AssertionError(f"{key} is written, which waits minutes for a store that is down")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(MemoryStore, "get_tagged", down)
-        patch.setattr(MemoryStore, "put", put)
-        round = run.vote(0, number=2)
-        assert round.answer(None) == new
-        run.vote(1)
-        run.vote(0, new, number=2)
-        run.vote(1, new, "a pack is missing")
-        assert round.answer(new) == old
+    script(run.repository.store, get_tagged=down, put=put)
+    round = run.vote(0, number=2)
+    assert round.answer(None) == new
+    run.vote(1)
+    run.vote(0, new, number=2)
+    run.vote(1, new, "a pack is missing")
+    assert round.answer(new) == old
+    unscript(run.repository.store)
 
 
 def test_a_restore_is_reported_once_with_the_reads_of_all_ranks(run):

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.builders import empty_record
+from helpers.scripted_store import script, unscript
 
 from raystow.orchestrator.restore.version_cache import VersionCache
 from raystow.storage.errors import StoreUnavailable
 from raystow.storage.format.root import Entry, Root
-from raystow.storage.stores.memory import MemoryStore
 
 
 def versions(known: VersionCache) -> tuple[tuple[Entry, ...], bool]:
@@ -30,37 +30,37 @@ def test_versions_are_read_from_the_store(committer):
     assert versions(known) == ((entry,), True)
 
 
-def test_known_versions_are_used_while_the_store_is_down(committer, monkeypatch):
+def test_known_versions_are_used_while_the_store_is_down(committer):
     known = VersionCache(committer.catalog)
     known.root()
     entry = committer.commit(empty_record(committer, 1)).entry
     known.committed(committer.root)
-    monkeypatch.setattr(MemoryStore, "get_tagged", down)
+    script(committer.catalog.store, get_tagged=down)
     assert versions(known) == ((entry,), False)
-    monkeypatch.undo()
+    unscript(committer.catalog.store)
     assert versions(known) == ((entry,), True)
 
 
-def test_without_a_first_answer_the_store_error_is_raised(committer, monkeypatch):
-    monkeypatch.setattr(MemoryStore, "get_tagged", down)
+def test_without_a_first_answer_the_store_error_is_raised(committer):
+    script(committer.catalog.store, get_tagged=down)
     with pytest.raises(StoreUnavailable, match="503"):
         VersionCache(committer.catalog).root()
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for(committer, monkeypatch):
+def test_a_store_that_does_not_answer_is_not_waited_for(committer):
     """The late answer of the store is ignored."""
     known = VersionCache(committer.catalog, timeout=0.2)
     known.root()
-    speak, get = threading.Event(), MemoryStore.get_tagged
+    speak, get = threading.Event(), committer.catalog.store.get_tagged
 
-    def stalling(self, *args, **kwargs):
-        found = get(self, *args, **kwargs)
+    def stalling(*args, **kwargs):
+        found = get(*args, **kwargs)
         speak.wait(30)
         return found
 
-    monkeypatch.setattr(MemoryStore, "get_tagged", stalling)
+    script(committer.catalog.store, get_tagged=stalling)
     assert versions(known) == ((), False)
-    monkeypatch.undo()
+    unscript(committer.catalog.store)
     entry = committer.commit(empty_record(committer, 1)).entry
     assert versions(known) == ((), False)  # the first request is still in progress
     speak.set()
@@ -69,31 +69,31 @@ def test_a_store_that_does_not_answer_is_not_waited_for(committer, monkeypatch):
     assert answer == ((entry,), True)
 
 
-def test_a_version_committed_during_a_read_stays_known(committer, monkeypatch):
+def test_a_version_committed_during_a_read_stays_known(committer):
     known = VersionCache(committer.catalog, on_read=committer.notice)
-    reads, speak, get = threading.Event(), threading.Event(), MemoryStore.get_tagged
+    reads, speak, get = threading.Event(), threading.Event(), committer.catalog.store.get_tagged
 
-    def slow(self, *args, **kwargs):
-        found = get(self, *args, **kwargs)
+    def slow(*args, **kwargs):
+        found = get(*args, **kwargs)
         reads.set()
         speak.wait(30)
         return found
 
-    monkeypatch.setattr(MemoryStore, "get_tagged", slow)
+    script(committer.catalog.store, get_tagged=slow)
     with ThreadPoolExecutor(1) as restoring:
         reading = restoring.submit(known.root)
         assert reads.wait(30)
-        monkeypatch.undo()
+        unscript(committer.catalog.store)
         entry = committer.commit(empty_record(committer, 1)).entry
         known.committed(committer.root)
         speak.set()
         reading.result(30)
-    monkeypatch.setattr(MemoryStore, "get_tagged", down)
+    script(committer.catalog.store, get_tagged=down)
     assert versions(known) == ((entry,), False)
     assert committer.root.versions == (entry,)
 
 
-def test_a_commit_after_the_last_comparison_stays_known(committer, monkeypatch):
+def test_a_commit_after_the_last_comparison_stays_known(committer):
     """The root that was read is older than that of a commit which ends just before the read root is noticed."""
     entries = list[Entry]()
 

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from helpers.builders import empty_record, memory_repository, whole, write
 from helpers.fake_clock import FakeClock
 from helpers.packs import flip
+from helpers.scripted_store import script
 
 from raystow.storage.checks.repair import RepairPlan, State, plan_repair
 from raystow.storage.coding.digest import stored_digest
@@ -357,7 +358,7 @@ def test_a_root_written_after_the_plan_is_not_replaced(repository: Repository, d
     assert repository.store.get(keys.ROOT, max_bytes=1 << 20) == healthy
 
 
-def test_a_root_written_before_the_swap_is_not_replaced(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_written_before_the_swap_is_not_replaced(repository: Repository) -> None:
     commit(repository)
     healthy = repository.store.get(keys.ROOT, max_bytes=1 << 20)
     lose(repository)
@@ -368,13 +369,13 @@ def test_a_root_written_before_the_swap_is_not_replaced(repository: Repository, 
         store.put(key, [healthy])
         return put_if(key, data, tag)
 
-    monkeypatch.setattr(store, "put_if", late)
+    script(store, put_if=late)
     with pytest.raises(PreconditionFailed):
         repair.execute()
     assert store.get(keys.ROOT, max_bytes=1 << 20) == healthy
 
 
-def test_a_root_damaged_only_in_transit_is_not_replaced(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_damaged_only_in_transit_is_not_replaced(repository: Repository) -> None:
     commit(repository)
     before, get_tagged = repository.root(), repository.store.get_tagged
     reads = itertools.count()
@@ -383,7 +384,7 @@ def test_a_root_damaged_only_in_transit_is_not_replaced(repository: Repository, 
         tagged = get_tagged(key, max_bytes=max_bytes)
         return replace(tagged, data=tagged.data[:-9]) if next(reads) == 0 else tagged
 
-    monkeypatch.setattr(repository.store, "get_tagged", noisy)
+    script(repository.store, get_tagged=noisy)
     repair = plan(repository)
     assert repair.needed
     with pytest.raises(PreconditionFailed):
@@ -392,9 +393,7 @@ def test_a_root_damaged_only_in_transit_is_not_replaced(repository: Repository, 
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_a_put_without_an_answer_is_resolved_by_a_read(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch, applied: bool
-) -> None:
+def test_a_put_without_an_answer_is_resolved_by_a_read(repository: Repository, applied: bool) -> None:
     versions = commit(repository)
     lose(repository)
     repair = plan(repository)
@@ -405,7 +404,7 @@ def test_a_put_without_an_answer_is_resolved_by_a_read(
             put_if(key, data, tag)
         raise StoreUnavailable("no answer", subject=key)
 
-    monkeypatch.setattr(repository.store, "put_if", lost)
+    script(repository.store, put_if=lost)
     if applied:
         repair.execute()
         assert repository.versions() == versions
@@ -450,13 +449,13 @@ def test_explain_lists_all_objects_and_versions(repository: Repository) -> None:
     assert lines[3].startswith(f"version 2 (attempt {second.attempt}): left out: no version record")
 
 
-def test_a_store_outage_is_not_reported_as_damage(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_outage_is_not_reported_as_damage(repository: Repository) -> None:
     def silent(*_: object, **__: object) -> object:
         raise StoreUnavailable("time-out")
 
     commit(repository)
     lose(repository)
-    monkeypatch.setattr(repository.store, "get", silent)
+    script(repository.store, get=silent)
     with pytest.raises(StoreUnavailable):
         plan(repository)
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.builders import whole, write
+from helpers.builders import memory_repository, whole, write
 from helpers.packs import flip, noise, pack_key, write_packs
+from helpers.scripted_store import script
 
 from raystow.storage.checks.verify import verify_bytes
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged
 from raystow.storage.format import keys
-from raystow.storage.repository import Repository, create_repository
+from raystow.storage.repository import Repository
 from raystow.storage.versions.version import Version
 
 MiB = 1 << 20
@@ -25,25 +26,23 @@ def three_packs(repository: Repository) -> Version:
     return write_packs(repository, {number: noise(5000, number) for number in range(3)})
 
 
-def forbid_reading_packs(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_reading_packs(repository: Repository) -> None:
     def get_range(key: str, start: int, length: int) -> bytes:
         raise AssertionError(f"{key} was read")
 
-    monkeypatch.setattr(repository.store, "get_range", get_range)
+    script(repository.store, get_range=get_range)
 
 
-def test_quick_verification_reads_no_pack(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_verification_reads_no_pack(repository: Repository) -> None:
     version = three_packs(repository)
-    forbid_reading_packs(repository, monkeypatch)
+    forbid_reading_packs(repository)
     found = repository.verify(version, deep=False)
     assert (found.tensors, found.chunks, found.packs, found.raw, found.stored) == (3, 3, 3, 15000, 15000)
     assert (found.read, found.resumed) == (0, 0)
 
 
 @pytest.mark.parametrize("change", ["missing", "shorter", "longer"])
-def test_quick_verification_finds_packs_of_another_size(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+def test_quick_verification_finds_packs_of_another_size(repository: Repository, change: str) -> None:
     version = three_packs(repository)
     key = pack_key(version, 1)
     data = repository.store.get(key, max_bytes=MiB)
@@ -51,7 +50,7 @@ def test_quick_verification_finds_packs_of_another_size(
         repository.store.delete([key])
     else:
         repository.store.put(key, [data[:-1] if change == "shorter" else data + b"\0"])
-    forbid_reading_packs(repository, monkeypatch)
+    forbid_reading_packs(repository)
     with pytest.raises(Damaged, match=key):
         repository.verify(version, deep=False)
 
@@ -110,7 +109,7 @@ def test_progress_adds_up_to_the_decoded_bytes(repository: Repository) -> None:
     assert found.read == version.bytes < version.raw
 
 
-def test_packs_are_read_concurrently(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_are_read_concurrently(repository: Repository) -> None:
     version = write_packs(repository, {number: noise(5000, number) for number in range(2)})
     both = threading.Barrier(2)
     get_range = repository.store.get_range
@@ -119,16 +118,16 @@ def test_packs_are_read_concurrently(repository: Repository, monkeypatch: pytest
         both.wait(timeout=30)
         return get_range(*where)
 
-    monkeypatch.setattr(repository.store, "get_range", met)
+    script(repository.store, get_range=met)
     repository.verify(version)
 
 
 @pytest.mark.parametrize("memory", [1, 80 * MiB])
-def test_memory_is_bounded(tmp_path: Any, memory: int) -> None:
+def test_memory_is_bounded(memory: int) -> None:
     """A read of a 13 MiB pack needs 13 MiB for stored bytes and 26 MiB for decoding. A limit of 1 byte still allows one read;
     80 MiB allow two.
     """
-    repository = create_repository(str(tmp_path))
+    repository = memory_repository()
     version = write_packs(repository, {number: noise(13 * MiB, number) for number in range(12)})
     assert version.bytes > 150 * MiB
     tracemalloc.start()
@@ -141,7 +140,7 @@ def test_memory_is_bounded(tmp_path: Any, memory: int) -> None:
     assert peak < max(memory, 39 * MiB) + MiB
 
 
-def test_the_memory_limit_bounds_concurrent_reads(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limit_bounds_concurrent_reads(repository: Repository) -> None:
     version = write_packs(repository, {number: noise(MiB, number) for number in range(6)})
     get_range, lock, two = repository.store.get_range, threading.Lock(), threading.Event()
     reading, most = 0, 0
@@ -159,6 +158,6 @@ def test_the_memory_limit_bounds_concurrent_reads(repository: Repository, monkey
             reading -= 1
         return data
 
-    monkeypatch.setattr(repository.store, "get_range", counted)
+    script(repository.store, get_range=counted)
     verify_bytes(version, memory=8 * MiB)  # two reads of 3 MiB each fit
     assert most == 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from helpers.builders import whole, write
 from helpers.packs import flip, noise, pack_key, write_packs
+from helpers.scripted_store import script
 
 from raystow.storage.checks.verify import verify_bytes
 from raystow.storage.checks.verify_progress import journal
@@ -24,7 +25,7 @@ def version(repository: Repository) -> Version:
 
 
 @pytest.fixture
-def read(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def read(repository: Repository) -> list[str]:
     """Return the list to which each read of a pack adds its key."""
     keys = list[str]()
     get_range = repository.store.get_range
@@ -33,7 +34,7 @@ def read(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         keys.append(key)
         return get_range(key, *where)
 
-    monkeypatch.setattr(repository.store, "get_range", noted)
+    script(repository.store, get_range=noted)
     return keys
 
 

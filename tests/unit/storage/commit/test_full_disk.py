@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.builders import whole, write
+from helpers.builders import memory_repository, whole, write
 from helpers.fake_clock import FakeClock
 from helpers.local_cluster import LocalCluster
+from helpers.scripted_store import script
 
 import raystow
 from raystow.storage.commit.committer import Committer, outcome_in
 from raystow.storage.errors import StoreFull
 from raystow.storage.object_store import Buffer, Tagged
-from raystow.storage.repository import create_repository
 from raystow.storage.runtime.clock import Clock
 from raystow.storage.stores import durable
 
@@ -99,8 +99,8 @@ def test_a_real_full_file_system_fails_the_save(small_disk: Path) -> None:
         assert os.statvfs(small_disk).f_bfree > used - 600  # in pages: the size of one more small save
 
 
-def test_a_pin_waits_for_no_space_and_a_commit_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repository = create_repository(str(tmp_path / "run"), clock=FakeClock())
+def test_a_pin_waits_for_no_space_and_a_commit_does() -> None:
+    repository = memory_repository(FakeClock())
     committer = Committer(repository, "me")
     version = write(committer, {"w": whole(np.zeros(3))})
     put_if, full, written = repository.store.put_if, [0], [False]
@@ -113,7 +113,7 @@ def test_a_pin_waits_for_no_space_and_a_commit_does(tmp_path: Path, monkeypatch:
             put_if(key, data, tag)
         raise StoreFull("no space", subject=key)
 
-    monkeypatch.setattr(repository.store, "put_if", refuse)
+    script(repository.store, put_if=refuse)
     full[0] = 3
     with pytest.raises(StoreFull):
         repository.pin(version, "first")
@@ -128,6 +128,6 @@ def test_a_pin_waits_for_no_space_and_a_commit_does(tmp_path: Path, monkeypatch:
     def refuse_reads(key: str, max_bytes: int) -> Tagged:
         raise StoreFull("no space", subject=key)
 
-    monkeypatch.setattr(repository.store, "get_tagged", refuse_reads)
+    script(repository.store, get_tagged=refuse_reads)
     with pytest.raises(StoreFull):
         repository.unpin("first")

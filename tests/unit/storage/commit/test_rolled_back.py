@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.builders import empty_record
+from helpers.scripted_store import script, unscript
 
 from raystow.orchestrator.restore.agreement import LocalAgreement
 from raystow.storage.commit.committer import Committer
@@ -16,7 +17,6 @@ from raystow.storage.errors import Damaged, NotFound, SaveFailed, StoreUnavailab
 from raystow.storage.format.root import RolledBack, Root
 from raystow.storage.repository import Repository
 from raystow.storage.retention.policy import Policy
-from raystow.storage.stores.memory import MemoryStore
 
 
 @pytest.fixture
@@ -198,13 +198,13 @@ def test_a_reader_keeps_the_version_that_it_opened(nine):
 
 
 @pytest.mark.parametrize("others", list(itertools.product([False, True], repeat=3)), ids=str)
-def test_a_lost_answer_is_distinguished_from_a_lost_race(nine, committer, monkeypatch, others):
+def test_a_lost_answer_is_distinguished_from_a_lost_race(nine, committer, others):
     """The swap succeeds and its answer is lost; others commit, pin, or roll back to the same version before the root is read."""
     committed, pinned, again = others
-    put, lost = MemoryStore.put_if, []
+    put, lost = nine.store.put_if, []
 
-    def loses_an_answer(self, key, data, tag):
-        found = put(self, key, data, tag)
+    def loses_an_answer(key, data, tag):
+        found = put(key, data, tag)
         if not lost:
             lost.append(data)
             if committed:
@@ -216,7 +216,7 @@ def test_a_lost_answer_is_distinguished_from_a_lost_race(nine, committer, monkey
             raise StoreUnavailable("lost", subject=key)
         return found
 
-    monkeypatch.setattr(MemoryStore, "put_if", loses_an_answer)
+    script(nine.store, put_if=loses_an_answer)
     assert back_to(nine, 6) == [7, 8, 9]
     assert nine.root().rollbacks == 1 + again
     assert live(nine)[6:] == ([10] if committed and not again else [])
@@ -233,29 +233,29 @@ def test_a_lost_answer_is_distinguished_from_a_lost_race(nine, committer, monkey
     ],
     ids=["committed", "rolled_back_less", "rolled_back_more", "pinned"],
 )
-def test_a_rollback_is_made_after_a_lost_race(nine, committer, monkeypatch, id, other, gone, rollbacks):
-    put, raced = MemoryStore.put_if, []
+def test_a_rollback_is_made_after_a_lost_race(nine, committer, id, other, gone, rollbacks):
+    put, raced = nine.store.put_if, []
 
-    def loses_a_race(self, key, data, tag):
+    def loses_a_race(key, data, tag):
         if not raced:
             raced.append(data)
             other(nine, committer)
-        return put(self, key, data, tag)
+        return put(key, data, tag)
 
-    monkeypatch.setattr(MemoryStore, "put_if", loses_a_race)
+    script(nine.store, put_if=loses_a_race)
     assert back_to(nine, id) == gone
     assert (live(nine)[-1], nine.root().rollbacks) == (id, rollbacks)
 
 
-def test_a_version_dropped_during_a_rollback_is_not_found(nine, monkeypatch):
-    put = MemoryStore.put_if
+def test_a_version_dropped_during_a_rollback_is_not_found(nine):
+    put = nine.store.put_if
 
-    def late(self, key, data, tag):
-        monkeypatch.undo()
+    def late(key, data, tag):
+        unscript(nine.store)
         nine.plan_retention(Policy(keep_last=1)).execute()
-        return put(self, key, data, tag)
+        return put(key, data, tag)
 
-    monkeypatch.setattr(MemoryStore, "put_if", late)
+    script(nine.store, put_if=late)
     with pytest.raises(NotFound, match="version 6 was dropped meanwhile"):
         nine.rollback(6)
 

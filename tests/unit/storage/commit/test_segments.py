@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from helpers.scripted_store import ScriptedStore, script, unscript
 from helpers.segment_run import SegmentRun, Training, begin, record, replay, states
 
 from raystow.orchestrator.coordinator.segments import OpenedSegment, segment_record
@@ -138,8 +139,8 @@ def test_durable_entries_are_evicted_for_new_ones(tmp_path: Path) -> None:
     assert replay(run) == (6, states(6)[6])
 
 
-def test_a_repair_restores_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = SegmentRun(tmp_path)
+def test_a_repair_restores_segments() -> None:
+    run = SegmentRun(ScriptedStore.named(SYSTEM.token()).uri)
     training, journal = begin(run)
     record(run, journal, training, range(1, 5))
     journal.close()
@@ -147,9 +148,9 @@ def test_a_repair_restores_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run.repository.store.delete([keys.ROOT])
     store, read = run.repository.store, list[str]()
     get = store.get
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "get", lambda key, *, max_bytes: read.append(key) or get(key, max_bytes=max_bytes))
-        repair = plan_repair(store)
+    script(store, get=lambda key, *, max_bytes: read.append(key) or get(key, max_bytes=max_bytes))
+    repair = plan_repair(store)
+    unscript(store)
     assert [key for key in read if keys.segment_of(key)] == [keys.segment_record(one.number, one.attempt) for one in before]
     repair.execute()
     assert run.root.segments == before

@@ -22,7 +22,8 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
 )
-from helpers.builders import overwrite_root, whole, write
+from helpers.builders import memory_repository, overwrite_root, whole, write
+from helpers.scripted_store import script
 
 import raystow
 from raystow.storage.coding.digest import stored_digest
@@ -227,8 +228,8 @@ def test_a_step_changed_in_the_root_is_detected(uri, ours, trusted):
         repository.latest().read("w")
 
 
-def test_no_version_is_committed_without_its_signature(uri, ours, monkeypatch):
-    repository = create_repository(uri)
+def test_no_version_is_committed_without_its_signature(uri, ours):
+    repository = memory_repository()
     committer = Committer(repository, "me", ours)
     put = repository.store.put
 
@@ -237,7 +238,7 @@ def test_no_version_is_committed_without_its_signature(uri, ours, monkeypatch):
             raise StoreUnavailable("no answer", subject=key)
         put(key, parts)
 
-    monkeypatch.setattr(repository.store, "put", failing)
+    script(repository.store, put=failing)
     with pytest.raises(StoreUnavailable):
         write(committer, {"w": whole(ARRAY)})
     assert repository.versions() == []

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.builders import empty_record, overwrite_root, whole, write
 from helpers.fake_clock import FakeClock
+from helpers.scripted_store import ScriptedStore, script, unscript
 
 from raystow.storage.commit import leases
 from raystow.storage.commit.committer import Committer
@@ -31,7 +32,7 @@ class CollectedRun:
         self.clock = FakeClock()
         self.clock.time = 1e9
         self.clock.tokens = int(SYSTEM.token()[:8], 16)
-        self.store = MemoryStore("collect", clock=self.clock)
+        self.store = ScriptedStore("collect", clock=self.clock)
         self.repository = Repository(self.store, "test", clock=self.clock)
         self.repository.register.create(Root(repository="test"))
         self.committer = Committer(self.repository, "me")
@@ -247,17 +248,17 @@ def test_damage_of_a_base_clears_its_verified_delta(run):
     assert run.repository.record_verified(two, damaged=[one]) == 2
 
 
-def test_a_newer_concurrent_verification_is_kept(run, monkeypatch):
+def test_a_newer_concurrent_verification_is_kept(run):
     one, two, three = run.commit(3)
     run.repository.record_verified(two)
     put_if = run.store.put_if
 
     def beaten(*args):
-        monkeypatch.setattr(run.store, "put_if", put_if)
+        unscript(run.store)
         assert run.repository.record_verified(three) == 3
         return put_if(*args)
 
-    monkeypatch.setattr(run.store, "put_if", beaten)
+    script(run.store, put_if=beaten)
     assert run.repository.record_verified(one, damaged=[two]) == 3
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.builders import empty_record, live_ids, orphans, overwrite_root
+from helpers.scripted_store import script, unscript
 
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import StoreUnavailable
@@ -57,36 +58,32 @@ def test_versions_committed_or_pinned_after_the_plan_stay(repository: Repository
     assert live_ids(repository) == [2, 5, 6]
 
 
-def test_versions_committed_or_pinned_during_the_swap_stay(
-    repository: Repository, committer: Committer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_committed_or_pinned_during_the_swap_stay(repository: Repository, committer: Committer) -> None:
     made = repository.plan_retention(Policy(keep_last=1))
     put_if = repository.store.put_if
 
     def late(key: str, data: bytes, tag: str | None) -> str:
-        monkeypatch.undo()
+        unscript(repository.store)
         repository.pin(repository.version(2), "good")
         commit(committer, 6)
         return put_if(key, data, tag)
 
-    monkeypatch.setattr(repository.store, "put_if", late)
+    script(repository.store, put_if=late)
     assert [gone.id for gone in made.execute()] == [1, 3, 4]
     assert live_ids(repository) == [2, 5, 6]
 
 
-def test_a_swap_without_an_answer_returns_what_it_dropped(
-    repository: Repository, committer: Committer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_swap_without_an_answer_returns_what_it_dropped(repository: Repository, committer: Committer) -> None:
     made = repository.plan_retention(Policy(keep_last=1))
     put_if = repository.store.put_if
 
     def lossy(key: str, data: bytes, tag: str | None) -> str:
-        monkeypatch.undo()
+        unscript(repository.store)
         put_if(key, data, tag)
         commit(committer, 6)
         raise StoreUnavailable("connection reset", subject=key)
 
-    monkeypatch.setattr(repository.store, "put_if", lossy)
+    script(repository.store, put_if=lossy)
     assert [gone.id for gone in made.execute()] == [1, 2, 3, 4]
     assert live_ids(repository) == [5, 6]
 
@@ -133,9 +130,7 @@ def test_versions_with_unreadable_records_are_kept(
     assert f"keeps version 3, whose record, and so metric, cannot be read: {keys.record(one.id, one.attempt)}" in caplog.text
 
 
-def test_a_store_that_is_down_is_no_unreadable_record(
-    repository: Repository, committer: Committer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_down_is_no_unreadable_record(repository: Repository, committer: Committer) -> None:
     get = repository.store.get
 
     def down(key: str, **options: Any) -> bytes:
@@ -143,7 +138,7 @@ def test_a_store_that_is_down_is_no_unreadable_record(
             raise StoreUnavailable("is down")
         return bytes(get(key, **options))
 
-    monkeypatch.setattr(repository.store, "get", down)
+    script(repository.store, get=down)
     with pytest.raises(StoreUnavailable):
         repository.plan_retention(Policy(keep_best=("loss", "min", 1)))
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.builders import whole, write
+from helpers.builders import memory_repository, whole, write
+from helpers.scripted_store import script, unscript
 
 import raystow
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, StateError
 from raystow.storage.format import keys
-from raystow.storage.repository import Repository, create_repository
+from raystow.storage.repository import Repository
 from raystow.storage.root.seen_roots import SEEN_ROOTS
 from raystow.storage.runtime.clock import SYSTEM
 
@@ -23,7 +24,7 @@ from raystow.storage.runtime.clock import SYSTEM
 @pytest.fixture
 def repository() -> Repository:
     """Return a repository with one version."""
-    made = create_repository(f"memory://seen-{SYSTEM.token()}")
+    made = memory_repository()
     save(made)
     return made
 
@@ -79,18 +80,18 @@ def test_without_the_variable_no_root_is_recorded(repository: Repository, monkey
     assert [version.id for version in repository.versions()] == [1]
 
 
-def test_a_slow_read_of_an_older_root_is_accepted(repository: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_read_of_an_older_root_is_accepted(repository: Repository, folder: Path) -> None:
     """A process reads slowly while another process commits."""
     get = repository.store.get_tagged
 
     def slow(key: str, *, max_bytes: int) -> object:
         found = get(key, max_bytes=max_bytes)
-        monkeypatch.setattr(repository.store, "get_tagged", get)
+        unscript(repository.store)
         save(repository)
         return found
 
     repository.root()
-    monkeypatch.setattr(repository.store, "get_tagged", slow)
+    script(repository.store, get_tagged=slow)
     assert len(repository.root().versions) == 1
     assert len(repository.root().versions) == 2
 

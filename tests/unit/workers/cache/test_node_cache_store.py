@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.pack_memory import opened
+from helpers.scripted_store import ScriptedStore, script
 
 from raystow.storage.errors import RaystowError, StoreError, StoreUnavailable
 from raystow.storage.runtime.clock import SYSTEM
@@ -25,7 +26,7 @@ from raystow.workers.protocol.messages import AttemptKey, ReadCached, ReadPendin
 from raystow.workers.protocol.unix_channel import Connection, Listener
 
 
-class Failing(MemoryStore):
+class Failing(ScriptedStore):
     """The store of the node worker, which fails with ``error``."""
 
     error: RaystowError | None = StoreUnavailable("503", subject="pack")
@@ -124,7 +125,7 @@ def test_a_slow_node_worker_is_waited_for(
             assert told.acquire(timeout=60)
         read(key, start, target)
 
-    monkeypatch.setattr(failing, "get_range_into", slow)
+    script(failing, get_range_into=slow)
     assert rank.get_range("pack", 0, 5) == b"bytes"
     assert not caplog.text, "the node worker returned the bytes"
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import ray
-from helpers.no_ray import without_ray
+from helpers.fake_ray import FakeRay
+from helpers.no_ray import connect_without_ray
 
 from raystow.storage.errors import ClusterError
 from raystow.storage.stores.settings import JobSettings, StoreAddress
 from raystow.workers.node import actor
 from raystow.workers.node.actor import NODE, RayPeers
 from raystow.workers.node.node import Node
-from raystow.workers.ray_connection import RayConnection
 
 
 class NoCoordinator:
@@ -56,9 +56,9 @@ def test_a_frozen_head_node_does_not_stop_the_copies(monkeypatch: pytest.MonkeyP
         return [{"NodeID": name, "Alive": True, "Labels": {"zone": "z"}} for name in ("a", "b")]
 
     monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [{"name": f"{NODE}a"}])
-    monkeypatch.setattr(ray, "nodes", nodes)
+    FakeRay().replace(monkeypatch, "nodes").nodes = nodes  # type: ignore[method-assign]
     monkeypatch.setattr(actor, "_ANSWER", 0.1)
-    monkeypatch.setattr(RayConnection, "here", without_ray("a"))
+    connect_without_ray(monkeypatch, "a")
     peers = RayPeers()
     with ThreadPoolExecutor() as pool:
         try:

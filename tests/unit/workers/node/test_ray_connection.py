@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import ray
 from helpers.fake_clock import FakeClock
-from helpers.no_ray import NoRay
+from helpers.fake_ray import FakeRay
+from helpers.no_ray import NoRay, Unchecked
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from raystow.orchestrator import ray_cluster
 from raystow.storage.errors import ClusterError
 from raystow.workers import head_node, ray_connection
-from raystow.workers.ray_connection import RayConnection
 
 LONG = 600.0
 
@@ -48,10 +48,7 @@ def listener(answer: bytes | None) -> Iterator[str]:
 @pytest.fixture
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The connections of this process to Ray are counted instead of made."""
-    made: list[str] = []
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda *_, **options: made.append(options.get("address", "")))
-    return made
+    return FakeRay().replace(monkeypatch, "init", "is_initialized").joined
 
 
 @pytest.mark.parametrize(
@@ -116,11 +113,10 @@ def test_a_call_ends_when_the_head_node_is_gone(monkeypatch: pytest.MonkeyPatch)
         raise GetTimeoutError
 
     monkeypatch.setattr(ray_connection, "SYSTEM", clock)
-    monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(head_node, "listens", lambda address: clock.time < 100)
-    monkeypatch.setattr(RayConnection, "check", lambda self: None)
+    FakeRay().replace(monkeypatch, "get").get = get  # type: ignore[method-assign]
     with pytest.raises(ClusterError, match="coordinator: does not answer, and the head node at head:1 is gone since 30 s"):
-        RayConnection("head:1", "s", "1", "n").call(lambda: "reference", 720, "coordinator")
+        Unchecked("head:1", "s", "1", "n").call(lambda: "reference", 720, "coordinator")
     assert 125 <= clock.time <= 135
     assert max(waited) <= 5
 
@@ -132,10 +128,9 @@ def test_the_error_of_an_actor_is_raystow_s_own(monkeypatch: pytest.MonkeyPatch)
     def get(_: Any, *, timeout: float) -> None:
         raise RayTaskError("handle", "Traceback of the actor", own).as_instanceof_cause()
 
-    monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(RayConnection, "check", lambda self: None)
+    FakeRay().replace(monkeypatch, "get").get = get  # type: ignore[method-assign]
     with pytest.raises(ClusterError) as caught:
-        RayConnection("head:1", "s", "1", "n").call(lambda: "reference", LONG, "coordinator")
+        Unchecked("head:1", "s", "1", "n").call(lambda: "reference", LONG, "coordinator")
     assert caught.value is own
 
 
