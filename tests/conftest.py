@@ -16,6 +16,7 @@ import pytest
 from helpers.azure_server import azure_server, make_container
 from helpers.gcs_server import gcs_server
 from helpers.s3_server import make_bucket, s3_server
+from helpers.system_calls import SystemCalls
 from hypothesis import HealthCheck, settings
 
 from raystow.storage.runtime.clock import SYSTEM
@@ -61,6 +62,14 @@ def beside_no_other() -> None:
     """Assert that the test may use the shared cluster: only one process of the session may start Ray."""
     first = os.environ["PYTEST_CURRENT_TEST"]
     assert _STARTS_RAY.match(first), f"{first} starts Ray, maybe while other processes do: add its file in _STARTS_RAY"
+
+
+@pytest.fixture
+def system_calls() -> Iterator[SystemCalls]:
+    """Yield what replaces system calls until the test ends."""
+    calls = SystemCalls()
+    yield calls
+    calls.restore()
 
 
 @pytest.fixture(scope="session")

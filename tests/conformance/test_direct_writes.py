@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from helpers.page_cache import page_cached
+from helpers.system_calls import SystemCalls
 
 from raystow.storage.errors import StoreUnavailable
-from raystow.storage.stores import direct_io, local
+from raystow.storage.stores import direct_io
 from raystow.storage.stores.local import LocalStore
 
 KEY = "versions/weights.pack"
@@ -55,16 +56,22 @@ def test_parts_of_what_stays_in_memory_bypass_the_page_cache(kept: bool, sizes: 
 
 
 def test_parts_are_gathered_in_one_buffer_for_each_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "WRITERS", 2)
     monkeypatch.setattr(direct_io, "_idle", queue.SimpleQueue())
-    store, half = LocalStore(tmp_path, kept=True), bytes(3 << 20)
+    store, half = LocalStore(tmp_path, kept=True, writers=2), bytes(3 << 20)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: store.put(f"{number}.pack", [half, half]), range(16)))
     used = direct_io.refused(tmp_path.stat().st_dev) is None
     assert int(used) <= direct_io._idle.qsize() <= 2 * used
 
 
-def test_parts_refused_in_between_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Direct writes are tried, also where the file system of the tests refuses them."""
+    monkeypatch.setattr(direct_io, "refused", lambda device: None)
+
+
+@pytest.mark.usefixtures("direct")
+def test_parts_refused_in_between_are_complete(system_calls: SystemCalls, tmp_path: Path) -> None:
     """The rest goes through the page cache, also after a write of less than a buffer."""
     memory, write, limits = os.urandom(11 << 20), os.write, iter([4096, 1 << 30, 0])
 
@@ -73,14 +80,14 @@ def test_parts_refused_in_between_are_complete(tmp_path: Path, monkeypatch: pyte
             raise OSError(errno.EINVAL, "injected")
         return write(descriptor, data[:most])
 
-    monkeypatch.setattr(direct_io, "refused", lambda device: None)
-    monkeypatch.setattr(direct_io.os, "write", write_some)
+    system_calls.replace(write=write_some)
     LocalStore(tmp_path, kept=True).put(KEY, [memory[: 5 << 20], memory[5 << 20 :]])
     assert (tmp_path / KEY).read_bytes() == memory
 
 
+@pytest.mark.usefixtures("direct")
 def test_refused_direct_writes_use_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    system_calls: SystemCalls, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The refusal is logged once; a full disk is not treated as a refusal."""
     store, pages, refusal, write = LocalStore(tmp_path), mmap.mmap(-1, 3 << 20), [errno.EINVAL], os.write
@@ -90,8 +97,7 @@ def test_refused_direct_writes_use_the_page_cache(
             raise OSError(refusal[0], os.strerror(refusal[0]))
         return write(descriptor, data)
 
-    monkeypatch.setattr(direct_io, "refused", lambda device: None)
-    monkeypatch.setattr(direct_io.os, "write", refuse)
+    system_calls.replace(write=refuse)
     direct_io._say.cache_clear()
     caplog.set_level("INFO", "raystow")
     for number in (1, 2):

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from helpers.system_calls import SystemCalls
 
 from raystow.storage.errors import StoreUnavailable
 from raystow.storage.stores.local import LocalStore
@@ -20,7 +21,7 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path)
 
 
-def test_a_file_that_another_machine_replaced_is_opened_again(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_another_machine_replaced_is_opened_again(store: LocalStore, system_calls: SystemCalls) -> None:
     """NFS calls the handle of the replaced file stale."""
     store.put(KEY, [b"content"])
     pread, preadv, stale = os.pread, os.preadv, [1]
@@ -30,8 +31,8 @@ def test_a_file_that_another_machine_replaced_is_opened_again(store: LocalStore,
             stale[0] -= 1
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    monkeypatch.setattr(os, "pread", lambda *given: fail() or pread(*given))
-    monkeypatch.setattr(os, "preadv", lambda *given: fail() or preadv(*given))
+    system_calls.replace(pread=lambda *given: fail() or pread(*given))
+    system_calls.replace(preadv=lambda *given: fail() or preadv(*given))
     target = bytearray(4)
     for read in (
         lambda: store.get(KEY, max_bytes=9),
@@ -46,7 +47,7 @@ def test_a_file_that_another_machine_replaced_is_opened_again(store: LocalStore,
     assert target == b"tent"
 
 
-def test_a_swap_whose_folder_was_not_synced_is_not_read(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_whose_folder_was_not_synced_is_not_read(store: LocalStore, system_calls: SystemCalls) -> None:
     """Else its writer would take it for durable: a power cut could bring the old content back."""
     tag, broken, fsync = store.put_if("root.json", b"old", None), [True], os.fsync
 
@@ -55,7 +56,7 @@ def test_a_swap_whose_folder_was_not_synced_is_not_read(store: LocalStore, monke
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", sync)
+    system_calls.replace(fsync=sync)
     for operation in (lambda: store.put_if("root.json", b"new", tag), lambda: store.get_tagged("root.json", max_bytes=9)):
         with pytest.raises(StoreUnavailable, match="EIO"):
             operation()

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.system_calls import SystemCalls
 
 from raystow.storage.errors import Damaged, PreconditionFailed, StateError, StoreError, StoreFull, StoreUnavailable, UnsafeStore
 from raystow.storage.object_store import ObjectStore
-from raystow.storage.stores import durable, local, open_store
+from raystow.storage.stores import durable, open_store
 from raystow.storage.stores.local import LOCK, LocalStore
 
 KEY = "versions/00000001-0123456789abcdef/weights-00000-00000.pack"
@@ -111,17 +112,14 @@ else:
 )
 @pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
 def test_disk_errors_name_the_object_and_the_errno(
-    store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[StoreError], call: str
+    store: LocalStore, root: Path, system_calls: SystemCalls, number: int, kind: type[StoreError], call: str
 ) -> None:
     store.put(KEY, [b"old"])
 
-    def fail(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(StoreError) as caught:
-            store.put(KEY, [b"new"])
+    system_calls.fail(call, number)
+    with pytest.raises(StoreError) as caught:
+        store.put(KEY, [b"new"])
+    system_calls.restore()
     assert type(caught.value) is kind
     assert f"{root}/{KEY}: {os.strerror(number)} ({errno.errorcode[number]})" in str(caught.value)
     assert caught.value.remedy
@@ -129,7 +127,7 @@ def test_disk_errors_name_the_object_and_the_errno(
     assert store.get(KEY, max_bytes=9) == b"old"
 
 
-def test_an_object_and_all_its_folders_are_synced(store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_and_all_its_folders_are_synced(store: LocalStore, root: Path, system_calls: SystemCalls) -> None:
     """The object before it gets its name, its folders after that, up to the root."""
     done, fsync, replace = list[str](), os.fsync, os.replace
 
@@ -142,8 +140,8 @@ def test_an_object_and_all_its_folders_are_synced(store: LocalStore, root: Path,
         replace(old, new)
 
     store.put("a/b/first", [b""])  # makes the folders
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", renamed)
+    system_calls.replace(fsync=synced)
+    system_calls.replace(replace=renamed)
     store.put("a/b/second", [b"content"])
     assert done[0].startswith(durable.TEMPORARY)
     assert done[1:] == ["renamed", "b", "a", root.name]
@@ -152,20 +150,20 @@ def test_an_object_and_all_its_folders_are_synced(store: LocalStore, root: Path,
     assert done[1:] == ["renamed", root.name]
 
 
-def test_short_writes_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued(store: LocalStore, system_calls: SystemCalls) -> None:
     real = os.writev
-    monkeypatch.setattr(os, "writev", lambda fd, parts: real(fd, [bytes(parts[0])[:3]]))
+    system_calls.replace(writev=lambda fd, parts: real(fd, [bytes(parts[0])[:3]]))
     parts = [bytes([value]) * (value % 8) for value in range(60)]
     store.put(KEY, parts)
     assert store.get(KEY, max_bytes=10**6) == b"".join(parts)
 
 
-def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_continued(store: LocalStore, system_calls: SystemCalls) -> None:
     """The kernel reads at most 2 GiB at a time."""
     store.put(KEY, [b"0123456789"])
     pread, preadv, target = os.pread, os.preadv, bytearray(8)
-    monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(3, length), start))
-    monkeypatch.setattr(os, "preadv", lambda file, parts, start: preadv(file, [parts[0][:3]], start))
+    system_calls.replace(pread=lambda file, length, start: pread(file, min(3, length), start))
+    system_calls.replace(preadv=lambda file, parts, start: preadv(file, [parts[0][:3]], start))
     assert store.get(KEY, max_bytes=10) == b"0123456789"
     assert store.get_range(KEY, 1, 8) == b"12345678"
     store.get_range_into(KEY, 1, memoryview(target))
@@ -173,8 +171,7 @@ def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.Monkey
 
 
 def test_concurrent_writes_are_limited_but_never_block_put_if(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "WRITERS", 2)
-    store, begun, gate, write = LocalStore(root), threading.Semaphore(0), threading.Event(), durable.write
+    store, begun, gate, write = LocalStore(root, writers=2), threading.Semaphore(0), threading.Event(), durable.write
 
     def gated(folder: Path, key: str, *how: Any, **more: Any) -> None:
         if key != "root.json":
@@ -225,19 +222,16 @@ def test_a_held_lock_is_awaited_until_the_lock_timeout(root: Path) -> None:
         LocalStore(str(root), lock_timeout=30).put_if("root.json", b"1", tag)
 
 
-def test_threads_exclude_each_other_if_flock_is_per_process(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+def test_threads_exclude_each_other_if_flock_is_per_process(store: LocalStore, system_calls: SystemCalls) -> None:
+    system_calls.replace(flock=lambda *_: None)
     store.put_if("root.json", b"0", None)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda opened: increment(opened, 10), [open_store(store.uri) for _ in range(8)]))
     assert store.get("root.json", max_bytes=9) == b"80"
 
 
-def test_a_file_system_without_flock_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", fail)
+def test_a_file_system_without_flock_is_refused(store: LocalStore, system_calls: SystemCalls) -> None:
+    system_calls.fail("flock", errno.ENOSYS)
     with pytest.raises(UnsafeStore, match="no flock"):
         store.put_if("root.json", b"0", None)
     assert list(store.list("")) == []

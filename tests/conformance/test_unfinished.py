@@ -12,6 +12,7 @@ from pathlib import Path
 
 import boto3
 import pytest
+from helpers.system_calls import SystemCalls
 
 from raystow.storage.errors import StoreError, StoreUnavailable
 from raystow.storage.object_store import ObjectStore, Unfinished
@@ -155,7 +156,7 @@ def test_files_of_other_programs_are_not_listed_or_aborted(tmp_path: Path) -> No
     assert (elsewhere / ".raystow.tmp-00").exists()
 
 
-def test_a_writer_whose_temporary_file_was_aborted_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_whose_temporary_file_was_aborted_fails(tmp_path: Path, system_calls: SystemCalls) -> None:
     store = LocalStore(tmp_path / "run")
     real = os.fsync
 
@@ -163,9 +164,9 @@ def test_a_writer_whose_temporary_file_was_aborted_fails(tmp_path: Path, monkeyp
         real(descriptor)
         store.abort(store.unfinished())
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", collected_meanwhile)
-        with pytest.raises(StoreUnavailable, match="No such file"):
-            store.put("versions/a.pack", [b"x"])
+    system_calls.replace(fsync=collected_meanwhile)
+    with pytest.raises(StoreUnavailable, match="No such file"):
+        store.put("versions/a.pack", [b"x"])
+    system_calls.restore()
     assert list(store.list("")) == []
     store.put("versions/a.pack", [b"x"])

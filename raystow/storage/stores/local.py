@@ -64,9 +64,11 @@ _LATER = {errno.EFBIG: "this process or file system limits the size of files (ul
 
 class LocalStore:
     """Objects are files under ``root``; keys are paths below it. The first write creates the folder. ``kept``: what is written
-    stays in memory elsewhere, so the page cache need not hold it."""
+    stays in memory elsewhere, so the page cache need not hold it. ``writers``: threads that write at a time."""
 
-    def __init__(self, root: str | Path, *, clock: Clock = SYSTEM, lock_timeout: float = 30.0, kept: bool = False) -> None:
+    def __init__(
+        self, root: str | Path, *, clock: Clock = SYSTEM, lock_timeout: float = 30.0, kept: bool = False, writers: int = WRITERS
+    ) -> None:
         # Resolved once: lock and mount are those of the real folder.
         try:
             self._root = Path(root).resolve()
@@ -75,7 +77,7 @@ class LocalStore:
         self._clock, self._lock_timeout, self._kept = clock, lock_timeout, kept
         self._locks_hold = False
         self._unsynced: set[str] = set()  # keys of swaps that a power cut may still undo
-        self._writers = threading.BoundedSemaphore(WRITERS)
+        self._writers = threading.BoundedSemaphore(writers)
 
     range_bytes = 4 << 20
     """Bytes of a read above which larger reads are not faster."""

@@ -19,6 +19,7 @@ import ray
 from helpers.builders import memory_repository
 from helpers.fake_clock import FakeClock
 from helpers.polling import wait_until
+from helpers.system_calls import SystemCalls
 
 from raystow.integrations.ray_train.train_sync import TrainSync
 from raystow.orchestrator.client import settings_renewal
@@ -342,12 +343,12 @@ def test_the_number_of_logged_errors_is_bounded(counted: Counted, caplog: pytest
     assert (len(counted.logged(caplog)), len(counted.errors)) == (background._REMEMBERED, 1000)
 
 
-def test_a_pool_works_without_permission_to_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_works_without_permission_to_lower_priority(system_calls: SystemCalls) -> None:
     """An error in the initializer would break the pool permanently."""
 
     def refused(*_: int) -> None:
         raise PermissionError(errno.EPERM, "seccomp")
 
-    monkeypatch.setattr(thread_priority.os, "setpriority", refused)
+    system_calls.replace(setpriority=refused)
     with ThreadPoolExecutor(1, initializer=thread_priority.give_way) as pool:
         assert pool.submit(threading.get_ident).result(10)

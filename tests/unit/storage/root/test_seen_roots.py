@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers.builders import memory_repository, whole, write
 from helpers.scripted_store import script, unscript
+from helpers.system_calls import SystemCalls
 
 import raystow
 from raystow.storage.commit.committer import Committer
@@ -107,7 +108,11 @@ def test_a_damaged_note_is_an_error(repository: Repository, folder: Path, text: 
 
 
 def test_a_commit_succeeds_although_it_cannot_be_noted(
-    repository: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    system_calls: SystemCalls,
+    repository: Repository,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     committer = Committer(repository, SYSTEM.token())
     replace = os.replace
@@ -117,7 +122,7 @@ def test_a_commit_succeeds_although_it_cannot_be_noted(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         replace(path, target)
 
-    monkeypatch.setattr(os, "replace", full)
+    system_calls.replace(replace=full)
     write(committer, {"w": whole(np.arange(5.0))})
     assert "cannot be written: No space left" in caplog.text
     with pytest.raises(StateError, match="cannot be written"):
