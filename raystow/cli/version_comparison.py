@@ -136,7 +136,9 @@ def _proof(version: Version, chunk: Chunk) -> tuple[object, ...]:
     return (version.bases.referenced(chunk)[1] if chunk.is_reference else chunk).proof
 
 
-def compare(before: Version, after: Version, found: Sequence[Difference], progress: Callable[[int], None]) -> list[Difference]:
+def compare(
+    before: Version, after: Version, found: Sequence[Difference], progress: Callable[[int], None], *, slab: int = SLAB
+) -> list[Difference]:
     """Read and compare the bytes of all that are ``comparable``.
 
     Args:
@@ -144,6 +146,7 @@ def compare(before: Version, after: Version, found: Sequence[Difference], progre
         after: The later version.
         found: The result of ``differences``.
         progress: Called with bytes that were compared; their sum is ``work(after, found)``.
+        slab: Bytes of each version that are compared at a time.
 
     Returns:
         ``found``, with ``deviation`` and final ``what`` and ``changed`` of the compared tensors.
@@ -153,29 +156,29 @@ def compare(before: Version, after: Version, found: Sequence[Difference], progre
     """
     sums: dict[str, Deviation] = {}
     readers = before.reader(), after.reader()
-    for slab in batches(_boxes(after, found), lambda box: box.nbytes, SLAB):
-        nbytes = sum(part.nbytes for part in slab)
+    for boxes in batches(_boxes(after, found, slab), lambda box: box.nbytes, slab):
+        nbytes = sum(box.nbytes for box in boxes)
         old, new = np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
-        read_slab(before, readers[0], slab, old)
-        read_slab(after, readers[1], slab, new)
+        read_slab(before, readers[0], boxes, old)
+        read_slab(after, readers[1], boxes, new)
         end = 0
-        for part in slab:
-            bytes_of_part = slice(end, end + part.nbytes)
-            deviation = deviate(old[bytes_of_part], new[bytes_of_part], dtypes.dtype(part.dtype))
-            sums[part.name] = sums.get(part.name, Deviation()) + deviation
-            end += part.nbytes
+        for box in boxes:
+            bytes_of_box = slice(end, end + box.nbytes)
+            deviation = deviate(old[bytes_of_box], new[bytes_of_box], dtypes.dtype(box.dtype))
+            sums[box.name] = sums.get(box.name, Deviation()) + deviation
+            end += box.nbytes
         progress(end)
     return [_settled(one, sums.get(one.name, Deviation())) if one.comparable else one for one in found]
 
 
 def work(after: Version, found: Sequence[Difference]) -> int:
     """Return the raw bytes of each version that ``compare`` compares."""
-    return sum(box.nbytes for box in _boxes(after, found))
+    return sum(box.nbytes for box in _boxes(after, found, SLAB))
 
 
-def deviate(old: Bytes, new: Bytes, format: DType) -> Deviation:
+def deviate(old: Bytes, new: Bytes, format: DType, *, block: int = _BLOCK) -> Deviation:
     """Compare two arrays of equal size element by element, by their bits: NaN equals the same NaN, and 0 differs from -0."""
-    word, step = np.dtype(f"u{min(format.itemsize, 8)}"), _BLOCK * format.itemsize
+    word, step = np.dtype(f"u{min(format.itemsize, 8)}"), block * format.itemsize
     total = Deviation()
     for start in range(0, old.size, step):
         a, b = old[start : start + step], new[start : start + step]
@@ -201,7 +204,7 @@ def _distance(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> tuple[f
     return (float(apart[finite].max()) if finite.any() else None), int(apart.size - np.count_nonzero(finite))
 
 
-def _boxes(after: Version, found: Sequence[Difference]) -> Iterator[TensorBox]:
+def _boxes(after: Version, found: Sequence[Difference], slab: int) -> Iterator[TensorBox]:
     """The chunks of each tensor that may have changed; where their boxes differ, boxes of whole rows."""
     for one in found:
         if not one.comparable:
@@ -209,7 +212,7 @@ def _boxes(after: Version, found: Sequence[Difference]) -> Iterator[TensorBox]:
         if one.boxes is not None:
             yield from (TensorBox(one.name, one.dtype, box, is_chunk=True) for box in one.boxes)
         else:
-            yield from (box for box in boxes_of(one.name, after.tensors()[one.name], SLAB) if box.nbytes)
+            yield from (box for box in boxes_of(one.name, after.tensors()[one.name], slab) if box.nbytes)
 
 
 def _settled(one: Difference, deviation: Deviation) -> Difference:

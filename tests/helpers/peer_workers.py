@@ -10,7 +10,7 @@ from raystow.storage.errors import ClusterError
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node.peer_server import PeerServer
+from raystow.workers.node.peer_server import PeerLimits, PeerServer
 from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol.messages import Contact
 from raystow.workers.replication.peers import Peers
@@ -45,6 +45,7 @@ class Worker:
             self.journal,
             usage=Usage(clock),
             tls=cluster.tls,
+            limits=cluster.limits,
         )
         self.reads = list[Counter[str]]()  # read bytes by source, one counter per call
         self._visit = self.fetcher.visit()
@@ -63,9 +64,11 @@ class Worker:
 
 class Cluster:
     """Node workers by name. ``find`` stands for the lookup in Ray. ``lines``: what others reach in place of a node.
+    ``limits``: those of nodes that start from now on.
     ``zones``: of nodes that keep copies of entries."""
 
     def __init__(self, *, tls: bool = False) -> None:
+        self.limits = PeerLimits()
         self.lines, self.zones = dict[str, Contact](), dict[str, str]()
         self.clock, self.workers, self.tls = FakeClock(), dict[str, Worker](), tls
         self.asked = Counter[str]()

@@ -13,6 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from integration.ranks import give_back
+from raystow.cli import version_files
 
 if TYPE_CHECKING:
     from integration.gloo import Ranks
@@ -31,6 +32,12 @@ def cluster(beside_no_other: None) -> Iterator[Cluster]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are written in slabs of 4 KiB, so that tensors span many slabs."""
+    monkeypatch.setattr(version_files, "SLAB", 4096)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.builders import memory_repository
 from helpers.local_cluster import LocalCluster
+from helpers.system_calls import SystemCalls
 from safetensors.torch import load_file
 
 from integration.cli_runner import flip_byte, run, run_json
@@ -24,7 +25,6 @@ from raystow.storage.errors import Damaged, UnsafeStore
 from raystow.storage.format import values
 from raystow.storage.repository import create_repository, open_repository
 from raystow.storage.versions.version import TensorInfo
-from raystow.workers.cache import host_memory
 
 
 def mixed_state(seed: int) -> dict[str, Any]:
@@ -203,8 +203,7 @@ def test_values_json_has_plain_values_of_all_ranks(run_folder: Path, tmp_path: P
     assert content["by_rank"] == {"epoch": [{"ranks": [0], "value": 3}, {"ranks": [1], "value": 4}]}
 
 
-def test_large_groups_are_split_and_indexed(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_files, "SLAB", 4096)  # so that tensors span many slabs
+def test_large_groups_are_split_and_indexed(run_folder: Path, tmp_path: Path, small_slabs: None) -> None:
     facts = run_json("restore", run_folder, "--output", tmp_path / "out", "--max-file-size", "64KiB")
     names = [file["name"] for file in facts["files"] if file["group"] == "weights"]
     assert names == [f"weights-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
@@ -308,7 +307,12 @@ def test_dtypes_that_safetensors_lacks_are_mapped(dtype: str, shape: tuple[int, 
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevent ``doctor`` from connecting to a Ray cluster on this machine."""
 
-    monkeypatch.setattr(software, "survey", lambda: {"none": "no Ray cluster is running here: whatever Ray says"})
+    survey_finds(monkeypatch, lambda: {"none": "no Ray cluster is running here: whatever Ray says"})
+
+
+def survey_finds(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], dict[str, Any]]) -> None:
+    """Replace the process that ``doctor`` starts to survey the cluster."""
+    monkeypatch.setattr(software, "survey", answer)
 
 
 def found(report: dict[str, Any]) -> dict[str, dict[str, str]]:
@@ -327,7 +331,7 @@ def test_doctor_without_a_cluster_reports_no_failure() -> None:
 
 
 def test_doctor_counts_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "survey", lambda: {"nodes": 3.0, "CPU": 24.0, "GPU": 2.0})
+    survey_finds(monkeypatch, lambda: {"nodes": 3.0, "CPU": 24.0, "GPU": 2.0})
     assert found(run_json("doctor"))["cluster"]["found"] == "reachable: nodes 3, CPUs 24, GPUs 2"
 
 
@@ -402,17 +406,19 @@ def test_an_exception_in_a_check_becomes_a_finding(monkeypatch: pytest.MonkeyPat
     def survey() -> dict[str, Any]:
         raise ValueError("surprise")
 
-    monkeypatch.setattr(software, "survey", survey)
+    survey_finds(monkeypatch, survey)
     report = run_json("doctor", code=1)
     assert found(report)["cluster"]["found"] == "ValueError: surprise"
     assert report["checks"][-1]["name"] == "memory"  # the other checks ran
 
 
-def test_doctor_uses_the_limits_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_uses_the_limits_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system_calls: SystemCalls
+) -> None:
     for name, text in {"memory.max": f"{3 << 30}\n", "memory.current": f"{5 << 29}\n", "cpu.max": "150000 100000\n"}.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr(hardware, "control_groups", lambda controller: iter([tmp_path]))
+    system_calls.replace(sched_getaffinity=lambda pid: range(8))
     memory, cores, shared = hardware.memory(), hardware.cores(), hardware.shared_memory()
     assert (memory.status.value, memory.found) == ("warning", "512 MiB available of 3.00 GiB (the container's limit)")
     assert (cores.status.value, cores.found) == ("warning", "8 cores, limited by a quota to 1.5")

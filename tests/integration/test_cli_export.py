@@ -161,8 +161,7 @@ def test_untied_models_keep_equal_weights(tmp_path: Path) -> None:
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), model)
 
 
-def test_large_models_are_sharded(run_folder: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_files, "SLAB", 4096)  # makes tensors span many slabs
+def test_large_models_are_sharded(run_folder: tuple[Path, Any], tmp_path: Path, small_slabs: None) -> None:
     folder, model = run_folder
     config = config_folder(model, tmp_path / "config")
     facts = run_json("export", folder, "--hf", tmp_path / "out", "--files", config, "--max-shard-size", "20kB")

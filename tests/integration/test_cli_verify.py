@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +205,15 @@ def test_a_read_only_store_is_verified(folder: Path, monkeypatch: pytest.MonkeyP
 # Other failures during a verification
 
 
-def fail_on(monkeypatch: pytest.MonkeyPatch, version_id: int, error: Exception) -> None:
+def fail_on(
+    monkeypatch: pytest.MonkeyPatch, version_id: int, error: Exception, before: Callable[[Repository], None] = lambda _: None
+) -> None:
+    """Let the verification of a version end with an error. ``before``: what happens to the repository meanwhile."""
     whole = Repository.verify
 
     def verify(self: Repository, version: Any, *rest: Any, **options: Any) -> Any:
         if version.id == version_id:
+            before(self)
             raise error
         return whole(self, version, *rest, **options)
 
@@ -216,11 +221,10 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, version_id: int, error: Exception) 
 
 
 def test_a_version_removed_while_verified_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def verify_after_removal(self: Repository, version: Any, *_: Any, **__: Any) -> None:
-        overwrite_root(self, lambda root: type(root)(**{**vars(root), "versions": ()}) if root.versions else root)
-        raise Damaged("the pack is missing")
+    def remove(repository: Repository) -> None:
+        overwrite_root(repository, lambda root: type(root)(**{**vars(root), "versions": ()}))
 
-    monkeypatch.setattr(Repository, "verify", verify_after_removal)
+    fail_on(monkeypatch, 3, Damaged("the pack is missing"), remove)
     assert outcomes(run_json("verify", folder)) == ["removed"]
 
 

@@ -18,13 +18,17 @@ from raystow import ray_train
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("cluster")
+@pytest.fixture
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train's cleaner queries the dashboard, which this cluster lacks, and ``fit`` would wait 12 s for the cleaner."""
+    short = partialmethod(PlacementGroupCleanerCallback.__init__, stop_timeout=0.5)
+    monkeypatch.setattr(PlacementGroupCleanerCallback, "__init__", short)
+
+
+@pytest.mark.usefixtures("cluster", "short_timeout")
 def test_a_worker_group_continues_after_a_worker_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # seconds between Train's health checks, instead of 2
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # it starts an actor per group; this run has no notice
-    # Train's cleaner queries the dashboard, which this cluster lacks, and ``fit`` would wait 12 s for the cleaner.
-    short_timeout = partialmethod(PlacementGroupCleanerCallback.__init__, stop_timeout=0.5)
-    monkeypatch.setattr(PlacementGroupCleanerCallback, "__init__", short_timeout)
     result = trainer(tmp_path, {"steps": 4, "die": 2}, num_to_keep=2).fit()
     assert [step for step, _, _ in Run(tmp_path).starts()] == [0, 2]
     repository = raystow.open(tmp_path / "ray" / "run" / "raystow")
@@ -44,13 +48,11 @@ def test_a_checkpointer_outside_of_a_worker_is_refused() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("cluster", "short_timeout")
 @pytest.mark.parametrize("named", ["address", pytest.param("filesystem", marks=pytest.mark.slow)])
 def test_trains_own_way_to_name_a_server_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
     """The environment names another server, or none. With an address, it has the keys."""
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    short_timeout = partialmethod(PlacementGroupCleanerCallback.__init__, stop_timeout=0.5)
-    monkeypatch.setattr(PlacementGroupCleanerCallback, "__init__", short_timeout)
     with moto() as server, moto() as other:
         where = {"endpoint_url": server, "region_name": "us-east-1"}
         client = boto3.client("s3", aws_access_key_id="k", aws_secret_access_key="s", **where)

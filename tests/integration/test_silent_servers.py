@@ -82,17 +82,16 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let commands wait for less than a second."""
-    monkeypatch.setattr(request_limits, "_of_process", request_limits.of_process())  # as it is now, afterwards
-    monkeypatch.setattr(wait_notice, "COMMAND_LIMITS", IMPATIENT)
-    monkeypatch.setattr(wait_notice, "PATIENCE", 0.1)
-    monkeypatch.setattr(wait_notice, "_PAUSE", 0.01)
+def impatient() -> Iterator[None]:
+    """Let commands wait for less than a second, and say after a tenth what they wait for."""
+    before = request_limits.of_process()
+    wait_notice.say_what_is_awaited(IMPATIENT, patience=0.1, pause=0.01)
+    yield
+    request_limits.use(before)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "az", "gs"])
 def test_ls_says_what_it_waits_for_and_ends(silent: Silent, impatient: None, scheme: str) -> None:
-    wait_notice.say_what_is_awaited()
     ended = CliRunner().invoke(build(), ["ls", f"{scheme}://bucket/run"])
     assert ended.exit_code == 1
     line = f"waiting for GET of {scheme}://bucket/run/raystow.json at {silent.endpoint}; without an answer this ends after 5 s\n"
@@ -109,7 +108,6 @@ def test_a_silent_issuer_of_credentials_ends_a_command(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/trainer")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
-    wait_notice.say_what_is_awaited()
     ended = CliRunner().invoke(build(), ["ls", URI])
     assert ended.exit_code == 1
     assert f"{silent.endpoint} does not answer" in ended.stderr

@@ -14,7 +14,6 @@ from helpers.fake_clock import FakeClock
 from typer.testing import CliRunner
 
 from raystow.cli.app import build
-from raystow.orchestrator.coordinator import housekeeping
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.commit.committer import Committer
 from raystow.storage.commit.leases import Lease
@@ -48,9 +47,8 @@ def fill(folder: Path) -> None:
             file.write(b"x" * 4096)
 
 
-def test_dropped_versions_are_deleted_early_on_a_small_disk(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_versions_are_deleted_early_on_a_small_disk(small: Path) -> None:
     """One that a restore reads stays."""
-    monkeypatch.setattr(housekeeping, "_EARLY", 0.0)
     repository = create_repository(str(small / "run"))
     committer = Committer(repository, "me")
     save(committer, 0)
@@ -58,18 +56,17 @@ def test_dropped_versions_are_deleted_early_on_a_small_disk(small: Path, monkeyp
     with Lease(repository.store, first.id, first.attempt, repository.clock):
         for seed in range(1, 9):
             save(committer, seed)
-            Housekeeping(committer).run(Policy(keep_last=1))
+            Housekeeping(committer, early=0.0).run(Policy(keep_last=1))
         assert live_ids(repository) == [1, 9]
         repository.verify(first)
 
 
-def test_dropped_versions_stay_while_there_is_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(housekeeping, "_EARLY", 0.0)
+def test_dropped_versions_stay_while_there_is_space(tmp_path: Path) -> None:
     repository = create_repository(str(tmp_path / "run"))
     committer = Committer(repository, "me")
     for seed in range(3):
         save(committer, seed)
-        Housekeeping(committer).run(Policy(keep_last=1))
+        Housekeeping(committer, early=0.0).run(Policy(keep_last=1))
     assert live_ids(repository) == [3]
     assert orphans(repository)
 

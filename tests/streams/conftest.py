@@ -1,4 +1,4 @@
-"""The fixture ``gpu``: a simulated device."""
+"""The fixtures ``gpu``, a simulated device, and ``interpreted``, which needs none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from raystow.workers.gpu.kernels.library import Kernel
 
 
 @pytest.fixture
@@ -15,3 +17,11 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     with streams(request.param) as device:
         yield device
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run kernels immediately, in Triton's interpreter."""
+    from streams.device import interpret, replace_parts
+
+    replace_parts(monkeypatch, [(Kernel, "launch", interpret)])

@@ -17,7 +17,7 @@ import importlib.util
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -220,15 +220,28 @@ def device(seed: int) -> Iterator[Device]:
     def launch(kernel: Kernel, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         made.enqueue(functools.partial(interpret, kernel, grid, *args, **constants))
 
+    def copy(*places: int) -> None:
+        made.enqueue(lambda: ctypes.memmove(*places))
+
     with pytest.MonkeyPatch.context() as patch, _Calls(made):
-        patch.setattr(Kernel, "launch", launch)
-        for owner, name in ((pinned_ring, "copy_to_host"), (library, "copy_to_host"), (library, "copy_to_device")):
-            patch.setattr(owner, name, lambda *places: made.enqueue(lambda: ctypes.memmove(*places)))
-        patch.setattr(library, "record", lambda event: event.record(made.current))
-        patch.setattr(word_kernels, "_REACH", 4 * BLOCK)
-        patch.setattr(torch.cuda, "device", lambda where: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "Stream", lambda where=None, priority=0: Stream(made))
-        patch.setattr(torch.cuda, "stream", made.on)
-        patch.setattr(torch.cuda, "current_stream", lambda where=None: made.current)
-        patch.setattr(torch.cuda, "synchronize", lambda where=None: made.synchronize())
+        driver: list[tuple[object, str, object]] = [
+            (Kernel, "launch", launch),
+            (pinned_ring, "copy_to_host", copy),
+            (library, "copy_to_host", copy),
+            (library, "copy_to_device", copy),
+            (library, "record", lambda event: event.record(made.current)),
+            (word_kernels, "_REACH", 4 * BLOCK),
+            (torch.cuda, "device", lambda where: contextlib.nullcontext()),
+            (torch.cuda, "Stream", lambda where=None, priority=0: Stream(made)),
+            (torch.cuda, "stream", made.on),
+            (torch.cuda, "current_stream", lambda where=None: made.current),
+            (torch.cuda, "synchronize", lambda where=None: made.synchronize()),
+        ]
+        replace_parts(patch, driver)
         yield made
+
+
+def replace_parts(patch: pytest.MonkeyPatch, parts: Iterable[tuple[object, str, object]]) -> None:
+    """Replace parts of the real device and its driver: each by its owner and name."""
+    for owner, name, part in parts:
+        patch.setattr(owner, name, part)

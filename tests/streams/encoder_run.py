@@ -31,7 +31,7 @@ from raystow.workers.gpu.kernels import blake3_kernels
 from raystow.workers.packing.attempt import coded_draft
 from raystow.workers.shm.coded_layout import Layout
 from raystow.workers.shm.ring import Ring
-from streams.device import Device, device
+from streams.device import Device, device, replace_parts
 
 KIB, MIB = 1 << 10, 1 << 20
 HERE = torch.device("cpu")
@@ -108,12 +108,15 @@ def rows_of(table: Table) -> list[list[int]]:
 def streams(seed: int) -> Iterator[Device]:
     """Return a simulated device whose kernels of codecs are replaced."""
     with device(seed) as made, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder, "coder", lambda name: Zlib(made))
-        patch.setattr(hash_plan, "LEAST", HASHED)
-        patch.setattr(device_memory, "PACK_BUFFERS", 1)
         blake3 = Blake3(made)
-        patch.setattr(blake3_kernels, "leaves", blake3.leaves)
-        patch.setattr(blake3_kernels, "tree", blake3.tree)
+        codecs: list[tuple[object, str, object]] = [
+            (encoder, "coder", lambda name: Zlib(made)),
+            (hash_plan, "LEAST", HASHED),
+            (device_memory, "PACK_BUFFERS", 1),
+            (blake3_kernels, "leaves", blake3.leaves),
+            (blake3_kernels, "tree", blake3.tree),
+        ]
+        replace_parts(patch, codecs)
         yield made
 
 

@@ -9,8 +9,6 @@ import torch
 from raystow.storage.coding.digest import stored_digest
 from raystow.workers.gpu import kernel_args
 from raystow.workers.gpu.kernels import blake3_kernels
-from raystow.workers.gpu.kernels.library import Kernel
-from streams.device import interpret
 
 PARTS = [(1024,), (1025,), (2048, 5), (2048, 1024, 1023)]
 """Bytes of the parts of each object; all but the last are whole leaves."""
@@ -18,9 +16,7 @@ REMAINDERS = (0, 5, 10, 15, 3, 12, 6)
 """Of the address of each part, by sixteen."""
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kernel, "launch", interpret)
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def test_digests_of_objects_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from raystow.storage.versions.reader import PackReader, Request, Run
 from raystow.storage.versions.version import Version
 from raystow.workers.gpu.decode import decoder, lane, lane_plan
 from raystow.workers.gpu.kernels import blake3_kernels
-from streams.device import SEEDS, Device
+from streams.device import SEEDS, Device, replace_parts
 from streams.encoder_run import HERE, KIB, streams, weights
 from streams.module_mutants import rewritten
 
@@ -81,11 +81,12 @@ def decoding(seed: int, module: types.ModuleType = decoder) -> Iterator[Device]:
 
             gpu.enqueue(work)
 
-        patch.setattr(blake3_kernels, "stored_digests", digests)
-        patch.setattr(module, "Codec", lambda name, stream: Inflating(gpu, name, stream))
+        codecs: list[tuple[object, str, object]] = [
+            (blake3_kernels, "stored_digests", digests),
+            (module, "Codec", lambda name, stream: Inflating(gpu, name, stream)),
+        ]
         room = lane_plan.LaneMemory(stored=128 * KIB, planes=192 * KIB, aligned=96 * KIB, words=128 * KIB)
-        for one in (module, lane, lane_plan):
-            patch.setattr(one, "ROOM", room)
+        replace_parts(patch, [*codecs, *((one, "ROOM", room) for one in (module, lane, lane_plan))])
         yield gpu
 
 

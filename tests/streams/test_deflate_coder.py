@@ -8,17 +8,14 @@ import pytest
 from helpers.deflate_streams import encoded
 from helpers.plane_streams import cases, check_sizes
 
-from raystow.workers.gpu.kernels.library import Kernel
-from streams.device import interpret
-
 TRIED = (
     *("exponents", "exponents, fewer", "zeros", "hardly anything but zeros", "zeros in rows", "one of each among zeros"),
     *("runs of 5 zeros", "runs of 257 zeros", "five zeros"),
 )
 
 
-def test_zlib_decodes_encoded_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kernel, "launch", interpret)
+@pytest.mark.usefixtures("interpreted")
+def test_zlib_decodes_encoded_streams() -> None:
     given = {name: stream for name, stream in cases().items() if name in TRIED}
     assert len(given) == len(TRIED)
     coded = encoded(given.values())

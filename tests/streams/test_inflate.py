@@ -13,13 +13,7 @@ import torch
 from helpers.deflate_streams import decoded, encoded
 from helpers.plane_streams import cases
 
-from raystow.workers.gpu.kernels.library import Kernel
-from streams.device import interpret
-
-
-@pytest.fixture(autouse=True)
-def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kernel, "launch", interpret)
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def uniform(symbols: int, length: int) -> torch.Tensor:

@@ -35,8 +35,8 @@ class Housekeeping:
     """Call ``run`` after a commit, from one thread at a time. Failures are logged, and retried after the next commit. ``moved``:
     bytes that compaction may move each time; larger or failed compactions are left to ``raystow prune --compact``."""
 
-    def __init__(self, committer: Committer, *, grace: float = GRACE, moved: int = _MOVED) -> None:
-        self._committer, self._grace, self._moved = committer, grace, moved
+    def __init__(self, committer: Committer, *, grace: float = GRACE, early: float = _EARLY, moved: int = _MOVED) -> None:
+        self._committer, self._grace, self._early, self._moved = committer, grace, early, moved
         self._metrics: dict[str, dict[str, object]] = {}
         self._left = set[str]()  # attempts that are not compacted here
 
@@ -52,7 +52,7 @@ class Housekeeping:
             for entry in dropped:
                 dropped_one = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
                 log.info("version %d, step %d, is dropped: %s", entry.id, entry.step, why[entry], extra=dropped_one)
-            grace = min(self._grace, _EARLY) if _is_scarce(catalog) else self._grace
+            grace = min(self._grace, self._early) if _is_scarce(catalog) else self._grace
             done = collect.plan(catalog, grace=grace, dropped_only=True).execute()
             if done.objects:
                 log.info("%d objects of %d dropped versions are deleted: %d bytes", done.objects, done.attempts, done.nbytes)

@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 import threading
+from dataclasses import dataclass
 
 from ...storage.errors import ClusterError, DeadlineExceeded, ProtocolError
 from ...storage.runtime import background
@@ -24,15 +25,32 @@ from ..protocol.messages import (
     SpanClaims,
 )
 from ..protocol.peer_tls import server_context
-from ..protocol.tcp_channel import TcpChannel
+from ..protocol.tcp_channel import PROOF_SECONDS, TcpChannel
 from ..replication.replica_store import ReplicaStore
 from ..usage import Usage
 
 logger = logging.getLogger(__name__)
 
-_CALLERS = 1024  # connections at a time, each on a thread
-_UNPROVEN = 64  # of them without a proof; one more ends the oldest, so that nobody can lock out the others
-_WAIT = 5.0  # seconds after which a caller gets the answer that its bytes are still being read
+
+@dataclass(frozen=True)
+class PeerLimits:
+    """What a node worker grants its callers.
+
+    Attributes:
+        callers: Connections at a time, each on a thread.
+        unproven: Those without a proof; one more ends the oldest, so that nobody can lock out the others.
+        proof: Seconds within which a caller must have proved that it knows the secret.
+        wait: Seconds after which a caller gets the answer that its bytes are still being read.
+    """
+
+    callers: int = 1024
+    unproven: int = 64
+    proof: float = PROOF_SECONDS
+    wait: float = 5.0
+
+
+_LIMITS = PeerLimits()
+
 _MAX_REPLICA = 1 << 30  # bytes
 
 
@@ -51,9 +69,10 @@ class PeerServer:
         *,
         usage: Usage,
         tls: bool = True,
+        limits: PeerLimits = _LIMITS,
     ) -> None:
         self._fetcher, self._replicas, self._journal = fetcher, replicas, journal
-        self._usage = usage
+        self._usage, self._limits = usage, limits
         self._closed = False
         self._channels = set[TcpChannel]()
         self._unproven = dict[TcpChannel, None]()  # oldest first
@@ -86,7 +105,7 @@ class PeerServer:
             raise
         try:
             if not self._admit(channel):
-                raise RuntimeError(f"more than {_CALLERS} connections from other nodes")
+                raise RuntimeError(f"more than {self._limits.callers} connections from other nodes")
             background.start("raystow-peer", self._serve, channel)
         except RuntimeError:
             self._close(channel)  # the caller reads from the store
@@ -97,10 +116,10 @@ class PeerServer:
         """Note a connection, and close the oldest one without a proof if there are too many. False if there are too many callers
         with one."""
         with self._lock:
-            admitted = len(self._channels) - len(self._unproven) < _CALLERS
+            admitted = len(self._channels) - len(self._unproven) < self._limits.callers
             self._channels.add(channel)
             self._unproven[channel] = None
-            oldest = next(iter(self._unproven)) if len(self._unproven) > _UNPROVEN else None
+            oldest = next(iter(self._unproven)) if len(self._unproven) > self._limits.unproven else None
             if oldest is not None:
                 self._channels.discard(oldest)
                 del self._unproven[oldest]
@@ -110,7 +129,7 @@ class PeerServer:
 
     def _serve(self, channel: TcpChannel) -> None:
         try:
-            channel.accept(self.contact.secret, self._context)
+            channel.accept(self.contact.secret, self._context, within=self._limits.proof)
             with self._lock:
                 self._unproven.pop(channel, None)
             while True:
@@ -155,7 +174,7 @@ class PeerServer:
                 content = self._journal.named(request.repository, request.key)
                 self._send_content(channel, None if content is None else content[start : start + length], length)
                 return
-            lent = self._fetcher.lend(request.repository, request.key, (start, start + length), _WAIT)
+            lent = self._fetcher.lend(request.repository, request.key, (start, start + length), self._limits.wait)
         except DeadlineExceeded:
             channel.send(ObjectState("pending"))
             return

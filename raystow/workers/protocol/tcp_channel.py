@@ -31,7 +31,7 @@ _Message = TypeVar("_Message", bound=Message)
 _LENGTH, _NUMBER = struct.Struct("<I"), struct.Struct("<Q")
 _STALL = 15.0  # seconds within which some bytes must move
 _TRANSFER = 60.0  # seconds within which all bytes after a message must be transferred
-_PROOF_SECONDS = 5.0  # within which a caller must have proved that it knows the secret
+PROOF_SECONDS = 5.0  # within which a caller must have proved that it knows the secret
 _BLOCK = 1 << 20  # bytes
 _KEEPALIVE = (socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)  # detects a peer without power
 _NONCE, _PROOF = 16, 32  # bytes
@@ -85,17 +85,17 @@ class TcpChannel:
             raise
         return channel
 
-    def accept(self, secret: str, context: ssl.SSLContext | None) -> None:
+    def accept(self, secret: str, context: ssl.SSLContext | None, *, within: float = PROOF_SECONDS) -> None:
         """Do the handshake of the side that was called, with TLS if it has a ``context``, within some seconds. Raises
         ``ConnectionRefusedError`` if the caller lacks the secret."""
-        end = SYSTEM.monotonic() + _PROOF_SECONDS
-        self._socket.settimeout(_PROOF_SECONDS)
+        end = SYSTEM.monotonic() + within
+        self._socket.settimeout(within)
         if context is not None:
             self._encrypt(context, server=True)
-        self._send(GREETING, _PROOF_SECONDS)
+        self._send(GREETING, within)
         check_greeting(self._exactly(len(GREETING), end), "the caller")
         theirs, mine = self._exactly(_NONCE, end), _nonce()
-        self._send(mine + _proof(secret, b"answers", theirs, mine), _PROOF_SECONDS)
+        self._send(mine + _proof(secret, b"answers", theirs, mine), within)
         if not hmac.compare_digest(self._exactly(_PROOF, end), _proof(secret, b"calls", theirs, mine)):
             raise ConnectionRefusedError("the caller does not know the secret of this node worker")
         self._received, self._sent = _seals(secret, theirs, mine)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from helpers.builders import whole, write
 
-from raystow.cli import version_comparison
-from raystow.cli.version_comparison import Change, Deviation, Difference, compare, deviate, differences, work
+from raystow.cli.version_comparison import SLAB, Change, Deviation, Difference, compare, deviate, differences, work
 from raystow.storage.coding import dtypes
 from raystow.storage.versions.version import Version
 
@@ -15,17 +14,16 @@ ROWS = [((0, 0), (5, 6)), ((5, 0), (3, 6))]
 COLUMNS = [((0, 0), (8, 1)), ((0, 1), (8, 3)), ((0, 4), (8, 2))]
 
 
-def deep(before: Version, after: Version) -> tuple[dict[str, Difference], list[int]]:
+def deep(before: Version, after: Version, slab: int = SLAB) -> tuple[dict[str, Difference], list[int]]:
     """Return the differences found from the bytes, and the bytes of each slab."""
     found, slabs = differences(before, after), list[int]()
-    compared = {one.name: one for one in compare(before, after, found, slabs.append)}
+    compared = {one.name: one for one in compare(before, after, found, slabs.append, slab=slab)}
     assert sum(slabs) == work(after, found)
     return compared, slabs
 
 
 @pytest.mark.parametrize("slab", [1, 50, 1 << 20])
-def test_different_layouts_are_compared_in_slabs_of_any_size(committer, monkeypatch, slab):
-    monkeypatch.setattr(version_comparison, "SLAB", slab)
+def test_different_layouts_are_compared_in_slabs_of_any_size(committer, slab):
     old = np.arange(48, dtype=np.float32).reshape(8, 6)
     new = old.copy()
     new[[0, 6, 7], [5, 1, 0]] += [1, 0.5, -4]
@@ -34,7 +32,7 @@ def test_different_layouts_are_compared_in_slabs_of_any_size(committer, monkeypa
     after = write(committer, {"w": (new, COLUMNS), "same": (old, ROWS), "moved": (old, COLUMNS), "none": whole(nothing)})
     changes = {one.name: one.what for one in differences(before, after)}
     assert changes == {"w": Change.LAYOUT, "same": Change.SAME, "moved": Change.LAYOUT, "none": Change.SAME}
-    compared, slabs = deep(before, after)
+    compared, slabs = deep(before, after, slab)
     w = compared["w"]
     assert (w.what, w.deviation.elements, w.changed, w.deviation.largest) == (Change.CHANGED, 3, 12, 4.0)
     assert compared["moved"].what is Change.SAME
@@ -90,8 +88,7 @@ def test_deviations_are_computed_for_each_dtype(dtype, old, new, expected):
     assert deviate(*arrays, dtypes.dtype(dtype)) == expected
 
 
-def test_deviations_add_up_over_blocks(monkeypatch):
-    monkeypatch.setattr(version_comparison, "_BLOCK", 4)
+def test_deviations_add_up_over_blocks():
     old, new = np.zeros(10, np.float32), np.zeros(10, np.float32)
     new[[1, 6, 9]] = [0.5, np.inf, -3]
-    assert deviate(old.view(np.uint8), new.view(np.uint8), dtypes.dtype("float32")) == Deviation(3, 3.0, 1)
+    assert deviate(old.view(np.uint8), new.view(np.uint8), dtypes.dtype("float32"), block=4) == Deviation(3, 3.0, 1)

@@ -11,13 +11,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 from helpers.builders import memory_repository
 from helpers.fake_clock import FakeClock
+from helpers.fake_ray import FakeRay
 from helpers.polling import wait_until
 from helpers.system_calls import SystemCalls
 
@@ -189,6 +188,16 @@ def node(counted: Counted) -> Iterator[Node]:
     made.close()
 
 
+INTERVALS = (
+    (node_module, "_MEASURE"),
+    (leases, "_RENEW"),
+    (reconciler, "LOOK"),
+    (settings_renewal, "_LONGEST"),
+    (settings_renewal, "_SHORTEST"),
+)
+"""The intervals of the loops."""
+
+
 class Failing:
     """Raises an error in the first three calls, and then calls the original function."""
 
@@ -207,9 +216,8 @@ def test_a_loop_survives_errors(
     thread: str, counted: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The loop continues and logs the error once; a metric counts all errors."""
-    monkeypatch.setattr(node_module, "_MEASURE", 0.01)
-    monkeypatch.setattr(leases, "_RENEW", 0.01)
-    monkeypatch.setattr(reconciler, "LOOK", 0.01)
+    for module, interval in INTERVALS:
+        monkeypatch.setattr(module, interval, 0.01)
     owner, name = {
         "raystow-accept": (background, "start"),
         "raystow-copies": (replicator.Replicator, "step"),
@@ -224,23 +232,25 @@ def test_a_loop_survives_errors(
     }[thread]
     failing = Failing(getattr(owner, name), RuntimeError("can't start new thread"))
     stop: Callable[[], object]
+
+    def begin_to_fail() -> None:
+        monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+
     with caplog.at_level(logging.ERROR):
         if thread == "raystow-lease":
             lease = leases.Lease(MemoryStore("leased"), 1, "a" * 16, SYSTEM).__enter__()
             stop = lambda: lease.__exit__(None, None, None)  # noqa: E731
-            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+            begin_to_fail()
         elif thread == "raystow-settings":
-            monkeypatch.setattr(settings_renewal, "_LONGEST", 0.01)
-            monkeypatch.setattr(settings_renewal, "_SHORTEST", 0.01)
-            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+            begin_to_fail()
             stop = settings_renewal.SettingsRenewal(lambda anew: LOCAL, LOCAL, lambda settings: None).close
         elif thread == "raystow-train":
-            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+            begin_to_fail()
             sync = TrainSync(memory_repository(), "run", listed=lambda seconds: (), write_pointer=lambda entry: None)
             stop = sync.close
             wait_until(lambda: sync.wake() or failing.calls > 4, "calls after the errors")
         elif thread == "raystow-segments":
-            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+            begin_to_fail()
             opening = OpenJournal("", "", 0, 0, durable_every=1)
             writer = SegmentWriter(EntryStore(0), opening, lambda: no_repository(opening.store))
             background.repeat(thread, writer.run)
@@ -248,10 +258,9 @@ def test_a_loop_survives_errors(
             entry = EntryInfo("", 0, 1, 1, 0, ())
             wait_until(lambda: writer.kept(entry) or failing.calls > 3, "calls after the errors")
         elif thread == "raystow-unused":
-            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
-            monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
-            ended, clock = threading.Event(), FakeClock()
-            monkeypatch.setattr(ray, "kill", lambda actor: ended.set())
+            begin_to_fail()
+            clock = FakeClock()
+            ended = FakeRay().replace(monkeypatch, "get_runtime_context", "kill").killed
             worker, usage = NodeActor.__new__(NodeActor), Usage(clock)
             clock.time += AFTERWARDS
             worker._node = Node("n", lambda uri: None, threads=1, usage=usage)  # type: ignore[arg-type,return-value]
@@ -260,7 +269,7 @@ def test_a_loop_survives_errors(
         else:
             node = Node("n", lambda *_: None, threads=1)  # type: ignore[arg-type,return-value]
             stop = node.close
-            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+            begin_to_fail()
             if thread == "raystow-accept":
                 for _ in range(3):
                     with pytest.raises(Exception, match=r"closed|does not answer"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import sys
 
 import pytest
 from helpers.builders import memory_repository, whole, write
@@ -58,8 +58,7 @@ def test_a_pending_save_shows_its_state_and_escapes_errors() -> None:
 def test_a_restore_shows_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with progress_bar.shown("restoring version 3", 2000, rank=0, after=0) as report:
+    with contextlib.redirect_stderr(terminal), progress_bar.shown("restoring version 3", 2000, rank=0, after=0) as report:
         report(1000)
         wait_until(lambda: "restoring version 3" in terminal.getvalue(), "the bar appears")
     screen = Screen(100, 5)
@@ -68,10 +67,7 @@ def test_a_restore_shows_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("rank", "after", "terminal"), [(1, 0, Terminal()), (0, 60, Terminal()), (0, 0, io.StringIO())])
-def test_no_bar_for_other_ranks_short_restores_or_files(
-    rank: int, after: float, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with progress_bar.shown("restoring", 2000, rank=rank, after=after) as report:
+def test_no_bar_for_other_ranks_short_restores_or_files(rank: int, after: float, terminal: io.StringIO) -> None:
+    with contextlib.redirect_stderr(terminal), progress_bar.shown("restoring", 2000, rank=rank, after=after) as report:
         report(1000)
     assert terminal.getvalue() == ""

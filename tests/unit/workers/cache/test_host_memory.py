@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from raystow.workers.cache import host_memory
 from raystow.workers.cache.host_memory import memory_limit
 
 LIMIT = 100 << 20
@@ -24,13 +23,11 @@ SLURM = "system.slice/slurmstepd.scope/job_7/step_0"
         ("0::/../other", ""),
     ],
 )
-def test_the_limit_is_that_of_the_tightest_group(own: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_is_that_of_the_tightest_group(own: str, where: str, tmp_path: Path) -> None:
     (folder := tmp_path / where).mkdir(parents=True, exist_ok=True)
     (folder / ("memory.limit_in_bytes" if "memory" in where else "memory.max")).write_text(f"{LIMIT}\n")
     (tmp_path / "own").write_text(own + "\n")
-    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
-    monkeypatch.setattr(host_memory, "_OWN", tmp_path / "own")
-    assert memory_limit() == LIMIT
+    assert memory_limit(tmp_path, tmp_path / "own") == LIMIT
     (folder / "memory.max").write_text("max\n")
     (folder / "memory.limit_in_bytes").write_text(f"{1 << 63}\n")
-    assert memory_limit() > 2 * LIMIT
+    assert memory_limit(tmp_path, tmp_path / "own") > 2 * LIMIT

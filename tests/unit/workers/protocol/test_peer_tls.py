@@ -19,10 +19,9 @@ from raystow.storage.errors import ClusterError, StateError
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node import peer_server
-from raystow.workers.node.peer_server import PeerServer
+from raystow.workers.node.peer_server import PeerLimits, PeerServer
 from raystow.workers.node_peers import NoPeers
-from raystow.workers.protocol import peer_tls, tcp_channel
+from raystow.workers.protocol import peer_tls
 from raystow.workers.protocol.messages import AttemptKey, Contact, PutReplica, Replica
 from raystow.workers.protocol.peer_tls import PEER_TLS, wanted
 from raystow.workers.protocol.tcp_channel import TcpChannel
@@ -35,14 +34,14 @@ ATTEMPT = AttemptKey("r", 1, "a" * 16)
 
 
 @contextmanager
-def served(*, tls: bool = True) -> Iterator[PeerServer]:
+def served(*, tls: bool = True, limits: PeerLimits = PeerLimits()) -> Iterator[PeerServer]:
     tier = MemoryTier(1 << 20)
     tier.put(ATTEMPT, 0, "pack", [TEXT])
     clock = FakeClock()
     peers = Peers(lambda node: server.contact, clock)
     fetcher = Fetcher(tier, peers, budget=1 << 20, node="server")
     journal = NodeJournal("server", 1 << 20, NoPeers(), clock)
-    server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, usage=Usage(clock), tls=tls)
+    server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, usage=Usage(clock), tls=tls, limits=limits)
     try:
         with fetcher.visit():
             yield server
@@ -93,8 +92,13 @@ def test_changed_bytes_end_the_connection(server: PeerServer, at: int) -> None:
 
 
 @pytest.mark.parametrize("again", [lambda data: data + data, lambda data: data + b"x" * 40, lambda data: data[:-1]])
-def test_added_repeated_or_removed_bytes_are_detected(server: PeerServer, again: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_channel, "_PROOF_SECONDS", 0.5)
+def test_added_repeated_or_removed_bytes_are_detected(again: Change) -> None:
+    with served(limits=PeerLimits(proof=0.5)) as server:
+        check_changed(server, again)
+
+
+def check_changed(server: PeerServer, again: Change) -> None:
+    """Read through a path that changes the third part; what is received is right, if anything is."""
     path = PeerPath(server.contact)
     sizes = list[int]()
 
@@ -125,10 +129,8 @@ def test_a_caller_without_tls_receives_no_data(server: PeerServer) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_idle_callers_do_not_block_other_callers(monkeypatch: pytest.MonkeyPatch, *, tls: bool) -> None:
-    monkeypatch.setattr(peer_server, "_UNPROVEN", 8)
-    monkeypatch.setattr(peer_server, "_CALLERS", 4)
-    with served(tls=tls) as server:
+def test_idle_callers_do_not_block_other_callers(*, tls: bool) -> None:
+    with served(tls=tls, limits=PeerLimits(callers=4, unproven=8)) as server:
         where = server.contact.host, server.contact.port
         idle = [socket.create_connection(where, 30) for _ in range(50)]
         assert read(server.contact) == TEXT
@@ -142,9 +144,11 @@ def test_idle_callers_do_not_block_other_callers(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_a_caller_without_a_timely_proof_is_disconnected(monkeypatch: pytest.MonkeyPatch, *, tls: bool) -> None:
-    monkeypatch.setattr(tcp_channel, "_PROOF_SECONDS", 0.2)
-    with served(tls=tls) as server, socket.create_connection((server.contact.host, server.contact.port), 30) as caller:
+def test_a_caller_without_a_timely_proof_is_disconnected(*, tls: bool) -> None:
+    with (
+        served(tls=tls, limits=PeerLimits(proof=0.2)) as server,
+        socket.create_connection((server.contact.host, server.contact.port), 30) as caller,
+    ):
         caller.settimeout(30)
         with suppress(ConnectionError):
             while caller.recv(4096):

@@ -21,7 +21,7 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import ClusterError, StoreUnavailable
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.journal import node_journal
-from raystow.workers.node import peer_server
+from raystow.workers.node.peer_server import PeerLimits
 from raystow.workers.protocol import tcp_channel
 from raystow.workers.protocol.messages import (
     GREETING,
@@ -218,8 +218,9 @@ def test_overlapping_ranges_are_read_from_the_store_once(cluster):
     assert store.read == {"pack": len(DATA)}
 
 
-def test_a_node_waits_for_bytes_that_another_node_reads(cluster, monkeypatch):
-    monkeypatch.setattr(peer_server, "_WAIT", 0.05)
+def test_a_node_waits_for_bytes_that_another_node_reads(cluster):
+    cluster.limits = PeerLimits(wait=0.05)
+    cluster.start("a", "b", "c")
     store = Counting("pack")
     store.open.clear()
     with ThreadPoolExecutor(2) as threads:
@@ -234,7 +235,8 @@ def test_a_node_waits_for_bytes_that_another_node_reads(cluster, monkeypatch):
 
 
 def test_a_node_stops_waiting_for_a_slow_reader(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(peer_server, "_WAIT", 0.01)
+    cluster.limits = PeerLimits(wait=0.01)
+    cluster.start("a", "b", "c")
     monkeypatch.setattr(peers, "_LATE", -1.0)
     slow, quick = Counting("pack"), Counting("pack")
     slow.open.clear()
