@@ -16,7 +16,7 @@ from .metrics import THREAD_ERRORS, record
 logger = logging.getLogger(__name__)
 
 _PAUSE = 0.1  # seconds after an error in a loop: too many open files are not fewer at once
-_REMEMBERED = 100  # different errors of a loop that are not logged again
+REMEMBERED = 100  # different errors of a loop that are not logged again
 
 
 class ErrorLog:
@@ -29,7 +29,7 @@ class ErrorLog:
         """Log and count an error."""
         record(THREAD_ERRORS, thread=self._thread)
         text = repr(error)
-        if text in self._logged or len(self._logged) >= _REMEMBERED:
+        if text in self._logged or len(self._logged) >= REMEMBERED:
             return
         self._logged.add(text)
         what = "an error in the thread %s, which goes on; if it repeats, it is counted only: %s"

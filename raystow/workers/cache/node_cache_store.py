@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _SILENCE = 15.0  # seconds after which a node worker is frozen that has said neither the answer nor that it is reading
-_HELD = 32  # objects whose memory stays open or mapped, the last used: what the node worker releases should be freed soon
+HELD = 32  # objects whose memory stays open or mapped, the last used: what the node worker releases should be freed soon
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class NodeCacheStore:
             self.read.update(answer.read)
             if answer.whole:
                 self._whole[key] = memory
-                if len(self._whole) > _HELD:
+                if len(self._whole) > HELD:
                     self._whole.popitem(last=False)
         return memory
 
@@ -211,6 +211,6 @@ class NodeCacheStore:
             if known is None or known[0] != inode:
                 known = self._mapped[key] = inode, mmap.mmap(descriptor, location.size, prot=mmap.PROT_READ)
             self._mapped.move_to_end(key)
-            if len(self._mapped) > _HELD:
+            if len(self._mapped) > HELD:
                 self._mapped.popitem(last=False)
             return known[1]

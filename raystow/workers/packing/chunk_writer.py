@@ -30,7 +30,7 @@ Coded = tuple[Chunk, list[memoryview], Callable[[], None]]
 """A chunk's row as announced, without place, and with ``stored_digest`` if a GPU has computed it; its coded bytes; and what to
 call when they are no longer needed, also after an error."""
 
-_CHECKED = 64  # of so many digests that GPUs have computed for a rank, one is checked: the first, and others later
+CHECKED = 64  # of so many digests that GPUs have computed for a rank, one is checked: the first, and others later
 _scratch = threading.local()
 
 
@@ -163,7 +163,7 @@ class ChunkWriter:
         return rows
 
     def _digest(self, rank: int, chunk: Chunk, coded: list[memoryview]) -> bytes:
-        if chunk.stored_digest and next(self._given[rank]) % _CHECKED:
+        if chunk.stored_digest and next(self._given[rank]) % CHECKED:
             return chunk.stored_digest
         digest = stored_digest(*coded)
         if chunk.stored_digest not in (b"", digest):

@@ -347,6 +347,12 @@ def test_prune_drops_versions_deleted_after_the_run(repository: Repository, trai
     assert live_ids(repository) == [2, 3]
 
 
+def replace_methods(monkeypatch: pytest.MonkeyPatch, **methods: Callable[..., Any]) -> None:
+    """Replace methods of a checkpointer that synchronizes nothing."""
+    for name, method in {"_sync": None, **methods}.items():
+        monkeypatch.setattr(ray_train.Checkpointer, name, method)
+
+
 @pytest.mark.parametrize("error", [SaveFailed("no space"), OutcomeUnknown("no answer")])
 def test_a_rank_reports_whose_earlier_save_failed(error: RaystowError, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks have no failed save, and wait for this rank in ``report``."""
@@ -356,8 +362,7 @@ def test_a_rank_reports_whose_earlier_save_failed(error: RaystowError, monkeypat
         raise error
 
     monkeypatch.setattr(raystow.Checkpointer, "save", fail)
-    monkeypatch.setattr(ray_train.Checkpointer, "_sync", None)
-    monkeypatch.setattr(ray_train.Checkpointer, "report", lambda self: reports.append(1))
+    replace_methods(monkeypatch, report=lambda self: reports.append(1))
     with pytest.raises(type(error)):
         rank.save({}, step=2)
     assert reports == [1]
@@ -368,9 +373,7 @@ def test_close_reports_before_it_raises(monkeypatch: pytest.MonkeyPatch) -> None
     rank, reports, open = ray_train.Checkpointer.__new__(ray_train.Checkpointer), list[int](), [True]
     rank.failures = Failures("raise", count=lambda: None)
     rank.failures.failed(1, SaveFailed("no space"))
-    monkeypatch.setattr(ray_train.Checkpointer, "_sync", None)
-    monkeypatch.setattr(ray_train.Checkpointer, "_release", lambda self: bool(open and open.pop()))
-    monkeypatch.setattr(ray_train.Checkpointer, "report", lambda self: reports.append(1))
+    replace_methods(monkeypatch, _release=lambda self: bool(open and open.pop()), report=lambda self: reports.append(1))
     with pytest.raises(SaveFailed, match="no space"):
         rank.close()
     rank.close()

@@ -349,7 +349,7 @@ def test_the_number_of_logged_errors_is_bounded(counted: Counted, caplog: pytest
     errors = background.ErrorLog("raystow-one")
     for number in range(1000):
         errors.note(KeyError(number))
-    assert (len(counted.logged(caplog)), len(counted.errors)) == (background._REMEMBERED, 1000)
+    assert (len(counted.logged(caplog)), len(counted.errors)) == (background.REMEMBERED, 1000)
 
 
 def test_a_pool_works_without_permission_to_lower_priority(system_calls: SystemCalls) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.builders import empty_record, memory_repository, whole, write
+from helpers.scripted_store import script, unscript
 
 from raystow.storage.commit import committer as committer_module
 from raystow.storage.commit.committer import Committer
@@ -212,10 +213,11 @@ def test_an_unknown_outcome_is_resolved_by_a_second_commit(repository, monkeypat
         raise StoreUnavailable("no answer", subject=key)
 
     monkeypatch.setattr(repository.register._register, "_clock", MinuteClock())
-    monkeypatch.setattr(store, "put_if", lost)
+    script(store, put_if=lost)
     with pytest.raises(OutcomeUnknown, match=r"root\.json"):
         committer.commit(record)
     monkeypatch.undo()
+    unscript(store)
     assert len(repository.versions()) == applied
     version = committer.commit(record)
     assert repository.versions() == [version]

@@ -52,13 +52,13 @@ class Saved:
 
     def finder(self, rank: int, world: int) -> Finder:
         infos = [FragmentInfo(node, 0, "", tuple(of), len(self.rows[node]), 0, 0) for node, of in enumerate(self.nodes)]
-        return Finder(infos, self._read, Seeker(rank, world, self.ranks))
+        return Finder(infos, self.read_fragment, Seeker(rank, world, self.ranks))
 
     def find(self, rank: int, world: int) -> FoundRows:
         sought = {name: Sought(True, (size,), part(size, rank, world)) for name, size in self.sizes.items()}
         return self.finder(rank, world).find(sought)
 
-    def _read(self, info: FragmentInfo, sought: Mapping[str, Sought]) -> Selection:
+    def read_fragment(self, info: FragmentInfo, sought: Mapping[str, Sought]) -> Selection:
         self.read.append(info.node)
         data = Fragment(info.node, tuple(self.rows[info.node]), tuple(self.values[info.node])).dump()
         return select(data, info.node, "tensors", sought)
@@ -155,7 +155,7 @@ def test_all_is_read_for_lost_values_only_if_tensors_are_missing():
     sought = {"a": Sought(True, (160,), part(160, 60, 160)), "list": Sought(container="list"), "list.1": Sought(container="list")}
     for raw, read in ((160, [7]), (161, list(range(20)))):
         version.read.clear()
-        finder = Finder(infos, version._read, Seeker(60, 160, 160), raw)
+        finder = Finder(infos, version.read_fragment, Seeker(60, 160, 160), raw)
         found = finder.find(sought)
         assert ({*found.values}, sorted(version.read)) == ({"list.0"}, read)
         assert finder.complete

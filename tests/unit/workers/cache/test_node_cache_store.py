@@ -184,13 +184,13 @@ def descriptors_of_memory() -> int:
 def test_the_objects_used_last_stay_open(rank: NodeCacheStore, tier: MemoryTier) -> None:
     """A version has hundreds of packs, each of which is read in several ranges."""
     rank.location = lambda key: ObjectLocation(3)
-    keys, target = [f"pack {i}" for i in range(3 * node_cache_store._HELD)], bytearray(1)
+    keys, target = [f"pack {i}" for i in range(3 * node_cache_store.HELD)], bytearray(1)
     for key in keys:
         tier.put(AttemptKey("r", 1, "a"), 0, key, [b"abc"])
     before = descriptors_of_memory()
     for key in keys:
         rank.get_range_into(key, 0, memoryview(target))
-    assert descriptors_of_memory() - before <= node_cache_store._HELD
+    assert descriptors_of_memory() - before <= node_cache_store.HELD
     tier.close()
     rank.get_range_into(keys[-1], 2, memoryview(target))
     assert (target, rank.read) == (b"c", {"memory": len(keys) + 1})

@@ -35,15 +35,20 @@ def test_binaries_are_made_from_the_sources(name: str) -> None:
 GPUS = {(8, 0): "sm_80", (8, 7): "sm_86", (9, 0): "sm_90", (10, 3): "sm_100", (12, 1): "sm_120", (11, 0): PTX, (13, 0): PTX}
 
 
+def has_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Let torch report a GPU of this compute capability."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
 @pytest.mark.parametrize(("capability", "name"), GPUS.items())
 def test_each_gpu_gets_its_binaries(capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    has_gpu(monkeypatch, capability)
     assert library.architecture.__wrapped__(0).name == name
 
 
 def test_an_old_gpu_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver cannot compile the PTX for it, whatever its version."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    has_gpu(monkeypatch, (7, 5))
     with pytest.raises(Unsupported, match=r"compute capability 7\.5") as raised:
         library.architecture.__wrapped__(0)
     assert 'Compression("cpu")' in str(raised.value.remedy)
@@ -51,7 +56,7 @@ def test_an_old_gpu_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tensors_of_an_old_gpu_are_decoded_on_the_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Here the tensor is in host memory, which receives the same copy."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    has_gpu(monkeypatch, (7, 5))
     numbers, target = np.arange(6, dtype=np.int32), torch.zeros(6, dtype=torch.int32)
     version = write(Committer(memory_repository(), "test"), {"t": whole(numbers)})
     requests = [Request("t", version.chunks["t"], ((0,), (6,)), target)]

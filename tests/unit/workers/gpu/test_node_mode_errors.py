@@ -40,13 +40,17 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     made = Cuda()
-    monkeypatch.setattr(node_encoder, "_index", lambda uuid: 0)
-    monkeypatch.setattr(node_encoder.DeviceRing, "create", made.create)
-    for name in ("set_device", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
+    parts: list[tuple[object, str, object]] = [
+        (node_encoder, "_index", lambda uuid: 0),
+        (node_encoder.DeviceRing, "create", made.create),
+        (torch.cuda, "set_device", lambda device: None),
+        (torch.cuda, "empty_cache", lambda: None),
+        (torch.cuda, "device", contextlib.nullcontext),
+        (torch.cuda, "stream", contextlib.nullcontext),
+        (torch.cuda, "synchronize", made.synchronize),
+    ]
+    for owner, name, part in parts:
+        monkeypatch.setattr(owner, name, part)
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,8 +52,8 @@ class Pinning:
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Pinning:
     made = Pinning()
-    monkeypatch.setattr(pinned_memory, "_pin", made)
-    monkeypatch.setattr(pinned_memory, "_THREADS", 4)
+    for name, part in {"_pin": made, "_THREADS": 4}.items():
+        monkeypatch.setattr(pinned_memory, name, part)
     return made
 
 
@@ -145,15 +146,21 @@ def test_buffers_that_could_not_be_pinned_are_not_kept(registry: Registry) -> No
     whole.close()
 
 
+def allocate_by(
+    patch: pytest.MonkeyPatch, *, empty: Callable[..., Any], stream: Callable[..., Any], take: Callable[[int], Any]
+) -> None:
+    """Let a lane allocate its tensors, its stream and its buffers by these functions."""
+    for owner, name, function in ((torch, "empty", empty), (torch.cuda, "Stream", stream), (lane.BUFFERS, "take", take)):
+        patch.setattr(owner, name, function)
+
+
 def test_a_lane_without_device_memory_takes_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, taken = SimpleNamespace(record_event=lambda: None), list[int]()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    monkeypatch.setattr(lane.BUFFERS, "take", taken.append)
 
     def full(*args: object, **how: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(torch, "empty", full)
+    allocate_by(monkeypatch, empty=full, stream=lambda device: stream, take=taken.append)
     with pytest.raises(torch.OutOfMemoryError):
         lane.Lane(torch.device("cuda"))
     assert not taken
@@ -168,9 +175,8 @@ def test_a_lane_that_cannot_grow_stays_as_it_is(monkeypatch: pytest.MonkeyPatch)
             raise torch.OutOfMemoryError
         return empty(count, **how)
 
-    monkeypatch.setattr(torch, "empty", limited)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(record_event=lambda: None))
-    monkeypatch.setattr(lane.BUFFERS, "take", lambda nbytes: SimpleNamespace(memory=memory(1)))
+    stream, host = SimpleNamespace(record_event=lambda: None), SimpleNamespace(memory=memory(1))
+    allocate_by(monkeypatch, empty=limited, stream=lambda device: stream, take=lambda nbytes: host)
     made = lane.Lane(torch.device("cpu"))
     count = len(made.numbers)
     full.set()

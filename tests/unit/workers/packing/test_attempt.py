@@ -150,7 +150,7 @@ def test_the_first_digest_of_each_rank_is_checked_and_some_later() -> None:
     with ThreadPoolExecutor(1) as pool:
         packer = Packer(MemoryStore("ranks"), TICKET, uploads=pool, on_error=lambda error: None)
         writer = ChunkWriter(packer, MemoryBudget(), TICKET)
-        names = [f"a{number}" for number in range(chunk_writer._CHECKED)]
+        names = [f"a{number}" for number in range(chunk_writer.CHECKED)]
         writer.append(0, [coded(name, [], digest=right) for name in names])
         for rank, name in ((0, "b"), (1, "c")):
             with pytest.raises(SaveFailed, match=f"{name}: its bytes in host memory are not those whose digest"):

@@ -21,7 +21,6 @@ from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
 from raystow.workers.node.peer_server import PeerLimits, PeerServer
 from raystow.workers.node_peers import NoPeers
-from raystow.workers.protocol import peer_tls
 from raystow.workers.protocol.messages import AttemptKey, Contact, PutReplica, Replica
 from raystow.workers.protocol.peer_tls import PEER_TLS, wanted
 from raystow.workers.protocol.tcp_channel import TcpChannel
@@ -32,9 +31,11 @@ from raystow.workers.usage import Usage
 TEXT = b"what nobody else may read. " * 20_000
 ATTEMPT = AttemptKey("r", 1, "a" * 16)
 
+LIMITS = PeerLimits()
+
 
 @contextmanager
-def served(*, tls: bool = True, limits: PeerLimits = PeerLimits()) -> Iterator[PeerServer]:
+def served(*, tls: bool = True, limits: PeerLimits = LIMITS) -> Iterator[PeerServer]:
     tier = MemoryTier(1 << 20)
     tier.put(ATTEMPT, 0, "pack", [TEXT])
     clock = FakeClock()
@@ -187,7 +188,7 @@ def test_each_worker_has_its_own_key_pair_and_leaves_no_file() -> None:
 def test_tls_is_used_if_ray_uses_tls(
     monkeypatch: pytest.MonkeyPatch, ray: str | None, own: str | None, *, expected: bool
 ) -> None:
-    for name, value in ((peer_tls._RAY_TLS, ray), (PEER_TLS, own)):
+    for name, value in (("RAY_USE_TLS", ray), (PEER_TLS, own)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)

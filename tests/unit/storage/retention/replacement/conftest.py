@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.fake_clock import FakeClock
+from helpers.scripted_store import ScriptedStore
 from helpers.training_versions import mixed
 
 from raystow.storage.commit.committer import Committer
@@ -21,7 +22,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def store(clock: FakeClock) -> MemoryStore:
-    return MemoryStore("thinning", clock=clock)
+    return ScriptedStore("thinning", clock=clock)
 
 
 @pytest.fixture

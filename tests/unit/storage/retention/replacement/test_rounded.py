@@ -10,6 +10,7 @@ import pytest
 from helpers.builders import rows_and_pack, write_rows
 from helpers.fake_clock import FakeClock
 from helpers.killed_store import Killed, KilledStore
+from helpers.scripted_store import script, unscript
 from helpers.training_versions import collect, halves, whole
 from helpers.weight_history import bases, weights
 from msgspec import structs
@@ -26,7 +27,6 @@ from raystow.storage.format.manifest import TENSOR, Chunk
 from raystow.storage.repository import Repository
 from raystow.storage.retention import replacement
 from raystow.storage.retention.policy import Policy
-from raystow.storage.root import invariants
 from raystow.storage.stores.memory import MemoryStore
 
 ROUNDED = Policy(resumable=1, delta=3, mantissa_bits=4)
@@ -189,7 +189,7 @@ def test_a_version_is_not_rounded_if_it_becomes_a_delta_base(repository: Reposit
     assert weights(repository.version(2)) == before
 
 
-def test_no_delta_is_made_to_a_concurrently_rounded_base(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_delta_is_made_to_a_concurrently_rounded_base(repository: Repository) -> None:
     """A concurrent prune rounds the base directly before the swap."""
     wanted = train(Committer(repository, "me"), 3)
     exact = weights(repository.version(2))
@@ -199,14 +199,14 @@ def test_no_delta_is_made_to_a_concurrently_rounded_base(repository: Repository,
     others = repository.plan_retention(Policy(resumable=1, mantissa_bits=4))
     steps = iter(["noted", "swapped"])
 
-    checked = invariants.check
+    put_if = repository.store.put_if
 
-    def meanwhile(*swap: Any) -> None:
+    def meanwhile(*swap: Any) -> str:
         if next(steps, None) == "swapped":
             assert others.replacement(others.thinned[-1]).execute() is not None
-        checked(*swap)
+        return put_if(*swap)
 
-    monkeypatch.setattr(invariants, "check", meanwhile)
+    script(repository.store, put_if=meanwhile)
     assert second.execute() is None
     assert next(steps, None) is None
     assert bases(repository) == [(), (), ()]
@@ -309,21 +309,24 @@ def lose(repository: Repository, *attempts: str) -> list[str]:
     return plan.explain()
 
 
-def test_repair_ignores_a_rounding_that_was_not_committed(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repair_ignores_a_rounding_that_was_not_committed(repository: Repository) -> None:
     """The process is killed before the swap. Later versions become deltas to the attempt that was not replaced."""
     train(Committer(repository, "me"), 4)
     saved = [version.attempt for version in repository.versions()]
     plan = repository.plan_retention(Policy(resumable=2, mantissa_bits=4))
     steps = iter(["noted", "swapped"])
 
-    def killed(*_: object) -> None:
+    put_if = repository.store.put_if
+
+    def killed(*swap: Any) -> str:
         if next(steps) == "swapped":
             raise Killed
+        return put_if(*swap)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(invariants, "check", killed)
-        with pytest.raises(Killed):
-            plan.replacement(plan.thinned[0]).execute()
+    script(repository.store, put_if=killed)
+    with pytest.raises(Killed):
+        plan.replacement(plan.thinned[0]).execute()
+    unscript(repository.store)
     repository.plan_retention(Policy(resumable=2, delta=3)).execute()
     train_one_more(repository)
     repository.plan_retention(replace(ROUNDED, resumable=2)).execute()
@@ -346,16 +349,20 @@ def test_repair_restores_the_committed_one_of_two_roundings(
     plan = repository.plan_retention(Policy(resumable=2, mantissa_bits=3))
     steps = iter(["noted", "swapped"])
 
-    def killed(*_: object) -> None:
+    put_if = repository.store.put_if
+
+    def killed(*swap: Any) -> str:
         if next(steps) == "swapped":
             raise Killed
+        return put_if(*swap)
 
     rounding = plan.replacement(plan.thinned[0])
     with monkeypatch.context() as patch:
         patch.setattr(clock, "token", lambda: token)
-        patch.setattr(invariants, "check", killed)
+        script(repository.store, put_if=killed)
         with pytest.raises(Killed):
             rounding.execute()
+        unscript(repository.store)
     repository.plan_retention(ROUNDED).execute()
     assert bases(repository) == [(), (1,), ()]
     before = [weights(version) for version in repository.versions()]
