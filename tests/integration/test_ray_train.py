@@ -17,7 +17,6 @@ from integration.ray_train_runs import Run, check, score, trainer
 from raystow import ray_train
 
 
-@pytest.mark.long
 @pytest.fixture
 def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train's cleaner queries the dashboard, which this cluster lacks, and ``fit`` would wait 12 s for the cleaner."""
@@ -25,6 +24,7 @@ def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlacementGroupCleanerCallback, "__init__", short)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster", "short_timeout")
 def test_a_worker_group_continues_after_a_worker_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # seconds between Train's health checks, instead of 2
