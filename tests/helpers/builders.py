@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from raystow.storage.coding import delta
-from raystow.storage.coding.chunk import ChunkEncoder, Coding
+from raystow.storage.coding import chunk, delta
+from raystow.storage.coding.chunk import ChunkEncoder, Coding, Sizes, packed
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
+from raystow.storage.coding.kernels import Bytes
 from raystow.storage.coding.rounded import Rounded
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys
@@ -127,6 +129,28 @@ def write(
 ) -> Version:
     """Commit a version of these arrays, each cut into these boxes, valid or not. ``base``: see ``rows_and_pack``."""
     return write_rows(committer, *rows_and_pack(tensors, base), values)
+
+
+def complemented(rows: Sequence[Chunk], pack: bytes, name: str) -> tuple[list[Chunk], bytes]:
+    """Return rows and their pack with the array ``name`` stored by a codec of the tests: one stream of the complemented bytes.
+    ``complement`` decodes it.
+    """
+    found, stored = list[Chunk](), b""
+    for row in rows:
+        data, coding = pack[row.start : row.start + row.coding.size], row.coding
+        if row.name == name:
+            raw = np.empty(row.decoded, np.uint8)
+            chunk.decode(coding, row.words, np.frombuffer(data, np.uint8), raw)
+            data = (~raw).tobytes()
+            coding = Coding(False, False, ("complement",), (raw.size,), packed([raw.size]), raw.size)
+        found.append(msgspec.structs.replace(row, start=len(stored), coding=coding, stored_digest=stored_digest(data)))
+        stored += data
+    return found, stored
+
+
+def complement(coded: Bytes, sizes: Sizes, stream: int, plane: Bytes) -> None:
+    """Decode a plane that ``complemented`` has stored: a row of ``chunk.STREAMED``."""
+    plane[:] = ~coded
 
 
 def write_rows(

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.builders import complement, complemented, memory_repository, rows_and_pack, whole, write, write_rows
 from helpers.local_cluster import LocalCluster
 
-from raystow.storage.coding import zstd
+from raystow.storage.coding import chunk, zstd
 from raystow.storage.coding.chunk import ZSTD
 from raystow.storage.coding.digest import stored_digest
+from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, StateError
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.versions.reader import PackReader, Request, Run
@@ -140,6 +142,28 @@ def test_restored_tensors_are_the_saved_ones(saved: tuple[Version, State], seed:
         assert same(restored(version, state, made), state), "lanes are used again"
         made.close()
     assert "decoded on the CPU" not in caplog.text, "lanes have taken all"
+
+
+def test_a_codec_that_the_gpu_lacks_is_decoded_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of chunks with a codec that only the host has, the first version has one, and the second a delta to it."""
+    monkeypatch.setitem(chunk.STREAMED, "complement", complement)
+    committer = Committer(memory_repository(), "me")
+    random = np.random.default_rng(1)
+    arrays = {name: random.normal(size=12_000).astype(np.float32) for name in ("new", "known")}
+    later = {name: (one.view("u4") + random.integers(0, 2, 12_000, "u4")).view("f4") for name, one in arrays.items()}
+    first = write_rows(committer, *complemented(*rows_and_pack({name: whole(one) for name, one in arrays.items()}), "new"))
+    second = write(committer, {name: whole(one) for name, one in later.items()}, base=(first.id, arrays))
+    assert [row.coding.base for rows in second.chunks.values() for row in rows] == [first.id] * 2
+    with decoding(SEEDS[0]):
+        made = decoder.Decoder(HERE)
+        for version, saved in ((first, arrays), (second, later)):
+            state = {name: torch.from_numpy(array) for name, array in saved.items()}
+            found = restored(version, state, made)
+            assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+        made.close()
+    assert caplog.text.count("no lane of a GPU can take 1 runs") == 2, "the other chunk is decoded in a lane"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

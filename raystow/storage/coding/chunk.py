@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -29,8 +29,6 @@ own Huffman code; still shorter ones gain little and decode slower. A reader goe
 may be of another size."""
 
 RAW, ZSTD, DEFLATE, PACK7, ANS = "raw", "zstd", "deflate", "pack7", "ans"
-STREAMED = (ZSTD, DEFLATE, ANS)
-"""Codecs whose planes are made of streams."""
 
 SMALL = 1024
 """Bytes; in a smaller chunk a stream's header costs more than coding saves."""
@@ -274,19 +272,23 @@ def _scratch(size: int) -> Bytes:
 def _decode_plane(place: Plane, coded: Bytes, plane: Bytes, stream: int) -> None:
     if place.codec == PACK7:
         kernels.unpack7(coded, plane)
-    elif place.codec == ZSTD:
-        zstd.decode(coded, place.sizes, stream, plane)
-    elif place.codec == DEFLATE:
-        end = 0
-        for i, size in enumerate(place.sizes.tolist()):
-            _inflate(coded[end : end + size], plane[i * stream : (i + 1) * stream])
-            end += size
     else:
-        raise Unsupported(f"codec {place.codec!r} is decoded by nvCOMP on a GPU only", remedy="restore on a machine that has one")
+        STREAMED[place.codec](coded, place.sizes, stream, plane)
 
 
-def _inflate(source: Bytes, target: Bytes) -> None:
+def _inflate(coded: Bytes, sizes: Sizes, stream: int, plane: Bytes) -> None:
     """Plain Deflate, RFC 1951, as nvCOMP writes it on the GPU."""
+    end = 0
+    for i, size in enumerate(sizes.tolist()):
+        _inflate_stream(coded[end : end + size], plane[i * stream : (i + 1) * stream])
+        end += size
+
+
+def _refuse_ans(coded: Bytes, sizes: Sizes, stream: int, plane: Bytes) -> None:
+    raise Unsupported(f"codec {ANS!r} is decoded by nvCOMP on a GPU only", remedy="restore on a machine that has one")
+
+
+def _inflate_stream(source: Bytes, target: Bytes) -> None:
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
         decoded = inflater.decompress(source.data, target.size + 1)  # one byte more than valid streams have
@@ -295,3 +297,8 @@ def _inflate(source: Bytes, target: Bytes) -> None:
     if len(decoded) != target.size or not inflater.eof:
         raise Damaged(f"deflate: a stream of {len(decoded)} bytes, or one without an end, where {target.size} were expected")
     target[:] = np.frombuffer(decoded, np.uint8)
+
+
+STREAMED: dict[str, Callable[[Bytes, Sizes, int, Bytes], None]] = {ZSTD: zstd.decode, DEFLATE: _inflate, ANS: _refuse_ans}
+"""The codecs whose planes are made of streams, each with the host's decoder of a plane: it gets the coded bytes, the sizes of the
+streams, the bytes that each of them but the last decodes to, and the plane to fill."""

@@ -17,7 +17,7 @@ from ....storage.coding.digest import finish
 from ....storage.errors import Damaged, Unsupported
 from ....storage.versions.reader import Piece, Place, Run
 from .. import kernel_args
-from ..nvcomp import ALIGN
+from ..nvcomp import ALIGN, STREAM
 from ..stream_layout import Streams, aligned, spread
 
 
@@ -48,6 +48,8 @@ class LaneMemory:
 
 ROOM = LaneMemory(stored=72 << 20, planes=64 << 20, aligned=36 << 20, words=96 << 20)
 """The memory of a lane on the device; ``stored`` is also allocated on the host. Few large lanes need fewer launches."""
+
+_CODECS = frozenset({chunks.RAW, chunks.PACK7, *STREAM})  # others are decoded on the host
 
 
 class Fetch(NamedTuple):
@@ -296,10 +298,11 @@ def _with_bases(run: Run, users: tuple[tuple[Run, Piece], ...] = ()) -> Iterator
 
 
 def _decodable(piece: Piece) -> bool:
-    """Return whether the kernels can decode a piece: aligned streams, and deltas of split words to words that are stored."""
+    """Return whether the kernels can decode a piece: known codecs, aligned streams, and deltas of split words to words that are
+    stored."""
     chunk, base = piece.chunk, piece.base
     coding = chunk.coding
-    if coding.streams and coding.stream % ALIGN:
+    if not _CODECS.issuperset(coding.codecs) or (coding.streams and coding.stream % ALIGN):
         return False
     if base is None:
         return True

@@ -119,14 +119,15 @@ def test_a_digest_mismatch_names_the_tensor() -> None:
 
 
 def test_chunks_without_a_kernel_are_left_to_the_host() -> None:
-    """Such chunks are a derived delta base and a delta that was stored as plain bytes."""
+    """Such chunks are a derived delta base, a delta that was stored as plain bytes, and planes with another codec."""
     _, versions, _ = with_weights()
     (f4,) = versions[1].chunks["f4"]
     plain = replace(f4, coding=replace(f4.coding, planes=False, codecs=("raw",), stored=(f4.decoded,), streams=b""))
     halves = replace(f4.coding, codecs=f4.coding.codecs[:2], stored=f4.coding.stored[:2])
     stray = replace(f4, name="weights", dtype="float16", coding=halves)
+    new = replace(f4, coding=replace(f4.coding, codecs=("complement",) * 4))
     reader = versions[1].reader()
-    for row, left in ((f4, 0), (plain, 1), (stray, 1)):
+    for row, left in ((f4, 0), (plain, 1), (stray, 1), (new, 1)):
         target = torch.zeros(row.extent, dtype=WORDS[np.dtype(row.dtype).itemsize])
         others = list[Run]()
         plans = list(lane_plan.plan(reader.runs([Request(row.name, [row], row.box, target)]), others))
