@@ -140,7 +140,7 @@ def test_slices_and_derived_weights_are_decoded(row: tuple[LocalCluster, list[Ve
                     requests.append(Request(name, version.chunks[name], box, target))
                     wanted.append(state[name][3 : 3 + box[1][0], 7 : 7 + box[1][1]])
                 reader = version.reader()
-                decoder.fill(reader, reader.runs(requests), lambda nbytes: None)
+                decoder.fill(reader.runs(requests), reader.read, lambda nbytes: None)
                 for request, part in zip(requests, wanted, strict=True):
                     assert as_bytes(request.target) == as_bytes(part), (version.id, request.name)
     finally:

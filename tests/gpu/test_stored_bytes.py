@@ -70,10 +70,10 @@ def test_the_gpu_computes_the_digests_of_a_save(folder: Path, monkeypatch: pytes
 def saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Saved:
     """Return a version, its state, and a function that flips a bit in a number of the next reads."""
     state = {"w": (torch.randn(6 << 20, device="cuda") * 0.02).to(torch.bfloat16), "v": torch.randn(3 << 20, device="cuda")}
-    flips, bring = [0], PackReader.bring
+    flips, read = [0], PackReader.read
 
-    def brought(self: PackReader, run: object, into: memoryview | None) -> object:
-        data = bring(self, run, into)  # type: ignore[arg-type]
+    def flipped(self: PackReader, run: object, into: memoryview | None) -> object:
+        data = read(self, run, into)  # type: ignore[arg-type]
         if flips[0] and into is not None:
             flips[0] -= 1
             into[len(into) // 2] ^= 1
@@ -81,7 +81,7 @@ def saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Saved:
 
     with LocalCluster(str(folder), codec="deflate") as cluster:
         cluster.save(state, step=1)
-    monkeypatch.setattr(PackReader, "bring", brought)
+    monkeypatch.setattr(PackReader, "read", flipped)
     return str(folder), state, lambda times: flips.__setitem__(0, times)
 
 

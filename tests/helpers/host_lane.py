@@ -18,7 +18,8 @@ from raystow.storage.coding import kernels, zstd
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.derived import derive
 from raystow.storage.coding.kernels import Bytes
-from raystow.storage.versions.reader import PackReader, Request, Run
+from raystow.storage.versions.reader import PackReader, Request
+from raystow.storage.versions.runs import Run
 from raystow.workers.gpu.decode.lane_plan import Assembly, LaneMemory, LanePlan, plan
 from raystow.workers.gpu.stream_layout import compute_tables
 
@@ -38,7 +39,7 @@ def _decode(reader: PackReader, todo: LanePlan) -> list[int]:
     begins = LaneMemory(*(-(-part.ctypes.data // 16) * 16 for part in memory))
     for fetch in todo.fetches:
         with fetch.needed():
-            reader.fetch(fetch.run, at(begins.stored + fetch.start, fetch.run.length).data)
+            fetch.run.fetch(reader.read, at(begins.stored + fetch.start, fetch.run.length).data)
     todo.lay_out(begins)
     compute_tables(todo.streams.values())
     for (codec, length), streams in todo.streams.items():

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import raystow
-from raystow.storage.versions.reader import PackReader, Run
+from raystow.storage.versions.reader import PackReader
+from raystow.storage.versions.runs import Run
 
 STEPS = 2
 PATIENCE = datetime.timedelta(seconds=30)
@@ -115,13 +116,13 @@ class Reads:
 
     def __init__(self) -> None:
         self.ranges: list[tuple[str, int, int]] = []
-        fetch = PackReader.fetch
+        read = PackReader.read
 
         def spied(reader: PackReader, run: Run, *args: Any) -> Any:
             self.ranges.append((run.key, run.start, run.length))
-            return fetch(reader, run, *args)
+            return read(reader, run, *args)
 
-        PackReader.fetch = spied  # type: ignore[method-assign]
+        PackReader.read = spied  # type: ignore[method-assign]
 
 
 class Member:

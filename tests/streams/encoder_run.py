@@ -19,7 +19,7 @@ from helpers.chunk_sources import Source
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.format.manifest import Chunk
-from raystow.storage.versions.reader import decode
+from raystow.storage.versions.runs import decode
 from raystow.workers.gpu.encode import device_memory, encoder, hash_plan
 from raystow.workers.gpu.encode.arena import Arena
 from raystow.workers.gpu.encode.encoder import Encoder

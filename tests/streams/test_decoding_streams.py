@@ -25,7 +25,8 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, StateError
 from raystow.storage.runtime.clock import SYSTEM
-from raystow.storage.versions.reader import PackReader, Request, Run
+from raystow.storage.versions.reader import PackReader, Request
+from raystow.storage.versions.runs import Run
 from raystow.storage.versions.version import Version
 from raystow.workers.gpu.decode import decoder, lane, lane_plan
 from raystow.workers.gpu.kernels import blake3_kernels
@@ -121,7 +122,7 @@ def restored(version: Version, state: State, made: Any) -> State:
     for tensor in into.values():
         tensor.copy_(torch.zeros_like(tensor), non_blocking=True)  # earlier work of the current stream
     reader = version.reader()
-    made.fill(reader, reader.runs(requests), lambda nbytes: None)
+    made.fill(reader.runs(requests), reader.read, lambda nbytes: None)
     return into
 
 
@@ -177,19 +178,19 @@ def test_a_target_that_is_changed_while_it_is_filled_is_named(saved: tuple[Versi
     with decoding(seed):
         made = decoder.Decoder(HERE)
         with pytest.raises(StateError, match="tensor 'm0': its memory was changed while it was filled"):
-            made.fill(reader, reader.runs(requests), lambda nbytes: None)
+            made.fill(reader.runs(requests), reader.read, lambda nbytes: None)
         made.close()
 
 
 def test_an_error_of_a_thread_that_reads_is_raised(saved: tuple[Version, State], monkeypatch: pytest.MonkeyPatch) -> None:
-    bring, runs = PackReader.bring, itertools.count()
+    read, runs = PackReader.read, itertools.count()
 
     def missing(self: PackReader, run: Run, into: memoryview | None) -> Any:
         if next(runs) == 7:
             raise Damaged("the pack is missing", subject=run.key)
-        return bring(self, run, into)
+        return read(self, run, into)
 
-    monkeypatch.setattr(PackReader, "bring", missing)
+    monkeypatch.setattr(PackReader, "read", missing)
     made = decoder.Decoder(HERE)
     with decoding(0) as gpu:
         with pytest.raises(Damaged, match="missing") as error:

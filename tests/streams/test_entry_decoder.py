@@ -12,6 +12,7 @@ from raystow.orchestrator.journal import entry_file, gradient_coding
 from raystow.orchestrator.journal.entry_decoder import EntryDecoder
 from raystow.orchestrator.journal.entry_file import StoredTensor
 from raystow.orchestrator.journal.gradient_coding import TensorEncoder
+from raystow.storage.coding import chunk
 from raystow.storage.errors import Damaged
 from raystow.workers.protocol.messages import EntryHeader, EntryInfo, Generation, OptimizerStep
 from streams.device import SEEDS
@@ -76,3 +77,18 @@ def test_a_wrong_digest_raises_damaged(change: dict[str, object]) -> None:
     decoder = EntryDecoder()
     with decoding(SEEDS[0]), pytest.raises(Damaged, match="digest"):
         list(decoder.on_gpu(HERE, [*others, last._replace(recorded=wrong)]))
+
+
+def test_a_codec_that_the_gpu_lacks_is_decoded_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(chunk.STREAMED, "new", chunk.STREAMED[chunk.ZSTD])
+    tensors, decoder = values(), EntryDecoder()
+    first, *others = entry(tensors)
+    parts = [replace(one, codecs=tuple("new" if of == chunk.ZSTD else of for of in one.codecs)) for one in first.recorded.parts]
+    assert {codec for part in parts for codec in part.codecs} == {"raw", "new"}
+    with decoding(SEEDS[0]):
+        found = list(decoder.on_gpu(HERE, [first._replace(recorded=replace(first.recorded, parts=tuple(parts))), *others]))
+        assert [bits(one) for one in found] == [bits(tensor) for tensor in tensors]
+        decoder.close()
+    assert "decoded on the CPU" in caplog.text

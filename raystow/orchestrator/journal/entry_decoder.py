@@ -12,11 +12,11 @@ import torch
 from ...state.shards import words
 from ...storage.coding import dtypes
 from ...storage.coding.chunk import Coding
-from ...storage.coding.kernels import Bytes
 from ...storage.format.manifest import Chunk
-from ...storage.object_store import Buffer, ObjectStore
-from ...storage.versions.reader import BaseChunks, PackReader, Request
+from ...storage.object_store import Buffer
+from ...storage.versions.runs import Piece, Run, coalesced
 from ...workers.journal.entry_bytes import POOL
+from ...workers.protocol.messages import CodedPart
 from .entry_file import StoredTensor
 from .gradient_coding import SMALL, WITHOUT_BYTES, checked_dtype, from_values, without_bytes
 
@@ -64,16 +64,23 @@ class EntryDecoder:
 
         if device not in self._decoders:
             self._decoders[device] = Decoder(device)
-        reader = PackReader(cast(ObjectStore, _EntryBytes(tensors[0].data)), 1, "0" * 16, bases=cast(BaseChunks, None))
-        targets, requests = list[torch.Tensor](), list[Request]()
+        data = tensors[0].data
+
+        def read(run: Run, into: memoryview | None) -> Buffer:
+            found = data[run.start : run.start + run.length]
+            if into is None:
+                return found.data
+            np.copyto(np.frombuffer(into, np.uint8), found)  # without the interpreter lock
+            return into
+
+        targets, pieces = list[torch.Tensor](), list[Piece]()
         for number, stored in enumerate(tensors):
             name = checked_dtype(stored.recorded)
             size = sum(part.nbytes for part in stored.recorded.parts) // dtypes.dtype(name).itemsize
             target = torch.empty(size, dtype=getattr(torch, name), device=device)
-            chunks = list(_chunks(str(number), name, size, stored))
-            requests.append(Request(str(number), chunks, ((0,), (size,)), words(target)))
+            pieces += _pieces(f"tensor {number}", name, stored.recorded.parts, target)
             targets.append(target)
-        self._decoders[device].fill(reader, reader.runs(requests), lambda nbytes: None)
+        self._decoders[device].fill(list(coalesced("journal entry", pieces)), read, lambda nbytes: None)
         for stored, target in zip(tensors, targets, strict=True):
             yield from_values(stored.recorded, target)
 
@@ -95,25 +102,13 @@ def _placed(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) ->
     return found
 
 
-class _EntryBytes:
-    """The part of an ``ObjectStore`` that a ``PackReader`` uses: every object is the data of one entry."""
-
-    def __init__(self, data: Bytes) -> None:
-        self._data = data
-
-    def get_range(self, key: str, start: int, length: int) -> Buffer:
-        return self._data[start : start + length].data
-
-    def get_range_into(self, key: str, start: int, target: memoryview) -> None:
-        np.copyto(np.frombuffer(target, np.uint8), self._data[start : start + target.nbytes])  # without the interpreter lock
-
-
-def _chunks(name: str, dtype: str, size: int, stored: StoredTensor) -> Iterator[Chunk]:
-    """The parts of a tensor as rows of a manifest."""
-    at = 0
-    for part in stored.recorded.parts:
+def _pieces(label: str, dtype: str, parts: Sequence[CodedPart], target: torch.Tensor) -> Iterator[Piece]:
+    """The parts of a tensor, each with its place in ``target``: together all of it, in order. ``label``: for errors."""
+    at, size, memory = 0, target.numel(), words(target)
+    for part in parts:
         coding = Coding(part.planes, part.rotated, part.codecs, part.stored, part.streams, part.stream)
         extent = part.nbytes // dtypes.dtype(dtype).itemsize
-        box = (size,), (at,), (extent,)
-        yield Chunk(name, name, "tensor", dtype, *box, 0, "other", 0, part.start, coding, part.digest, part.stored_digest)
+        box, digests = ((size,), (at,), (extent,)), (part.digest, part.stored_digest)
+        chunk = Chunk(label, label, "tensor", dtype, *box, 0, "", 0, part.start, coding, *digests)
+        yield Piece(chunk, target=memory[at : at + extent], direct=True)
         at += extent

@@ -191,7 +191,7 @@ def checked_dtype(tensor: RecordedTensor) -> str:
     name = tensor.dtype if direct else "bfloat16"
     itemsize = dtypes.dtype(name).itemsize
     if sum(part.nbytes for part in tensor.parts) != math.prod(tensor.shape) * itemsize or any(
-        part.nbytes % itemsize for part in tensor.parts
+        part.nbytes < 1 or part.nbytes % itemsize for part in tensor.parts
     ):
         raise Damaged("the parts of a recorded tensor do not add up to it")
     return name

@@ -17,7 +17,8 @@ from ...storage.coding.kernels import Words
 from ...storage.errors import StateError, Unsupported
 from ...storage.format.boxes import overlap
 from ...storage.format.manifest import Chunk
-from ...storage.versions.reader import PackReader, Request, Run
+from ...storage.versions.reader import PackReader, Request
+from ...storage.versions.runs import Run
 from .plan import Progress, silent
 from .shared_containers import check_containers
 from .targets import RestoreTarget, StoredElements, distinct
@@ -135,7 +136,7 @@ def fill_on_gpu(reader: PackReader, device: int, requests: list[Request], runs: 
         return
     decoder = Decoder(torch.device("cuda", device))
     try:
-        decoder.fill(reader, runs, progress)
+        decoder.fill(runs, reader.read, progress, threads=reader.threads)
     finally:
         decoder.close()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...storage.coding.digest import stored_digest
-from ...storage.versions.reader import Run
+from ...storage.versions.runs import Run
 
 MEMORY, PEER, STORE = "memory", "peer", "store"
 """Sources: this node's memory, that of another node, and the store."""

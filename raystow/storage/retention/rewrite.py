@@ -30,7 +30,8 @@ from ..format.manifest import Chunk, Fragment
 from ..format.version_record import FragmentInfo, PackInfo
 from ..object_store import Buffer
 from ..runtime.batches import batches
-from ..versions.reader import Request, decode
+from ..versions.reader import Request
+from ..versions.runs import decode
 from ..versions.version import Version
 
 _PACK = 64 << 20  # bytes
@@ -165,7 +166,7 @@ class Rewriting:
         yield from ((bundle, bundle.rows[0], b"", None) for bundle in same if bundle.rows[0].is_reference)
         copied = {id(bundle.rows[0]): bundle for bundle in same if not bundle.rows[0].is_reference}
         for run in reader.whole(bundle.rows[0] for bundle in copied.values()):
-            data = memoryview(reader.fetch(run))
+            data = memoryview(run.fetch(reader.read))
             for piece in run.pieces:
                 yield copied[id(piece.chunk)], piece.chunk, run.stored(piece, data), None
         encoder = ChunkEncoder(max((bundle.nbytes for bundle in bundles if bundle.source is not None), default=0))

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import operator
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Protocol
 
 import numpy as np
 
-from ..coding import chunk as chunks
-from ..coding.derived import derive
-from ..coding.digest import raw_digest, stored_digest
-from ..coding.dtypes import DType
 from ..coding.kernels import Bytes
-from ..errors import Damaged, NotFound, StateError, Unsupported
+from ..errors import Damaged, NotFound
 from ..format import keys
 from ..format.boxes import Box, overlap, tile, within
 from ..format.manifest import Chunk
 from ..object_store import Buffer, ObjectStore
-
-_RUN = 16 << 20  # bytes; adjacent chunks are fetched together up to this
-_GAP = 64 << 10  # bytes; a hole of this size costs less than another request
-
-Target: TypeAlias = Any
-"""A numpy array, or a torch tensor on a GPU."""
-Stored = TypeVar("Stored", memoryview, Bytes)
+from .runs import RUN, Piece, Run, Target, coalesced
 
 _Pack = tuple[int, str, int, str, int]  # version, attempt, node, group, number
 
@@ -45,118 +32,6 @@ class Request:
     chunks: Sequence[Chunk]
     box: Box
     target: Target
-
-
-class Piece(NamedTuple):
-    """The part of a chunk that a request reads, if any, and its target. ``direct``: it is the whole chunk. ``base``: what else is
-    fetched, if the chunk is a delta."""
-
-    chunk: Chunk
-    source: tuple[slice, ...] = ()
-    target: Target = None
-    direct: bool = False
-    base: Run | None = None
-
-
-class Place(NamedTuple):
-    """``size`` stored bytes in a run, and the pieces that are decoded from them: of a tensor, and of those derived from it. They
-    decode to ``decoded`` bytes of ``words``."""
-
-    pieces: list[Piece]
-    size: int
-    words: DType
-    decoded: int
-
-    @property
-    def chunk(self) -> Chunk:
-        """The first piece's chunk."""
-        return self.pieces[0].chunk
-
-    @property
-    def base(self) -> Run | None:
-        """What the stored bytes are a delta to, if they are one."""
-        return self.pieces[0].base
-
-    def holds(self, chunk: Chunk) -> bool:
-        """Whether these are the stored bytes of another chunk of the pack."""
-        first = self.chunk
-        if chunk.start != first.start:
-            return False
-        return (chunk.coding, chunk.words, chunk.decoded) == (first.coding, self.words, self.decoded)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Pieces of one pack that are fetched together: ``length`` bytes of the object ``key`` from ``start``."""
-
-    key: str
-    start: int
-    length: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def cost(self) -> int:
-        """Bytes of memory for reading, decoding and checking: stored bytes, one chunk, its planes, what is derived from it, and
-        its base."""
-        return self.length + max(map(_cost, self.pieces))
-
-    @property
-    def bases(self) -> Iterator[Run]:
-        """What else is fetched, of other versions."""
-        if all(piece.base is None for piece in self.pieces):
-            return  # the common case
-        for place in self.places:
-            if (base := place.base) is not None:
-                yield base
-                yield from base.bases
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are fetched in all."""
-        return self.length + sum(base.length for base in self.bases)
-
-    @property
-    def version(self) -> int:
-        """The id of the version that the pack belongs to."""
-        found = keys.attempt_of(self.key)
-        assert found is not None
-        return found[0]
-
-    @functools.cached_property
-    def places(self) -> list[Place]:
-        """The places of the pieces; pieces with the same stored bytes share one."""
-        places = list[Place]()
-        for piece in self.pieces:
-            chunk = piece.chunk
-            if places and places[-1].holds(chunk):
-                places[-1].pieces.append(piece)
-            else:
-                places.append(Place([piece], chunk.coding.size, chunk.words, chunk.decoded))
-        return places
-
-    def stored(self, piece: Piece, data: Stored) -> Stored:
-        """The bytes of one piece's chunk in the fetched data."""
-        begin = piece.chunk.start - self.start
-        return data[begin : begin + piece.chunk.coding.size]
-
-    @contextlib.contextmanager
-    def naming(self, piece: Piece) -> Iterator[None]:
-        """Add pack and tensor to errors."""
-        try:
-            yield
-        except (Damaged, Unsupported) as error:
-            chunk = piece.chunk
-            what = f"tensor {chunk.name!r}, bytes {chunk.start} + {chunk.coding.size}: {error.what}"
-            raise type(error)(what, subject=self.key, remedy=error.remedy) from error
-
-    @contextlib.contextmanager
-    def needing(self, piece: Piece) -> Iterator[None]:
-        """Add to errors of a base which chunk needs it."""
-        try:
-            yield
-        except (Damaged, Unsupported) as error:
-            what = f"{error.what}; {piece.chunk.name!r} of version {self.version} is a delta to it"
-            raise type(error)(what, subject=error.subject, remedy=error.remedy) from error
 
 
 class BaseChunks(Protocol):
@@ -185,9 +60,9 @@ class PackReader:
         turn: float = 0.0,
     ) -> None:
         self._store, self._version, self._attempt, self._bases, self._turn = store, version, attempt, bases, turn
-        self._range_bytes: int = getattr(store, "range_bytes", _RUN)
+        self._range_bytes: int = getattr(store, "range_bytes", RUN)
         # Threads that wait for a network leave cores free; those that read files do not, and only contend for the GIL.
-        per_core = 2 if self._range_bytes == _RUN else 1
+        per_core = 2 if self._range_bytes == RUN else 1
         self.threads = threads or min(16, per_core * (os.cpu_count() or 1))
 
     def fill(self, requests: Iterable[Request], progress: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -202,8 +77,8 @@ class PackReader:
         MiB of stored bytes and one chunk for each thread, of which the caller's is one.
         """
         # Of a file, smaller ranges: they take less memory, and are as fast.
-        if self._range_bytes < _RUN:
-            runs = [part for run in runs for part in _coalesced(run.key, run.pieces, self._range_bytes)]
+        if self._range_bytes < RUN:
+            runs = [part for run in runs for part in coalesced(run.key, run.pieces, self._range_bytes)]
         threads = max(1, min(self.threads, len(runs)))
         left = deque[Run | None]([*runs, *[None] * threads])
         longest = max((run.length for run in runs), default=0)
@@ -259,44 +134,8 @@ class PackReader:
                 raise Damaged(what, subject=request.name)
         return self._runs(pieces)
 
-    def fetch(self, run: Run, into: memoryview | None = None) -> Buffer:
-        """A run's bytes, in new memory or ``into``, each chunk checked against the digest of its stored bytes. Wrong bytes are
-        fetched a second time: they may have been changed in transit."""
-        try:
-            return self._fetch(run, into)
-        except Damaged:
-            return self._fetch(run, into)
-
-    def elements(
-        self,
-        run: Run,
-        into: Callable[[Piece], Bytes | None] = lambda piece: None,
-        *,
-        memory: memoryview | None = None,
-        proven: bool = True,
-    ) -> Iterator[tuple[Piece, Bytes]]:
-        """A run's pieces, each with the bytes of its chunk's elements, fetched and checked. ``into``: memory to decode into, if
-        the elements are what is stored; ``StateError`` if it was changed meanwhile. ``memory``: for the run's stored bytes.
-        ``proven``: see ``decode``."""
-        data = np.frombuffer(self.fetch(run, memory), np.uint8)
-        for place in run.places:
-            words: Bytes | None = None
-            base, in_place = self._needed(run, place.pieces[0]), False
-            for piece in place.pieces:
-                with run.naming(piece):
-                    stored, target = run.stored(piece, data), into(piece)
-                    in_place = in_place or (words is None and target is not None)
-                    try:
-                        words, raw = decode(piece.chunk, stored, words, into=target, base=base, proven=proven)
-                    except Damaged:
-                        if not in_place:
-                            raise
-                        decode(piece.chunk, stored, base=base, proven=proven)  # in memory that nobody else can change
-                        raise changed_target(piece) from None
-                yield piece, raw
-
-    def bring(self, run: Run, into: memoryview | None) -> Buffer:
-        """``fetch`` without checks, for callers that check the digests themselves."""
+    def read(self, run: Run, into: memoryview | None) -> Buffer:
+        """A run's bytes: a ``ReadRun``."""
         try:
             if into is None:
                 return self._store.get_range(run.key, run.start, run.length)
@@ -304,16 +143,6 @@ class PackReader:
             return into
         except NotFound:
             raise Damaged("the pack is missing", subject=run.key) from None
-
-    def _fetch(self, run: Run, into: memoryview | None) -> Buffer:
-        data = self.bring(run, into)
-        for place in run.places:
-            found = stored_digest(run.stored(place.pieces[0], memoryview(data)))
-            for piece in place.pieces:
-                with run.naming(piece):
-                    if found != piece.chunk.stored_digest:
-                        raise Damaged("the stored bytes do not match their digest")
-        return data
 
     def _piece(
         self, chunk: Chunk, source: tuple[slice, ...] = (), target: Target = None, direct: bool = False
@@ -330,82 +159,18 @@ class PackReader:
         packs: dict[_Pack, list[Piece]] = defaultdict(list)
         for pack, piece in pieces:
             packs[pack].append(piece)
-        runs = [run for pack, of in sorted(packs.items()) for run in _coalesced(keys.pack(*pack), of)]
+        runs = [run for pack, of in sorted(packs.items()) for run in coalesced(keys.pack(*pack), of)]
         first = int(len(runs) * self._turn)
         return runs[first:] + runs[:first]
 
     def _decode(self, run: Run, progress: Callable[[int], None], memory: memoryview | None = None) -> None:
         """Read a run, check it, and fill the targets of its pieces. ``memory``: for its stored bytes."""
-        for piece, raw in self.elements(run, _own_memory, memory=memory):
+        for piece, raw in run.elements(self.read, _own_memory, memory=memory):
             chunk, target = piece.chunk, piece.target
             # Bounds are compared, within which a strided target may have the memory of another target.
             if target is not None and not (target.flags.c_contiguous and np.may_share_memory(raw, target)):
                 target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
             progress(chunk.nbytes)
-
-    def _needed(self, run: Run, piece: Piece) -> Bytes | None:
-        """The words that a piece's words are deltas to, if they are."""
-        if piece.base is None:
-            return None
-        with run.needing(piece):
-            ((_, raw),) = self.elements(piece.base, proven=False)
-        return raw
-
-
-def _coalesced(key: str, pieces: Sequence[Piece], most: int = _RUN) -> Iterator[Run]:
-    """The pieces of one pack in runs of one request each, of ``most`` bytes unless one chunk is larger.
-
-    A run is one thread's work, so the bytes of bases count as well.
-    """
-    run, begin, end, beneath = list[Piece](), 0, 0, 0
-    chunks = ((piece.chunk, piece) for piece in pieces)
-    places = (((chunk.start, chunk.coding.size, chunk.derivation is not None), piece) for chunk, piece in chunks)
-    for (start, size, _), piece in sorted(places, key=operator.itemgetter(0)):
-        again = bool(run) and start == run[-1].chunk.start  # the same bytes: of what is derived from another piece
-        more = 0 if again or piece.base is None else piece.base.nbytes
-        if run and not again and (start > end + _GAP or start + size - begin + beneath + more > most):
-            yield Run(key, begin, end - begin, tuple(run))
-            run = []
-        if not run:
-            begin, end, beneath = start, start, 0
-        run.append(piece)
-        beneath += more
-        end = max(end, start + size)
-    if run:
-        yield Run(key, begin, end - begin, tuple(run))
-
-
-def _cost(piece: Piece) -> int:
-    chunk = piece.chunk
-    derived, base = chunk.nbytes if chunk.derivation else 0, piece.base.cost if piece.base else 0
-    return 2 * chunk.decoded + derived + base
-
-
-def decode(
-    chunk: Chunk,
-    stored: Bytes,
-    words: Bytes | None = None,
-    *,
-    into: Bytes | None = None,
-    base: Bytes | None = None,
-    proven: bool = True,
-) -> tuple[Bytes, Bytes]:
-    """The words that a chunk's stored bytes decode to, and its elements' bytes, checked against their digest. ``words``: if they
-    are known. ``into``: memory to decode into, if the elements are these words. ``base``: the bytes that the words are deltas to.
-    Unless ``proven`` that digest is not checked: of a base, whose deltas' own digests prove it."""
-    if words is None:
-        words = into if into is not None and chunk.words.name == chunk.dtype else np.empty(chunk.decoded, np.uint8)
-        chunks.decode(chunk.coding, chunk.words, stored, words, base)
-    raw = derive(words, chunk.words.name, chunk.dtype)
-    if proven and raw_digest(raw) != chunk.raw_digest:
-        raise Damaged("the decoded bytes do not match their digest")
-    return words, raw
-
-
-def changed_target(piece: Piece) -> StateError:
-    """The error for a target that does not have what was decoded into it, although the stored bytes are right."""
-    remedy = "let nothing write to it until the restore has ended, and restore again"
-    return StateError("its memory was changed while it was filled", subject=f"tensor {piece.chunk.name!r}", remedy=remedy)
 
 
 def _own_memory(piece: Piece) -> Bytes | None:

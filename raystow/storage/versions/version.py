@@ -31,7 +31,8 @@ from ..root.delta_chain import needed
 from ..root.root_register import RootRegister
 from ..runtime.clock import SYSTEM
 from ..runtime.memory_budget import MemoryBudget
-from .reader import PackReader, Request, Run
+from .reader import PackReader, Request
+from .runs import Run
 from .tensor_index import Finder, Seeker
 from .tensor_slice import Index, resolved
 from .torch_tensor import as_torch

@@ -18,7 +18,7 @@ from ...storage.format.boxes import Box
 from ...storage.format.keys import pack
 from ...storage.format.manifest import Chunk
 from ...storage.log import about
-from ...storage.versions.reader import decode
+from ...storage.versions.runs import decode
 from ..protocol.messages import AttemptKey
 from .tier import MemoryTier
 

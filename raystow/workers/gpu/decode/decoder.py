@@ -24,7 +24,7 @@ import torch
 
 from ....storage.coding.chunk import DEFLATE
 from ....storage.errors import Damaged
-from ....storage.versions.reader import PackReader, Piece, Run, changed_target
+from ....storage.versions.runs import Piece, ReadRun, Run, changed_target
 from .. import kernel_args
 from ..kernel_args import Addressed, Table, part
 from ..kernels import blake3_kernels, copy_kernels, word_kernels
@@ -32,12 +32,12 @@ from ..kernels.deflate_kernels import Deflate
 from ..nvcomp import STREAM, Codec
 from ..stream_layout import compute_tables
 from .lane import Lane
-from .lane_fetcher import Arrivals, LaneFetcher
+from .lane_fetcher import THREADS, Arrivals, LaneFetcher
 from .lane_plan import ROOM, Assembly, Fetch, LanePlan, plan
 
 logger = logging.getLogger(__name__)
 
-_LANES, _FETCHING = 7, 4  # all lanes, and those that are filled at a time: more requests than a reader has threads
+_LANES, _FETCHING = 7, 4  # all lanes, and those that are filled at a time: more runs than threads read
 _TOGETHER = 8  # lanes that are laid out together
 
 Progress = Callable[[int], None]
@@ -113,14 +113,21 @@ class Decoder:
             lane.close()
         self._lanes.clear()
 
-    def fill(self, reader: PackReader, runs: Sequence[Run], progress: Progress) -> None:
-        """Do the work of ``PackReader.complete`` for targets that are tensors of words on this device.
+    def fill(self, runs: Sequence[Run], read: ReadRun, progress: Progress, *, threads: int = THREADS) -> None:
+        """Decode byte ranges into their targets, which are tensors of words on this device.
 
-        Earlier work of the current stream on the targets is waited for. Runs that do not fit into a lane are decoded on the CPU.
-        Raises ``StateError`` if a target is changed while it is filled.
+        Earlier work of the current stream on the targets is waited for. Runs that no lane can decode are decoded on the CPU.
+
+        Args:
+            read: Reads a run. ``threads`` threads call it.
+            progress: Is called with the decoded bytes of chunks.
+
+        Raises:
+            Damaged: Bytes do not have their digests; the error names the tensor.
+            StateError: A target was changed while it was filled.
         """
         others = list[Run]()
-        with torch.cuda.device(self._device), contextlib.closing(LaneFetcher(reader)) as fetcher:
+        with torch.cuda.device(self._device), contextlib.closing(LaneFetcher(read, threads)) as fetcher:
             try:
                 planned = enumerate(map(_Work, plan(runs, others), self._in_turn()))
                 works = dict(itertools.islice(planned, _FETCHING))
@@ -128,8 +135,8 @@ class Decoder:
                     _fetch(fetcher, work)
                 stages: dict[int, Callable[[_Work], None]] = {
                     0: self._take_up,
-                    -1: functools.partial(_launch, reader),
-                    _FETCHING - _LANES: functools.partial(self._finish, reader, progress),
+                    -1: functools.partial(_launch, read),
+                    _FETCHING - _LANES: functools.partial(self._finish, read, progress),
                     _FETCHING: functools.partial(_fetch, fetcher),  # into the lane that has finished
                 }
                 for i in itertools.count():
@@ -145,7 +152,7 @@ class Decoder:
                 if others:
                     logger.warning("no lane of a GPU can take %d runs of stored bytes: they are decoded on the CPU", len(others))
                 for run in others:
-                    _through_host(reader, run, progress)
+                    _through_host(read, run, progress)
             except BaseException:
                 torch.cuda.synchronize(self._device)
                 raise
@@ -187,7 +194,7 @@ class Decoder:
         with torch.cuda.stream(lane.stream):
             lane.send_numbers(end)
 
-    def _finish(self, reader: PackReader, progress: Progress, work: _Work) -> None:
+    def _finish(self, read: ReadRun, progress: Progress, work: _Work) -> None:
         """Wait for a lane, and check its results."""
         work.lane.wait()
         if any(status for kind, _, status in work.decoded() if kind == _OWN):
@@ -204,17 +211,17 @@ class Decoder:
             if not self._shared or any(wrong or status for _, wrong, status in work.decoded()):
                 raise
             run, piece = work.plan.requested(sums)
-            self._decode_apart(reader, run)
+            self._decode_apart(read, run)
             raise changed_target(piece) from None
         progress(decoded)
         if any(wrong or status for _, wrong, status in work.decoded()):
             raise Damaged("not every stream decodes to its size", subject=work.plan.fetches[0].run.key)
 
-    def _decode_apart(self, reader: PackReader, run: Run) -> None:
+    def _decode_apart(self, read: ReadRun, run: Run) -> None:
         """Decode a run into memory that nobody else can change. Raises ``Damaged`` if its stored bytes are wrong."""
         decoder = Decoder(self._device, shared=False)
         try:
-            decoder.fill(reader, [replace(run, pieces=tuple(map(self._apart, run.pieces)))], lambda nbytes: None)
+            decoder.fill([replace(run, pieces=tuple(map(self._apart, run.pieces)))], read, lambda nbytes: None)
         finally:
             decoder.close()
 
@@ -297,14 +304,14 @@ def _fetch(fetcher: LaneFetcher, work: _Work) -> None:
     work.arrivals = fetcher.fetch(work.places())
 
 
-def _launch(reader: PackReader, work: _Work) -> None:
+def _launch(read: ReadRun, work: _Work) -> None:
     """Wait for the digests, fetch bytes again that are wrong, and enqueue the decoding."""
     work.lane.wait()
     with torch.cuda.stream(work.lane.stream):
         if not work.plan.as_written(work.steps[0].results):
             for fetch, place in work.places():
                 with fetch.needed():
-                    reader.fetch(fetch.run, place)  # they may have been corrupted in memory
+                    fetch.run.fetch(read, place)  # they may have been corrupted in memory
             work.copy_up()
     _decode(work)
 
@@ -328,7 +335,7 @@ def _copy_part(piece: Piece, raw: torch.Tensor) -> None:
         target.copy_(words[piece.source + (Ellipsis,)])
 
 
-def _through_host(reader: PackReader, run: Run, progress: Progress) -> None:
-    for piece, raw in reader.elements(run):
+def _through_host(read: ReadRun, run: Run, progress: Progress) -> None:
+    for piece, raw in run.elements(read):
         _copy_part(piece, torch.from_numpy(raw).to(piece.target.device))
         progress(piece.chunk.nbytes)

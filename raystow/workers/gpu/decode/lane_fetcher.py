@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 
-from ....storage.versions.reader import PackReader
+from ....storage.versions.runs import ReadRun
 from .lane_plan import Fetch
+
+THREADS = min(16, os.cpu_count() or 1)
+"""Threads that copy runs which are in memory."""
 
 Arrivals = SimpleQueue[BaseException | None]
 """Receives the outcome of each fetch: an error, or None."""
 
 
 class LaneFetcher:
-    """Fetches in the order of the calls, with the threads of a reader. Futures would take the interpreter lock for longer."""
+    """Fetches in the order of the calls, by ``threads`` threads. Futures would take the interpreter lock for longer."""
 
-    def __init__(self, reader: PackReader) -> None:
-        self._reader, self._started = reader, 0
-        self._pool = ThreadPoolExecutor(reader.threads, "raystow-read")
+    def __init__(self, read: ReadRun, threads: int) -> None:
+        self._read, self._threads, self._started = read, threads, 0
+        self._pool = ThreadPoolExecutor(threads, "raystow-read")
         self._wanted = SimpleQueue[tuple[Fetch, memoryview, Arrivals] | None]()
 
     def fetch(self, what: Iterable[tuple[Fetch, memoryview]]) -> Arrivals:
@@ -27,7 +31,7 @@ class LaneFetcher:
         arrivals = Arrivals()
         for fetch, into in what:
             self._wanted.put((fetch, into, arrivals))
-            if self._started < self._reader.threads:
+            if self._started < self._threads:
                 self._started += 1
                 self._pool.submit(self._work)
         return arrivals
@@ -47,7 +51,7 @@ class LaneFetcher:
             error: BaseException | None = None
             try:
                 with fetch.needed():
-                    self._reader.bring(fetch.run, into)
+                    self._read(fetch.run, into)
             except BaseException as caught:
                 error = caught
             arrivals.put(error)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ....storage.coding import chunk as chunks
 from ....storage.coding.digest import finish
 from ....storage.errors import Damaged, Unsupported
-from ....storage.versions.reader import Piece, Place, Run
+from ....storage.versions.runs import Piece, Place, Run
 from .. import kernel_args
 from ..nvcomp import ALIGN, STREAM
 from ..stream_layout import Streams, aligned, spread

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from helpers.journal_port import MemorySink
+from msgspec.structs import replace
 
 from raystow.orchestrator.journal import gradient_coding
 from raystow.orchestrator.journal.entry_decoder import _placed
-from raystow.orchestrator.journal.gradient_coding import TensorEncoder, decode, uncoded
+from raystow.orchestrator.journal.gradient_coding import TensorEncoder, checked_dtype, decode, uncoded
 from raystow.storage.errors import Damaged
 
 
@@ -31,6 +32,18 @@ def test_damaged_bytes_are_not_decoded(part: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gradient_coding.chunk, "decode", lambda *of: next(calls)(*of))
     with pytest.raises(Damaged, match="stored bytes of a recorded tensor"):
         decode(recorded, data)
+
+
+@pytest.mark.parametrize("moved", [2, 8 << 10, 16 << 10])
+def test_parts_of_no_or_negative_size_are_refused(moved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU writes each part to its place in the tensor, so that all of them must be within it."""
+    monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
+    sink = MemorySink()
+    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000)).placed(sink.copy)
+    first, second, *rest = recorded.parts
+    parts = replace(first, nbytes=first.nbytes - moved), replace(second, nbytes=second.nbytes + moved), *rest
+    with pytest.raises(Damaged, match="do not add up"):
+        checked_dtype(replace(recorded, parts=parts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64])

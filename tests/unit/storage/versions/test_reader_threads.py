@@ -11,7 +11,8 @@ from helpers.local_cluster import LocalCluster
 from helpers.scripted_store import ScriptedStore, script
 
 from raystow.storage.errors import StoreUnavailable
-from raystow.storage.versions.reader import Request, Run
+from raystow.storage.versions.reader import Request
+from raystow.storage.versions.runs import Run
 
 
 def test_an_error_ends_the_other_threads() -> None:

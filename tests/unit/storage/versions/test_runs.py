@@ -7,7 +7,8 @@ from helpers.builders import coded_row
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.stores.memory import MemoryStore
-from raystow.storage.versions.reader import PackReader, Piece, Run
+from raystow.storage.versions.reader import PackReader
+from raystow.storage.versions.runs import Piece, Run
 
 MIB = 1 << 20
 

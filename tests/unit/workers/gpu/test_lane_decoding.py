@@ -17,7 +17,8 @@ from raystow.storage.coding.digest import raw_digest
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged
 from raystow.storage.format.boxes import Box
-from raystow.storage.versions.reader import Request, Run
+from raystow.storage.versions.reader import Request
+from raystow.storage.versions.runs import Run
 from raystow.storage.versions.version import Version
 from raystow.workers.gpu.decode import lane_plan
 

@@ -8,7 +8,7 @@ from helpers.builders import coded_row
 
 from raystow.storage.coding.chunk import Coding, Plane, packed
 from raystow.storage.format.manifest import Chunk
-from raystow.storage.versions.reader import Piece, Run
+from raystow.storage.versions.runs import Piece, Run
 from raystow.workers.gpu.decode import lane_plan
 from raystow.workers.gpu.nvcomp import ALIGN
 from raystow.workers.gpu.stream_layout import Streams, compute_tables
