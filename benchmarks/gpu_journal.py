@@ -150,7 +150,7 @@ def cost(
             checkpoint()  # begins a chain of entries
             step(training, journal, micro)
         else:
-            journal._chained = False  # the hooks copy nothing
+            journal._recorder._chained = False  # the hooks copy nothing
         return [step(training, journal if recorded else None, micro) for _ in range(steps)]
 
     return {
@@ -296,8 +296,8 @@ def main(
             def checkpoint() -> None:
                 """Begin a chain as a save does; earlier entries may be dropped."""
                 journal.flush(600)
-                journal._last = training.step
-                journal.saved(training.step)
+                journal._recorder._last = training.step
+                journal._recorder.saved(training.step)
 
             step(training, journal, SHORT)  # creates the encoder and the buffers
             for count in lengths:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from raystow.orchestrator.journal.journal import Journal, JournalIdentity
+from raystow.orchestrator.journal.journal import Journal
+from raystow.orchestrator.journal.recorder import JournalIdentity, StepRecorder
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.coding.kernels import Bytes
@@ -20,7 +21,7 @@ from raystow.workers.shm.ring import Ring, SlotPart
 
 
 class MemorySink:
-    """An ``EntrySink`` whose ring is in this process. ``content``: the bytes of the entry."""
+    """An ``EntryWriter`` whose ring is in this process. ``content``: the bytes of the entry."""
 
     def __init__(self, slots: int = 8, slot_size: int = 4 << 20) -> None:
         self.ring, self.content = Ring.create(slots * slot_size, slot_size), bytearray()
@@ -55,17 +56,21 @@ class EntryBox:
         self.rounds = JournalRounds(SYSTEM)
         self.changed = threading.Condition()
 
-    def journal(
+    def recorder(
         self,
         model: torch.nn.Module,
         *optimizers: torch.optim.Optimizer,
         rank: int = 0,
         world_size: int = 1,
         timeout: float = 30.0,
-    ) -> Journal:
-        """Return a journal for a new process of a rank."""
+    ) -> StepRecorder:
+        """Return what the journal of a new process of a rank records with."""
         identity = JournalIdentity("memory://box", "box", rank, world_size, SYSTEM.token(), timeout)
-        return Journal(TrackedState(model, optimizers), BoxPort(self), identity)
+        return StepRecorder(TrackedState(model, optimizers), BoxPort(self), identity)  # type: ignore[arg-type]
+
+    def journal(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer, **options: Any) -> Journal:
+        """Return a journal for a new process of a rank."""
+        return Journal(self.recorder(model, *optimizers, **options))
 
     def steps(self, rank: int = 0) -> list[int]:
         """Return the steps of a rank in the order of recording."""

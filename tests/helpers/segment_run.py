@@ -13,7 +13,8 @@ from torch import nn
 
 from helpers.journal_port import BoxPort, snapshot
 from raystow.orchestrator.coordinator.segments import Segments, stored_entries
-from raystow.orchestrator.journal.journal import Journal, JournalIdentity
+from raystow.orchestrator.journal.journal import Journal
+from raystow.orchestrator.journal.recorder import JournalIdentity, StepRecorder
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.coding.digest import stored_digest
@@ -96,9 +97,9 @@ class SegmentRun:
         record = VersionRecord(self.repository.id, id, attempt, self.committer.epoch, step, SYSTEM.now(), self.world_size)
         self.committer.commit(record)
 
-    def journal(self, training: Training, rank: int = 0) -> Journal:
+    def recorder(self, training: Training, rank: int = 0) -> StepRecorder:
         who = JournalIdentity(self.repository.uri, self.repository.id, rank, self.world_size, SYSTEM.token(), 30.0)
-        return Journal(TrackedState(training.model, [training.optimizer]), SegmentPort(self, rank), who)
+        return StepRecorder(TrackedState(training.model, [training.optimizer]), SegmentPort(self, rank), who)  # type: ignore[arg-type]
 
     def held(self) -> dict[str, Sequence[EntryInfo]]:
         """Return the entries of the nodes and of the store."""
@@ -181,9 +182,10 @@ def record(run: SegmentRun, journal: Journal, training: Training, steps: range) 
 def begin(run: SegmentRun, base: int | None = None) -> tuple[Training, Journal]:
     """Start a new process of the only rank, and replay. ``base``: the step of the restored version."""
     training = Training()
-    journal = run.journal(training)
+    recorder = run.recorder(training)
     if base is not None:
-        journal.restored(base, True)
+        recorder.restored(base, True)
+    journal = Journal(recorder)
     journal.replay()
     return training, journal
 
@@ -191,7 +193,7 @@ def begin(run: SegmentRun, base: int | None = None) -> tuple[Training, Journal]:
 def replay(run: SegmentRun) -> tuple[Any, list[bytes]]:
     """Start a new process of the only rank in the initial state, and replay; return the last step and the state."""
     training = Training()
-    journal = run.journal(training)
+    journal = Journal(run.recorder(training))
     reached = journal.replay()
     journal.close()
     return reached, training.bits()

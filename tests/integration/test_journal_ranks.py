@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from integration.gloo import Ranks
-from raystow.orchestrator.journal.journal import Journal, JournalIdentity
+from raystow.orchestrator.journal.journal import Journal
+from raystow.orchestrator.journal.recorder import JournalIdentity, StepRecorder
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.protocol.messages import EntryInfo, JournalChoice, JournalVote
@@ -82,7 +83,7 @@ def train(
     model, opt = build(layout, optimizer, rank, world)
     disturb(spoil if rank == world - 1 else "", box, model, opt)
     port, who = GlooPort(box), JournalIdentity("memory://box", "box", rank, world, SYSTEM.token(), 30.0)
-    journal = Journal(TrackedState(model, [opt]), port, who)
+    journal = Journal(StepRecorder(TrackedState(model, [opt]), port, who))  # type: ignore[arg-type]
     values = journal.replay()
     generator = torch.Generator().manual_seed(world)
     for number in steps:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import nn
 
+from raystow.orchestrator.journal.journal import Journal
 from raystow.storage.runtime import metrics
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -115,12 +116,12 @@ def recorded(box: EntryBox, run: Run, steps: int, *, first: int = 1, **how: Any)
 
 
 def replayed(box: EntryBox, run: Run, *, base: int = -1) -> object:
-    journal = box.journal(run.model, run.opt)
-    journal.restored(base, True)
+    recorder = box.recorder(run.model, run.opt)
+    recorder.restored(base, True)
     try:
-        return journal.replay()
+        return Journal(recorder).replay()
     finally:
-        journal.close()
+        recorder.close()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -148,13 +149,14 @@ def test_a_replay_continues_a_version(optimizer: str, dtype: torch.dtype, steps:
     """The gradients may be NaN or clipped, and the version may have been saved between two recorded steps."""
     base = min(base, steps - 1)
     box, run, kept = EntryBox(), Run(optimizer, dtype), Run(optimizer, dtype)
-    journal = box.journal(run.model, run.opt)
+    recorder = box.recorder(run.model, run.opt)
+    journal = Journal(recorder)
     journal.replay()
     for number in range(1, steps + 1):
         run.step(number, nan=nan and number == steps - 1, clip=clip)
         journal.record(number, values=number)
         if number == base:
-            journal.saved(number)
+            recorder.saved(number)
             kept.load(run)
     journal.close()
     assert replayed(box, kept, base=base if base else -1) == steps
@@ -282,14 +284,15 @@ def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture, monke
     monkeypatch.setattr(metrics, "_recorder", SimpleNamespace(record=lambda metric, value, tags: counted.update([metric])))
     box, run = EntryBox(), Run()
     box.refuse = {3}
-    journal = box.journal(run.model, run.opt)
+    recorder = box.recorder(run.model, run.opt)
+    journal = Journal(recorder)
     journal.replay()
     for number in range(1, 8):
         run.step(number)
         journal.record(number)
         if number == 6:
             assert journal.save_advised
-            journal.saved(6)
+            recorder.saved(6)
             at_six = Run()
             at_six.load(run)
     journal.close()
@@ -327,10 +330,10 @@ def test_entries_of_another_attempt_are_not_replayed(caplog: pytest.LogCaptureFi
         again.load_state_dict(at_two)
         again.bias.data[place] += 1
         before = snapshot(again, optimizer)
-        journal = box.journal(again, optimizer)
-        journal.restored(2, True)
-        assert journal.replay() is None
-        journal.close()
+        recorder = box.recorder(again, optimizer)
+        recorder.restored(2, True)
+        assert Journal(recorder).replay() is None
+        recorder.close()
         assert snapshot(again, optimizer) == before
     assert "was not saved by the run that recorded the step after it" in caplog.text
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..journal.journal import Journal
+    from ..journal.recorder import StepRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class Checkpointer:
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
         self._saves, self._planner, self._closed = itertools.count(1), Planner(self._lossy), False
-        self._journal: Journal | None = None
+        self._recorder: StepRecorder | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
         keep = self._memory.cache_seconds
         self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=self._on_fenced, keep=keep)
@@ -254,8 +255,8 @@ class Checkpointer:
             stall=lambda: pending.stall,
         )
         pending._find = functools.partial(self._outcomes.find, pending, order)
-        if self._journal is not None:
-            self._journal.saved(step)
+        if self._recorder is not None:
+            self._recorder.saved(step)
         with pending._blocking(start):
             try:
                 self._in_flight.add(pending, functools.partial(self._outcomes.learn, pending, order))
@@ -310,24 +311,24 @@ class Checkpointer:
             StateError: There is a journal already, there are no optimizers, or ``durable_every`` is invalid.
         """
         self._check_open()
-        if self._journal is not None or not optimizers:
+        if self._recorder is not None or not optimizers:
             what = "there is a journal already" if optimizers else "there are no optimizers"
             raise StateError(what, subject=self.uri, remedy="make one journal, with all optimizers")
         durable_every = integer("durable_every", durable_every, least=0)
-        from ..journal.cluster_port import ClusterPort
-        from ..journal.journal import Journal, JournalIdentity
+        from ..journal.journal import Journal
+        from ..journal.port import JournalPort
+        from ..journal.recorder import JournalIdentity, StepRecorder
         from ..journal.tracked_state import TrackedState
 
-        repository = self._startup.wait().repository
+        repository, calls = self._startup.wait().repository, self._port
         who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._startup.member.incarnation, self._timeout)
         memory, place = (self._replication.replicas, self._memory.journal), place_of(self._store)
         opening = OpenJournal(self.uri, repository, self.rank, *memory, durable_every, place)
-        self._journal = Journal(
-            TrackedState(model, optimizers), ClusterPort(opening, self._startup.node_address, self._port), who
-        )
-        self._journal.restored(*self._restored)
-        self._outcomes.save_failed = self._journal.save_failed
-        return self._journal
+        port = JournalPort(opening, self._startup.node_address, settle=calls.settle_journal, reading=calls.reading)
+        self._recorder = StepRecorder(TrackedState(model, optimizers), port, who)
+        self._recorder.restored(*self._restored)
+        self._outcomes.save_failed = self._recorder.save_failed
+        return Journal(self._recorder)
 
     def restore(
         self,
@@ -378,8 +379,8 @@ class Checkpointer:
         run = functools.partial(self._restores.run, self._startup.repository(), into, options)
         restored = run(asked=asked, allow_uncommitted=allow_uncommitted, progress=progress)
         self._restored = (START if restored is None else restored.step), asked == LATEST
-        if self._journal is not None:
-            self._journal.restored(*self._restored)
+        if self._recorder is not None:
+            self._recorder.restored(*self._restored)
         if restored is not None:
             self._in_flight.restored = restored
         if not contains_placeholders(into):
@@ -481,8 +482,8 @@ class Checkpointer:
         with contextlib.ExitStack() as releases:  # called in the opposite order, each also if another one raises
             for release in self._outcomes.close, end, self._node.close, end_saves:
                 releases.callback(release)
-            if self._journal is not None:
-                releases.callback(self._journal.close)
+            if self._recorder is not None:
+                releases.callback(self._recorder.close)
         return True
 
     def _open(self, address: str) -> ObjectStore:

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from ...state import value_text
 from ...storage.errors import StateError
 from ...storage.format.boxes import Box
+from ...workers.journal.entry_writer import EntryWriter
 from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep, RecordedTensor
 from . import entry_file
 from .gradient_coding import TensorEncoder
-from .port import EntrySink
 from .state_digests import StateDigests
 from .step_hooks import CapturedStep
 
@@ -72,7 +72,7 @@ class EntryEncoder:
         self.parent = b""
 
     def encode(
-        self, captured: CapturedEntry, info: EntryInfo, sink: EntrySink, on_read: Callable[[], None] = lambda: None
+        self, captured: CapturedEntry, info: EntryInfo, sink: EntryWriter, on_read: Callable[[], None] = lambda: None
     ) -> EntryInfo:
         """Add all bytes of an entry to ``sink``; return its description. ``on_read``: called when the captured tensors may be
         overwritten."""
@@ -124,7 +124,7 @@ class EntryEncoder:
         self,
         tensors: Sequence[torch.Tensor | None],
         ready: Mapping[int, torch.cuda.Event],
-        sink: EntrySink,
+        sink: EntryWriter,
         on_read: Callable[[], None],
     ) -> list[RecordedTensor]:
         found: list[RecordedTensor | None] = [None] * len(tensors)
@@ -150,7 +150,7 @@ class EntryEncoder:
                 found[place] = one
         return [one for one in found if one is not None]
 
-    def _of_device(self, device: int, sink: EntrySink) -> GpuGradientEncoder:
+    def _of_device(self, device: int, sink: EntryWriter) -> GpuGradientEncoder:
         from .gpu_gradients import GpuGradientEncoder, SharedRing
 
         if self._ring is None:

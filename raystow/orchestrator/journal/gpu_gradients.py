@@ -22,11 +22,11 @@ from ...workers.gpu.encode.pinned_ring import PinnedRing
 from ...workers.gpu.encode.stages import Arrived
 from ...workers.gpu.encode_request import EncodeRequest
 from ...workers.gpu.kernels import bfloat16_kernels, copy_kernels
+from ...workers.journal.entry_writer import EntryWriter
 from ...workers.protocol.messages import ChunkInfo, CodedPart, RecordedTensor
 from ...workers.shm.coded_layout import CodedChunk, Layout
 from ...workers.shm.ring import Ring
 from .gradient_coding import SMALL, coded_part, divided, dtype_name, factors, sampled, uncoded
-from .port import EntrySink
 
 _MEMORY = 768 << 20  # device memory of the encoder
 _PIECE = 16 << 20  # raw bytes of a part
@@ -95,7 +95,7 @@ class Examined:
 class SharedRing:
     """The ring that all GPUs of this process copy entries to, one after the other. ``sink``: of the entry under way."""
 
-    sink: EntrySink | None
+    sink: EntryWriter | None
 
     def __init__(self, ring: Ring) -> None:
         self.ring, self.sink = ring, None
@@ -128,7 +128,7 @@ class GpuGradientEncoder:
         self._layout: tuple[object, Layout | None] = (None, None)
 
     def encode(
-        self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event, sink: EntrySink, on_read: Callable[[], None]
+        self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event, sink: EntryWriter, on_read: Callable[[], None]
     ) -> list[RecordedTensor]:
         """Add tensors, which are there after the event ``ready``, to an entry; return their records. They may be overwritten.
         ``on_read`` is called when they are not needed any more."""
@@ -214,7 +214,7 @@ class GpuGradientEncoder:
                 one.kind, one.factor, one.values = ("bfloat16" if factor == 1.0 else "scaled"), factor, values
         return list(itertools.compress(examined, misses))
 
-    def _encode(self, examined: Sequence[Examined], request: EncodeRequest, sink: EntrySink) -> None:
+    def _encode(self, examined: Sequence[Examined], request: EncodeRequest, sink: EntryWriter) -> None:
         pieces, owners = self._cut(examined)
         if not pieces:
             request.meanwhile()

@@ -12,8 +12,9 @@ from helpers.peer_workers import Cluster, Worker
 from helpers.polling import wait_until
 from helpers.segment_run import Training
 
-from raystow.orchestrator.journal.cluster_port import ClusterPort
-from raystow.orchestrator.journal.journal import Journal, JournalIdentity
+from raystow.orchestrator.journal.journal import Journal
+from raystow.orchestrator.journal.port import JournalPort
+from raystow.orchestrator.journal.recorder import JournalIdentity, StepRecorder
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.coding.digest import stored_digest
@@ -60,7 +61,7 @@ class Run(JournalRounds):
         super().__init__(SYSTEM)
         self._cluster, self._replicas = cluster, replicas
 
-    def settle_journal(self, vote: JournalVote) -> JournalChoice:
+    def settle(self, vote: JournalVote) -> JournalChoice:
         return self.vote(vote, self.survey).answer(vote)
 
     def survey(self) -> Mapping[str, Sequence[EntryInfo]]:
@@ -89,8 +90,9 @@ class Run(JournalRounds):
         address = self.serve(self._cluster["a"], stack)
         opening = OpenJournal("memory://r", "r", 0, self._replicas)
         identity = JournalIdentity("memory://r", "r", 0, 1, SYSTEM.token(), 30.0)
-        port = ClusterPort(opening, lambda: address, self)
-        return stack.enter_context(closing(Journal(TrackedState(training.model, [training.optimizer]), port, identity)))
+        port = JournalPort(opening, lambda: address, settle=self.settle, reading=self.reading)
+        recorder = StepRecorder(TrackedState(training.model, [training.optimizer]), port, identity)
+        return stack.enter_context(closing(Journal(recorder)))
 
     def record(self) -> list[bytes]:
         """Record some steps; return the state after the last one."""

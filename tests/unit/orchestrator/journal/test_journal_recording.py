@@ -18,6 +18,7 @@ from helpers.journal_port import EntryBox, snapshot
 from torch import nn
 
 from raystow.orchestrator.journal.journal import Journal
+from raystow.orchestrator.journal.recorder import StepRecorder
 from raystow.orchestrator.journal.state_digests import Digester
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.errors import ClusterError, StateError
@@ -44,25 +45,26 @@ def test_an_unexpected_error_loses_steps_until_the_next_save(
     part: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box, run = EntryBox(), Run()
-    journal = box.journal(run.model, run.optimizer)
+    recorder = box.recorder(run.model, run.optimizer)
+    journal = Journal(recorder)
     journal.replay()
     for number in range(1, 5):
         with monkeypatch.context() as patch:
             if number == 2:
-                patch.setattr(journal, part, SimpleNamespace(begin=lambda: None))
+                patch.setattr(recorder, part, SimpleNamespace(begin=lambda: None))
             run.step(number)
             journal.record(number)
         if number == 3:
             assert journal.save_advised
-            journal.saved(3)
+            recorder.saved(3)
             saved = copy.deepcopy(run)
     journal.close()
     assert box.steps() == [1, 4]
     assert "2 is not recorded" in caplog.text or "step after 1 is not recorded" in caplog.text
     assert "AttributeError" in caplog.text, "the traceback is logged"
-    again = box.journal(saved.model, saved.optimizer)
+    again = box.recorder(saved.model, saved.optimizer)
     again.restored(3, True)
-    again.replay()
+    Journal(again).replay()
     again.close()
     assert snapshot(saved.model, saved.optimizer) == snapshot(run.model, run.optimizer)
 
@@ -71,32 +73,33 @@ REFUSED = EntryKept(1, 0, "the memory for entries is full")
 
 
 @contextlib.contextmanager
-def recording(box: EntryBox, run: Run) -> Iterator[Journal]:
-    """Yield a journal that has recorded step 1."""
-    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
+def recording(box: EntryBox, run: Run) -> Iterator[StepRecorder]:
+    """Yield the recorder of a journal that has recorded step 1."""
+    with contextlib.closing(box.recorder(run.model, run.optimizer)) as recorder:
+        journal = Journal(recorder)
         journal.replay()
         run.step(1)
         journal.record(1)
         journal.flush()
-        yield journal
+        yield recorder
 
 
 def test_a_save_during_a_refused_entry_restarts_recording() -> None:
     """The thread that learns of the refusal is about to end the recording until the next save, when that save begins."""
     box, run = EntryBox(), Run()
-    with recording(box, run) as journal:
-        save = threading.Thread(target=journal.saved, args=(1,))
+    with recording(box, run) as recorder:
+        save = threading.Thread(target=recorder.saved, args=(1,))
 
         def save_now(*_: object, **__: object) -> None:
             save.start()
             save.join(0.2)  # it waits for the other thread
 
-        journal._log = SimpleNamespace(error=save_now)  # type: ignore[assignment]
-        journal._kept(REFUSED)
+        recorder.log = SimpleNamespace(error=save_now)  # type: ignore[assignment]
+        recorder._kept(REFUSED)
         save.join()
-        assert not journal.save_advised
+        assert not recorder.save_advised
         run.step(2)
-        journal.record(2)
+        recorder.record(2, "")
     assert box.steps() == [1, 2]
 
 
@@ -105,38 +108,38 @@ def test_a_save_during_a_refused_entry_restarts_recording() -> None:
 def test_a_failed_save_after_a_lost_entry_ends_recording(late: bool, newer: bool) -> None:
     """The entries that follow cannot be replayed from an older version."""
     box, run = EntryBox(), Run()
-    with recording(box, run) as journal:
-        calls = [lambda: journal.saved(1), lambda: journal._kept(REFUSED)]
+    with recording(box, run) as recorder:
+        calls = [lambda: recorder.saved(1), lambda: recorder._kept(REFUSED)]
         for call in calls if late else reversed(calls):
             call()
-        assert not journal.save_advised
+        assert not recorder.save_advised
         if newer:
             run.step(2)
-            journal.record(2)
-            journal.saved(2)
-            journal.save_failed(1)
-            assert not journal.save_advised  # the newer one may become a version
-        journal.save_failed(2 if newer else 1)
-        assert journal.save_advised
+            recorder.record(2, "")
+            recorder.saved(2)
+            recorder.save_failed(1)
+            assert not recorder.save_advised  # the newer one may become a version
+        recorder.save_failed(2 if newer else 1)
+        assert recorder.save_advised
         run.step(3)
-        journal.record(3)
+        recorder.record(3, "")
     assert 3 not in box.steps()
 
 
 def test_a_failed_save_is_withdrawn_after_its_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the node worker does not answer; entries are handed over afterwards."""
     box, run, told = EntryBox(), Run(), list[str]()
-    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
-        monkeypatch.setattr(journal._port, "save_begun", lambda step, _: told.append(f"begun {step}"))
+    with contextlib.closing(box.recorder(run.model, run.optimizer)) as recorder:
+        monkeypatch.setattr(recorder.port, "save_begun", lambda step, _: told.append(f"begun {step}"))
         monkeypatch.setattr(
-            journal._port, "save_failed", lambda step: told.append(f"failed {step}") or fail(ClusterError("gone"))
+            recorder.port, "save_failed", lambda step: told.append(f"failed {step}") or fail(ClusterError("gone"))
         )
-        journal.save_failed(0)  # nothing is recorded yet
-        journal.replay()
-        journal.saved(1)
-        journal.save_failed(1)
+        recorder.save_failed(0)  # nothing is recorded yet
+        Journal(recorder).replay()
+        recorder.saved(1)
+        recorder.save_failed(1)
         run.step(2)
-        journal.record(2)
+        recorder.record(2, "")
     assert told == ["begun 1", "failed 1"]
     assert box.steps() == [2]
 
@@ -144,13 +147,14 @@ def test_a_failed_save_is_withdrawn_after_its_notice(monkeypatch: pytest.MonkeyP
 def test_an_interrupted_record_loses_steps_until_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries after a gap would be useless."""
     box, run = EntryBox(), Run()
-    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
+    recorder = box.recorder(run.model, run.optimizer)
+    with contextlib.closing(Journal(recorder)) as journal:
         journal.replay()
         for number in range(1, 4):
             run.step(number)
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if number == 2 else contextlib.nullcontext():
                 if number == 2:
-                    patch.setattr(journal._digester, "take", lambda **_: fail(KeyboardInterrupt()))
+                    patch.setattr(recorder._digester, "take", lambda **_: fail(KeyboardInterrupt()))
                 journal.record(number)
         assert journal.save_advised
     assert box.steps() == [1]
@@ -159,22 +163,23 @@ def test_an_interrupted_record_loses_steps_until_a_save(monkeypatch: pytest.Monk
 def test_an_interrupted_wait_for_copies_loses_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save of the step has begun before, and is what later entries follow."""
     box, run = EntryBox(), Run()
-    with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
+    recorder = box.recorder(run.model, run.optimizer)
+    with contextlib.closing(Journal(recorder)) as journal:
         journal.replay()
         for number in range(1, 4):
             run.step(number)
             if number != 2:
                 journal.record(number, number)
                 continue
-            journal.saved(number)
+            recorder.saved(number)
             saved = copy.deepcopy(run)
             with monkeypatch.context() as patch:
-                patch.setattr(journal, "_await_copies", lambda step: fail(KeyboardInterrupt()))
+                patch.setattr(recorder, "_await_copies", lambda step: fail(KeyboardInterrupt()))
                 with pytest.raises(KeyboardInterrupt):
                     journal.record(number, number)
-    with contextlib.closing(box.journal(saved.model, saved.optimizer)) as journal:
-        journal.restored(2, True)
-        assert journal.replay() == 3
+    with contextlib.closing(box.recorder(saved.model, saved.optimizer)) as recorder:
+        recorder.restored(2, True)
+        assert Journal(recorder).replay() == 3
     assert snapshot(saved.model, saved.optimizer) == snapshot(run.model, run.optimizer)
 
 
@@ -212,10 +217,11 @@ def test_a_replay_that_raises_can_be_repeated(error: BaseException, monkeypatch:
             run.step(number)
             journal.record(number, number)
     before = snapshot(again.model, again.optimizer)
-    with contextlib.closing(box.journal(again.model, again.optimizer)) as journal:
+    recorder = box.recorder(again.model, again.optimizer)
+    with contextlib.closing(Journal(recorder)) as journal:
         with monkeypatch.context() as patch:
-            settle = journal._port.settle
-            patch.setattr(journal._port, "settle", lambda vote: settle(vote) if vote.reached is None else fail(error))
+            settle = recorder.port.settle
+            patch.setattr(recorder.port, "settle", lambda vote: settle(vote) if vote.reached is None else fail(error))
             with pytest.raises(type(error)):
                 journal.replay()
         assert snapshot(again.model, again.optimizer) == before
@@ -229,20 +235,20 @@ def test_the_others_are_told_of_a_rank_that_cannot_replay(error: BaseException, 
     box, again = EntryBox(), [Run(), Run()]
     with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
 
-        def journals(runs: list[Run]) -> list[Journal]:
-            made = [box.journal(run.model, run.optimizer, rank=rank, world_size=2) for rank, run in enumerate(runs)]
+        def recorders(runs: list[Run]) -> list[StepRecorder]:
+            made = [box.recorder(run.model, run.optimizer, rank=rank, world_size=2) for rank, run in enumerate(runs)]
             return [stack.enter_context(contextlib.closing(one)) for one in made]
 
         runs = [Run(), Run()]
-        recording = journals(runs)
+        recording = [Journal(one) for one in recorders(runs)]
         list(pool.map(Journal.replay, recording))
         for run, journal in zip(runs, recording, strict=True):
             run.step(1)
             journal.record(1)
             assert journal.flush()
-        replaying = journals(again)
-        monkeypatch.setattr(replaying[1]._state, "copy", lambda: fail(error))
-        waiting, failing = (pool.submit(one.replay) for one in replaying)
+        replaying = recorders(again)
+        monkeypatch.setattr(replaying[1].state, "copy", lambda: fail(error))
+        waiting, failing = (pool.submit(Journal(one).replay) for one in replaying)
         assert type(failing.exception(60)) is type(error)
         with pytest.raises(ClusterError, match=f"rank 1 could not replay: {str(error) or 'KeyboardInterrupt'}"):
             waiting.result(60)

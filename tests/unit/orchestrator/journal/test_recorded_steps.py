@@ -66,10 +66,11 @@ def test_digests_of_all_bytes_are_counted_from_the_last_save() -> None:
     """So that all ranks take them at the same steps, also if one has lost entries before."""
     box, training = EntryBox(), Training()
     box.refuse = {2}
-    with opened(box, training) as journal:
+    recorder = box.recorder(training.model, training.optimizer)
+    with contextlib.closing(Journal(recorder)) as journal:
         journal.replay()
         training.steps(journal, range(1, 5))
-        journal.saved(4)
+        recorder.saved(4)
         training.steps(journal, range(5, 22))
     assert [step for step in range(5, 22) if recorded(box, step).header.whole] == [20]
 

@@ -16,6 +16,7 @@ from helpers.scripted_store import ScriptedStore, script, unscript
 from helpers.segment_run import SegmentRun, Training, begin, record, replay, states
 
 from raystow.orchestrator.coordinator.segments import OpenedSegment, segment_record
+from raystow.orchestrator.journal.journal import Journal
 from raystow.storage.checks.repair import plan_repair
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.commit.segments import put_segment, read_record
@@ -33,7 +34,7 @@ def test_training_continues_from_the_store(tmp_path: Path) -> None:
     run = SegmentRun(tmp_path)
     for first, last, durable in ((1, 5, 4), (5, 9, 8)):
         training = Training()
-        journal = run.journal(training)
+        journal = Journal(run.recorder(training))
         assert journal.replay() == (first - 1 or None)
         record(run, journal, training, range(first, last + 1))
         journal.close()
@@ -45,7 +46,7 @@ def test_training_continues_from_the_store(tmp_path: Path) -> None:
 def test_a_segment_has_the_entries_of_all_ranks(tmp_path: Path) -> None:
     run = SegmentRun(tmp_path, world_size=2)
     trainings = [Training(rank) for rank in range(2)]
-    journals = [run.journal(training, rank) for rank, training in enumerate(trainings)]
+    journals = [Journal(run.recorder(training, rank)) for rank, training in enumerate(trainings)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda journal: journal.replay(), journals))
     for number in (1, 2, 3):
@@ -168,7 +169,7 @@ def test_repeated_steps_are_stored_again(tmp_path: Path) -> None:
     run.store.put(keys.segment_entries(lost.number, lost.attempt, 0), [b"torn"])
     run.start()
     training = Training()
-    journal = run.journal(training)
+    journal = Journal(run.recorder(training))
     assert journal.replay() == 2
     record(run, journal, training, range(3, 7))
     journal.close()

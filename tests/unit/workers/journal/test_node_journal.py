@@ -8,13 +8,14 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 import numpy as np
 import pytest
 from helpers.polling import wait_until
 from msgspec.structs import replace
 
-from raystow.orchestrator.journal.cluster_port import ClusterPort
+from raystow.orchestrator.journal.port import JournalPort
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError
@@ -30,10 +31,7 @@ from raystow.workers.protocol.messages import (
     EntryPlace,
     FetchEntry,
     Generation,
-    JournalChoice,
-    JournalVote,
     OpenJournal,
-    RankReading,
 )
 from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.shm.ring import Ring
@@ -78,10 +76,10 @@ class Node:
     def connect(self) -> JournalClient:
         return JournalClient(self.address, OPENING, self.ring)
 
-    def port(self) -> ClusterPort:
+    def port(self) -> JournalPort:
         """Connect a process in place of the one before."""
         self.client.close()
-        return ClusterPort(OPENING, lambda: self._listener.name, NoCoordinator())
+        return JournalPort(OPENING, lambda: self._listener.name, settle=no_coordinator, reading=no_coordinator)
 
     def _run(self) -> None:
         with ThreadPoolExecutor() as pool:
@@ -95,7 +93,7 @@ class Node:
         with contextlib.closing(connection), contextlib.suppress(Exception):
             self.journal.serve(connection, opening)
 
-    def record(self, step: int, data: bytes, port: ClusterPort | None = None) -> EntryKept:
+    def record(self, step: int, data: bytes, port: JournalPort | None = None) -> EntryKept:
         """Record an entry; return what has become of it."""
         kept, client = queue.SimpleQueue[EntryKept](), port or self.client
         client.begin(info(step, 0), len(data)).copy(np.frombuffer(data, np.uint8))
@@ -110,11 +108,8 @@ class Node:
         self.ring.close()
 
 
-class NoCoordinator:
-    def settle_journal(self, vote: JournalVote) -> JournalChoice:
-        raise AssertionError("the coordinator is asked")
-
-    def reading(self, rank: RankReading) -> None: ...
+def no_coordinator(_: object) -> NoReturn:
+    raise AssertionError("the coordinator is asked")
 
 
 @pytest.fixture
@@ -238,7 +233,7 @@ def test_a_save_without_an_attempt_is_withdrawn(node: Node) -> None:
         assert node.record(5, part, port) == EntryKept(5, 0)
 
 
-def restart(port: ClusterPort) -> None:
+def restart(port: JournalPort) -> None:
     """Close the connection, as the end of the node worker does."""
     client = port._client
     assert client is not None
