@@ -98,7 +98,7 @@ def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
 
         def settled(self, opened: OpenedSegment) -> None:
             super().settled(opened)
-            control.send(settled=[opened.newest.step, opened.newest.generation])
+            control.send(settled=[opened.newest.step, opened.newest.generation.token])
 
     upkeep.Housekeeping, opened.Segments = Told, ToldSegments
 

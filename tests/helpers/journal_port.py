@@ -16,7 +16,15 @@ from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import ClusterError
 from raystow.storage.runtime.clock import SYSTEM
-from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote, RankReading
+from raystow.workers.protocol.messages import (
+    EntryInfo,
+    EntryKept,
+    EntryPlace,
+    Generation,
+    JournalChoice,
+    JournalVote,
+    RankReading,
+)
 from raystow.workers.shm.ring import Ring, SlotPart
 
 
@@ -104,7 +112,7 @@ class BoxPort:
         self._box.entries[info] = bytes(self._sink.content)
         on_kept(EntryKept(info.step, 1))
 
-    def save_begun(self, step: int, generation: str) -> None:
+    def save_begun(self, step: int, generation: Generation) -> None:
         pass
 
     def save_failed(self, step: int) -> None:

@@ -32,6 +32,7 @@ from raystow.workers.protocol.messages import (
     EntryInfo,
     EntryKept,
     EntryPlace,
+    Generation,
     OpenJournal,
     SegmentStored,
     SegmentTicket,
@@ -123,7 +124,7 @@ class SegmentPort(BoxPort):
             self._run.writers[self._rank].kept(info)
         on_kept(EntryKept(info.step, 0, problem))
 
-    def save_begun(self, step: int, generation: str) -> None:
+    def save_begun(self, step: int, generation: Generation) -> None:
         self._run.memories[self._rank].save_begun(self._run.repository.id, step, generation)
 
     def save_failed(self, step: int) -> None:

@@ -35,8 +35,10 @@ def within(hint: Any) -> st.SearchStrategy[Any]:
     for bound in getattr(hint, "__metadata__", ()):
         if bound.le is not None:
             values = st.integers(bound.ge or 0, bound.le)
-        if bound.min_length is not None:  # of a secret
+        if bound.min_length is not None and hint.__origin__ is bytes:  # of a secret
             values = st.binary(min_size=bound.min_length, max_size=bound.max_length)
+        elif bound.min_length is not None:
+            values = values.filter(bool)
         elif bound.max_length is not None:
             values = values.filter(partial(fits, bound.max_length))
     return values

@@ -168,7 +168,7 @@ class JournalWorld:
         if self._step > self._version and all(rank.returned == self._step for rank in self.ranks):
             self._saves.append((self._step, self._states[self._step]))
             for rank in self.ranks:
-                rank.node.store.save_begun(_R, self._step, self._lineage[-1].token)
+                rank.node.store.save_begun(_R, self._step, self._lineage[-1])
                 rank.chained = True
 
     def _make_durable(self) -> None:

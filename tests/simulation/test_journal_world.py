@@ -68,7 +68,7 @@ BUGS = {
     "restarted nodes drop copies": (EntryStore, "oldest", _oldest_here, "a failure costs one step at most"),
     "copies are not waited for": (EntryReplicator, "submit", _done_at_once, "a failure costs one step at most"),
     "generations are not distinguished": (
-        *(entry_plan, "generation_of", lambda lineage, step: lineage[-1].token),
+        *(entry_plan, "generation_of", lambda lineage, step: lineage[-1]),
         "lines of history are not mixed",
     ),
 }

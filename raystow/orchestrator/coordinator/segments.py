@@ -115,7 +115,8 @@ class Segments:
 def durable_step(root: Root, lineage: Sequence[Generation]) -> int:
     """The last step that versions and segments of a lineage have; ``START`` if there is none."""
     newest = [entry.step for entry in root.versions[-1:]]
-    return max([START, *newest, *(one.step for one in root.segments if generation_of(lineage, one.step) == one.generation)])
+    recorded = ((one, generation_of(lineage, one.step)) for one in root.segments)
+    return max([START, *newest, *(one.step for one, of in recorded if of is not None and of.token == one.generation)])
 
 
 def segment_record(opened: OpenedSegment, repository: str, epoch: int, base: int, clock: Clock) -> SegmentRecord:

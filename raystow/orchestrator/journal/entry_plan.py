@@ -21,14 +21,14 @@ class EntryPlan(NamedTuple):
         lineage: The generations of the entries.
         steps: The entries of all ranks that have recorded a step, by rank; oldest step first.
         end: Why later entries are not used; empty if there are none.
-        newest: Token of the newest generation that was found.
+        newest: The newest generation that was found.
     """
 
     step: int
     lineage: tuple[Generation, ...] = ()
     steps: tuple[tuple[EntryPlace, ...], ...] = ()
     end: str = ""
-    newest: str = ""
+    newest: Generation | None = None
 
     def entries(self, rank: int, world_size: int) -> Iterator[EntryPlace]:
         """The entries that one of ``world_size`` ranks needs, oldest first: its own, or those of all ranks that have recorded a
@@ -63,10 +63,9 @@ def plan_entries(
             if info.step > base:
                 nodes.setdefault(info, []).append(node)
     stored = {info.generation for info in held.get(STORE, ())}
-    end, newest = "", max((info.generation for info in nodes), default="")
-    for lineage in sorted({info.lineage for info in nodes}, key=lambda lineage: lineage[-1].token, reverse=True):
-        token = lineage[-1].token
-        if token not in stored and not token.endswith(_suffix(rollbacks)):
+    end, newest = "", max((info.generation for info in nodes), default=None)
+    for lineage in sorted({info.lineage for info in nodes}, key=lambda lineage: lineage[-1], reverse=True):
+        if lineage[-1] not in stored and lineage[-1].rollbacks < rollbacks:
             end = end or f"the steps after {base} were recorded before a rollback"
             continue
         plan = _follow(base, world_size, lineage, nodes, fixed)
@@ -77,21 +76,12 @@ def plan_entries(
 
 
 def continued(plan: EntryPlan, base: int, step: int, clock: Clock, rollbacks: int = 0) -> tuple[Generation, ...]:
-    """The lineage of entries recorded from ``step`` on, as a new generation; ``base``: the newest version. Tokens of later
-    generations sort after those of earlier ones, also if the clock was set back. ``rollbacks``: see ``plan_entries``."""
-    token = f"{int(clock.now() * 1000):013x}-{clock.token()}"
-    if token <= plan.newest:
-        token = f"{plan.newest}-{clock.token()}"
-    token += _suffix(rollbacks)
+    """The lineage of entries recorded from ``step`` on, as a new generation. ``base``: the newest version. ``rollbacks``: see
+    ``plan_entries``."""
     before = [generation for generation in plan.lineage if generation.first <= step]
     pairs = itertools.zip_longest(before, before[1:])
     needed = [generation for generation, following in pairs if following is None or following.first > base + 1]
-    return *needed[-_MOST_GENERATIONS:], Generation(token, step + 1)
-
-
-def _suffix(rollbacks: int) -> str:
-    """The end of the tokens of generations that began after so many rollbacks of the repository."""
-    return f"-r{rollbacks}" if rollbacks else ""
+    return *needed[-_MOST_GENERATIONS:], Generation.begun(step + 1, clock, after=plan.newest, rollbacks=rollbacks)
 
 
 def _follow(
@@ -100,7 +90,7 @@ def _follow(
     """Follow a lineage from the base as far as every rank has the next entry."""
     following: dict[int, dict[int, EntryInfo]] = {}  # previous step -> rank -> entry
     for info in nodes:
-        if info.lineage[-1].token == generation_of(lineage, info.step):
+        if info.generation == generation_of(lineage, info.step):
             following.setdefault(info.previous, {})[info.rank] = info
     step, chosen, end = base, list[tuple[EntryPlace, ...]](), ""
     while found := following.get(step):

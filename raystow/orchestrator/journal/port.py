@@ -14,6 +14,7 @@ from ...workers.protocol.messages import (
     EntryInfo,
     EntryKept,
     EntryPlace,
+    Generation,
     JournalChoice,
     JournalVote,
     OpenJournal,
@@ -61,7 +62,7 @@ class JournalPort:
 
         self._connected().keep(info, kept)
 
-    def save_begun(self, step: int, generation: str) -> None:
+    def save_begun(self, step: int, generation: Generation) -> None:
         """Tell that a save of the state after a step is under way. ``generation``: of the entries that are recorded now."""
         with self._lock:
             self._saves.append(step)

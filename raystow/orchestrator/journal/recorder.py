@@ -123,7 +123,7 @@ class StepRecorder:
         if not self._lineage:
             return
         try:
-            self.port.save_begun(step, self._lineage[-1].token)
+            self.port.save_begun(step, self._lineage[-1])
         except RaystowError as error:
             self.log.warning("the node worker was not told of a save: %s", error)
         if self._last == step:

@@ -17,6 +17,7 @@ from ..protocol.messages import (
     EntryPlace,
     FetchedEntry,
     FetchEntry,
+    Generation,
     KeepEntry,
     OpenJournal,
     SaveBegun,
@@ -79,7 +80,7 @@ class JournalClient:
                 self._waiting.pop(info.step, None)
             raise
 
-    def save_begun(self, step: int, generation: str) -> None:
+    def save_begun(self, step: int, generation: Generation) -> None:
         """Tell that a save of the state after a step is under way. ``generation``: of the entries that are recorded now."""
         self._connection.send(SaveBegun(step, generation))
 

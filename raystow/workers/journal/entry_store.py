@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from ...storage.object_store import Buffer
-from ..protocol.messages import START, EntryInfo, generation_of
+from ..protocol.messages import START, EntryInfo, Generation, generation_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class EntryStore:
         self._lock = threading.RLock()
         self._recording: Counter[str] = Counter()  # by repository: connected training processes
         self._lines: dict[Line, dict[str, KeptEntry]] = {}
-        self._saving: dict[str, tuple[int, str]] = {}  # repository -> step and generation of the newest save that has begun
+        self._saving: dict[str, tuple[int, Generation]] = {}  # by repository: the newest save that has begun
         self._needless: dict[Line, EntryInfo] = {}  # the newest entry that was dropped because nobody needs it
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class EntryStore:
                     self.evictions += kept.info.repository != info.repository
             return ""
 
-    def save_begun(self, repository: str, step: int, generation: str) -> None:
+    def save_begun(self, repository: str, step: int, generation: Generation) -> None:
         """Note that a save of the state after a step is under way. ``generation``: of the entries that are recorded now."""
         with self._lock:
             self._saving[repository] = step, generation
@@ -116,7 +116,7 @@ class EntryStore:
     def save_failed(self, repository: str, step: int) -> None:
         """Note that a save is not under way any more."""
         with self._lock:
-            if self._saving.get(repository, (START, ""))[0] == step:
+            if repository in self._saving and self._saving[repository][0] == step:
                 del self._saving[repository]
 
     def committed(self, repository: str, step: int) -> None:
@@ -166,7 +166,7 @@ class EntryStore:
         copies are on other nodes."""
         with self._lock:
             dropped = self._needless.get(_line(info))
-        if dropped is None or generation_of(info.lineage, dropped.step) not in ("", dropped.generation):
+        if dropped is None or generation_of(info.lineage, dropped.step) not in (None, dropped.generation):
             return START + 1  # the training has gone back to a step before the dropped one
         return dropped.step + 1
 
@@ -188,7 +188,7 @@ class EntryStore:
 
     def _saving_step(self, info: EntryInfo) -> int:
         """The step of the newest save of an entry's training that has begun; ``START`` if it has ended with its process."""
-        step, generation = self._saving.get(info.repository, (START, ""))
+        step, generation = self._saving.get(info.repository, (START, None))
         return step if generation == info.generation else START
 
     def _spare(self, info: EntryInfo, live: Collection[str]) -> list[KeptEntry]:
@@ -204,6 +204,7 @@ class EntryStore:
 
     def _descent(self, newest: EntryInfo) -> Iterator[KeptEntry]:
         line = self._lines.get(_line(newest), {})
+        by_step: dict[tuple[int, Generation | None], KeptEntry]
         by_step = {(kept.info.step, kept.info.generation): kept for kept in line.values()}
         kept = line.get(newest.key)
         while kept is not None:

@@ -3,11 +3,14 @@ coordinator."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from ....storage.limits import MAX_ROWS
+from ....storage.runtime.clock import Clock
 from ....storage.stores.settings import StoreAddress
 from ..codec import Column, Digest, DigestBytes, JsonText, Message, MessagePart, Packed, Shape, Text, WorldSize
 from .reads import Span
@@ -27,20 +30,37 @@ RECORDING = 0
 MAX_ENTRY = 1 << 38
 """Bytes of an entry."""
 
+_ROLLBACKS = re.compile(r"-r([0-9]{1,9})$")
+
 EntrySize = Annotated[int, Meta(ge=0, le=MAX_ENTRY)]
 """Bytes of an entry."""
 
 
-class Generation(MessagePart, frozen=True):
-    """The entries that all ranks have recorded between two agreements on where to continue.
+class Generation(MessagePart, frozen=True, order=True):
+    """The entries that all ranks have recorded between two agreements on where to continue. Later generations are greater.
 
     Args:
-        token: The same on all ranks.
+        token: Its name on all ranks and in the store. Only this class composes and parses it.
         first: All steps from this one on are of this generation, or of a later one.
     """
 
     token: Text
     first: int
+
+    @staticmethod
+    def begun(first: int, clock: Clock, *, after: Generation | None = None, rollbacks: int = 0) -> Generation:
+        """Begin a generation at step ``first``, which is greater than the one ``after`` which it comes, also if the clock was set
+        back. ``rollbacks``: how many the repository has had."""
+        token = f"{int(clock.now() * 1000):013x}-{clock.token()}"
+        if after is not None and token <= after.token:
+            token = f"{after.token}-{clock.token()}"
+        return Generation(f"{token}-r{rollbacks}" if rollbacks else token, first)
+
+    @property
+    def rollbacks(self) -> int:
+        """How many rollbacks the repository had had when the generation began."""
+        found = _ROLLBACKS.search(self.token)
+        return int(found[1]) if found else 0
 
 
 class EntryInfo(MessagePart, frozen=True):
@@ -60,19 +80,19 @@ class EntryInfo(MessagePart, frozen=True):
     world_size: WorldSize
     step: int
     previous: int
-    lineage: Column[Generation]
+    lineage: Annotated[tuple[Generation, ...], Meta(min_length=1, max_length=MAX_ROWS)]
     size: EntrySize = 0
     digest: DigestBytes = b""
 
     @property
     def key(self) -> str:
         """Name of the entry in its repository's journal."""
-        return f"{JOURNAL}{self.world_size}/{self.rank}/{self.step}-{self.generation}"
+        return f"{JOURNAL}{self.world_size}/{self.rank}/{self.step}-{self.generation.token}"
 
     @property
-    def generation(self) -> str:
-        """Token of the generation that has recorded it."""
-        return self.lineage[-1].token if self.lineage else ""
+    def generation(self) -> Generation:
+        """The generation that has recorded it."""
+        return self.lineage[-1]
 
     def replaces(self, other: EntryInfo) -> bool:
         """Whether another entry of the rank was recorded by an attempt whose steps this one's generation has repeated."""
@@ -80,9 +100,9 @@ class EntryInfo(MessagePart, frozen=True):
         return newer and generation_of(self.lineage, other.step) != other.generation
 
 
-def generation_of(lineage: Sequence[Generation], step: int) -> str:
-    """The token of the generation that recorded a step; empty if the lineage does not reach back so far."""
-    return next((generation.token for generation in reversed(lineage) if generation.first <= step), "")
+def generation_of(lineage: Sequence[Generation], step: int) -> Generation | None:
+    """The generation that recorded a step; None if the lineage does not reach back so far."""
+    return next((generation for generation in reversed(lineage) if generation.first <= step), None)
 
 
 class CodedPart(MessagePart, frozen=True):
@@ -273,7 +293,7 @@ class SaveBegun(Message, frozen=True):
     of ``generation`` are recorded."""
 
     step: int
-    generation: Text
+    generation: Generation
 
 
 class SaveWithdrawn(Message, frozen=True):

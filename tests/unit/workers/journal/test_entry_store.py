@@ -34,7 +34,7 @@ def test_a_full_memory_refuses_new_entries_until_a_save() -> None:
     assert [add(store, entry(step)) for step in (1, 2, 3)] == ["", "", ""]
     assert "is full" in add(store, entry(4))
     assert steps(store) == [1, 2, 3]
-    store.save_begun("r", 4, "1")
+    store.save_begun("r", 4, FIRST[0])
     assert add(store, entry(5)) == ""
     assert steps(store) == [2, 3, 5]
     store.committed("r", 4)
@@ -47,10 +47,10 @@ def test_a_save_that_has_ended_makes_no_entry_unnecessary() -> None:
     store = EntryStore(2 * SIZE)
     for step in (1, 2):
         add(store, entry(step))
-    store.save_begun("r", 2, "1")
+    store.save_begun("r", 2, FIRST[0])
     store.save_failed("r", 2)
     assert "is full" in add(store, entry(3))
-    store.save_begun("r", 9, "1")
+    store.save_begun("r", 9, FIRST[0])
     assert [add(store, entry(step, lineage=SECOND)) for step in (1, 2)] == ["", ""]
     assert "is full" in add(store, entry(3, lineage=SECOND))
     assert steps(store) == [1, 2]
@@ -88,9 +88,9 @@ def test_repeated_steps_replace_those_of_the_old_generation() -> None:
     for step in (1, 2, 3, 4):
         add(store, entry(step))
     add(store, entry(3, lineage=(*FIRST, Generation("2", 3))))
-    assert [(info.step, info.generation) for info in store.own()] == [(1, "1"), (2, "1"), (3, "2")]
+    assert [(info.step, info.generation.token) for info in store.own()] == [(1, "1"), (2, "1"), (3, "2")]
     add(store, entry(4))  # arrives late
-    assert sorted((info.step, info.generation) for info in store.own())[:2] == [(1, "1"), (2, "1")]
+    assert sorted((info.step, info.generation.token) for info in store.own())[:2] == [(1, "1"), (2, "1")]
 
 
 def test_a_restarted_node_keeps_the_last_copies_on_its_partner() -> None:

@@ -109,7 +109,7 @@ def test_an_entry_after_a_dropped_one_has_no_copy(partner: Partner) -> None:
     assert partner.steps("other") == [2, 3]
     assert kept.copies == 0
     assert "node partner keeps no copy: the memory for entries of recorded steps is full" in kept.problem
-    sender.store.save_begun("other", 3, "1")
+    sender.store.save_begun("other", 3, Generation("1", 0))
     assert sender.record(4, SIZE // 2) == EntryKept(4, 1), "the first one is not needed after the save"
     sender.store.save_failed("other", 3)
     assert sender.record(5, SIZE // 2).copies == 0

@@ -197,7 +197,7 @@ def test_entries_without_copies_are_lost_with_their_node(node: Node) -> None:
         with pytest.raises(ClusterError, match="which alone had the entries up to step 1"):
             node.record(2, DATA, port)
         assert node.record(3, DATA, port) == EntryKept(3, 0)
-        port.save_begun(3, "g")
+        port.save_begun(3, Generation("g", 0))
         restart(port)
         assert node.record(4, DATA, port) == EntryKept(4, 0)
 
@@ -206,12 +206,12 @@ def test_a_failed_save_replaces_no_entries_of_a_dead_node(node: Node) -> None:
     """The earlier save that the entries follow has not failed."""
     with contextlib.closing(node.port()) as port:
         assert node.record(1, DATA, port) == EntryKept(1, 0)
-        port.save_begun(1, "g")
-        port.save_begun(2, "g")
+        port.save_begun(1, Generation("g", 0))
+        port.save_begun(2, Generation("g", 0))
         port.save_failed(2)
         restart(port)
         assert node.record(2, DATA, port) == EntryKept(2, 0)
-        port.save_begun(2, "g")
+        port.save_begun(2, Generation("g", 0))
         port.save_failed(2)
         restart(port)
         port.save_failed(1)  # does not connect
@@ -224,11 +224,11 @@ def test_a_save_without_an_attempt_is_withdrawn(node: Node) -> None:
     part = bytes(BUDGET // 3)
     with contextlib.closing(node.port()) as port:
         assert [node.record(step, part, port) for step in (1, 2, 3)] == [EntryKept(step, 0) for step in (1, 2, 3)]
-        port.save_begun(3, "g")
+        port.save_begun(3, Generation("g", 0))
         port.save_failed(3)
         assert "is full" in node.record(4, part, port).problem
         assert [held.step for held in node.journal.store.own()] == [1, 2, 3]
-        port.save_begun(4, "g")
+        port.save_begun(4, Generation("g", 0))
         port.save_failed(3)  # late
         assert node.record(5, part, port) == EntryKept(5, 0)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 import pytest
 from msgspec import Meta, inspect
+from msgspec.structs import replace
 
 from raystow.storage.errors import ProtocolError
 from raystow.storage.retention.policy import Policy
@@ -20,6 +21,8 @@ from raystow.workers.protocol.messages import (
     Begin,
     BeginSave,
     EntryInfo,
+    Generation,
+    KeepEntry,
     check_greeting,
     check_protocol,
     decode,
@@ -51,6 +54,14 @@ def test_tuples_and_numbers_survive_encode_and_decode() -> None:
     example = Example("é12\0", (Inner(-(2**63), "n", (1, 2)),), 2**64 - 1, "b", b"12345", {7: ("x", "")}, float("-inf"))
     assert decode(encode(example), Other, Example) == example
     assert isinstance(decode(encode(example), Example).rows, tuple)
+
+
+def test_an_entry_without_a_generation_is_refused() -> None:
+    """Nodes order entries by it."""
+    info = EntryInfo("r", 0, 1, 1, 0, (Generation("g", 0),))
+    assert decode(encode(KeepEntry(info)), KeepEntry).info == info
+    with pytest.raises(ProtocolError, match="length >= 1"):
+        decode(encode(KeepEntry(replace(info, lineage=()))), KeepEntry)
 
 
 @pytest.mark.parametrize(
