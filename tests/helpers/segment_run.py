@@ -59,14 +59,10 @@ class SegmentRun:
         self.memories = [EntryStore(1 << 30) for _ in range(self.world_size)]
         uri, id = self.repository.uri, self.repository.id
         self.writers = [
-            SegmentWriter(memory, OpenJournal(uri, id, rank, 0, durable_every=self.every), lambda: self)
+            SegmentWriter(memory, OpenJournal(uri, id, rank, 0, durable_every=self.every), lambda: (self.store, self))
             for rank, memory in enumerate(self.memories)
         ]
         self.in_store: dict[EntryInfo, StoredEntry] = {}
-
-    @property
-    def coordinator(self) -> SegmentRun:
-        return self
 
     @property
     def root(self) -> Root:

@@ -41,7 +41,7 @@ from ..protocol.unix_channel import Connection
 from .entry_bytes import ArrivingEntry, SharedMemories, entry_digest
 from .entry_replicator import EntryReplicator
 from .entry_store import EntryStore
-from .segment_writer import JournalRepository, SegmentWriter, read_entry
+from .segment_writer import RepositoryEnds, SegmentWriter, read_entry
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ _QUIET = 600.0  # seconds without an entry of a training from which on its copie
 _REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotsFilled, KeepEntry, SaveBegun, SaveWithdrawn, FetchEntry)
 
 
-def no_repository(store: StoreAddress) -> JournalRepository:
+def no_repository(store: StoreAddress) -> RepositoryEnds:
     """Refuse to open a repository: the node has only entries in memory."""
     raise ClusterError("this node uses no store", subject=store.uri)
 
@@ -68,7 +68,7 @@ class NodeJournal:
         peers: NodePeers,
         clock: Clock,
         *,
-        open_repository: Callable[[StoreAddress], JournalRepository] = no_repository,
+        open_repository: Callable[[StoreAddress], RepositoryEnds] = no_repository,
     ) -> None:
         self._node, self._budget, self._peers, self._open_repository = node, budget, peers, open_repository
         self.store, self._token = EntryStore(budget), clock.token()
@@ -225,5 +225,5 @@ class NodeJournal:
                 reasons.append(str(error))
         if place.stored is None:
             raise ClusterError(f"no node has it: {'; '.join(reasons)}", subject=f"entry of step {info.step}")
-        read_entry(self._open_repository(store).store, place, content)
+        read_entry(self._open_repository(store)[0], place, content)
         return content

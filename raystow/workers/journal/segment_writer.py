@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from ...storage.errors import ClusterError, Damaged, RaystowError
 from ...storage.format import keys
@@ -27,22 +26,14 @@ _AGAIN = 0.5  # seconds after which the coordinator is asked again while other r
 _LONGEST = 30.0
 
 
-class JournalRepository(Protocol):
-    """The repository that entries belong to."""
-
-    @property
-    def store(self) -> ObjectStore:
-        """Its objects."""
-
-    @property
-    def coordinator(self) -> CoordinatorClient:
-        """Its coordinator."""
+RepositoryEnds = tuple[ObjectStore, CoordinatorClient]
+"""The store and the coordinator of a repository."""
 
 
 class SegmentWriter:
     """``step`` and ``run`` are called by one thread, the others by any."""
 
-    def __init__(self, memory: EntryStore, opening: OpenJournal, open_repository: Callable[[], JournalRepository]) -> None:
+    def __init__(self, memory: EntryStore, opening: OpenJournal, open_repository: Callable[[], RepositoryEnds]) -> None:
         self._memory, self._every, self._open_repository = memory, opening.durable_every, open_repository
         self._log = about(logger, repository=opening.uri, rank=opening.rank)
         self._newest: EntryInfo | None = None  # the last entry of the next segment
@@ -90,8 +81,7 @@ class SegmentWriter:
         return self._newest is not self._done
 
     def _store(self, newest: EntryInfo) -> bool:
-        repository = self._open_repository()
-        coordinator = repository.coordinator
+        store, coordinator = self._open_repository()
         ticket = coordinator.open_segment(newest)
         self._memory.stored(newest, ticket.after)
         if not ticket.number:
@@ -105,7 +95,7 @@ class SegmentWriter:
         for info, view in zip(infos, views, strict=True):
             if entry_digest(view) != info.digest:
                 raise Damaged("it does not have its digest in this node's memory", subject=f"entry of step {info.step}")
-        repository.store.put(keys.segment_entries(ticket.number, ticket.attempt, newest.rank), views)
+        store.put(keys.segment_entries(ticket.number, ticket.attempt, newest.rank), views)
         coordinator.segment_stored(SegmentStored(ticket.number, ticket.attempt, newest.rank, tuple(infos)))
         self._stored = newest, ticket.step
         return True

@@ -128,7 +128,7 @@ class Node:
         self._fetcher = Fetcher(self._tier, peers, budget=self._keep // 4, node=node)
         self.replicas = ReplicaStore(self._tier)
         self.replicator = Replicator(node, self._tier, peers, SYSTEM, stores=self.replicas.stores)
-        self.journal = NodeJournal(node, memory_limit() // 8, peers, SYSTEM, open_repository=self._repository)
+        self.journal = NodeJournal(node, memory_limit() // 8, peers, SYSTEM, open_repository=self._repository_ends)
         self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal, usage=self._usage, tls=peer_tls.wanted())
         self._executors = Executors(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
@@ -360,6 +360,10 @@ class Node:
             with self._lock:
                 known = self._repositories.setdefault(at, made)
         return known
+
+    def _repository_ends(self, at: StoreAddress) -> tuple[ObjectStore, CoordinatorClient]:
+        here = self._repository(at)
+        return cast(ObjectStore, here.store), here.coordinator
 
     def open_attempt(self, store: StoreAddress, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
         """See ``session.SessionHost``. Refuses a folder that this node does not share with the coordinator."""

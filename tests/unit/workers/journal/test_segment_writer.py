@@ -20,10 +20,6 @@ class Busy:
     def __init__(self) -> None:
         self.store, self.asked, self.often = MemoryStore("entries"), 0, threading.Event()
 
-    @property
-    def coordinator(self) -> Busy:
-        return self
-
     def open_segment(self, newest: EntryInfo) -> SegmentTicket:
         self.asked += 1
         if self.asked > 5:
@@ -35,7 +31,7 @@ def test_the_coordinator_is_asked_again_after_a_while(monkeypatch: pytest.Monkey
     """Once more at once if there are more entries."""
     monkeypatch.setattr(segment_writer, "_AGAIN", 30.0)
     busy = Busy()
-    writer = SegmentWriter(EntryStore(0), OpenJournal("", "", 0, 0, durable_every=1), lambda: busy)  # type: ignore[arg-type,return-value]
+    writer = SegmentWriter(EntryStore(0), OpenJournal("", "", 0, 0, durable_every=1), lambda: (busy.store, busy))  # type: ignore[arg-type,return-value]
     thread = threading.Thread(target=writer.run)
     thread.start()
     for step in (1, 2):
