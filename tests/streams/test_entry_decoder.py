@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from raystow.orchestrator.journal import entry_file, gradient_coding
 from raystow.orchestrator.journal.entry_decoder import EntryDecoder
-from raystow.orchestrator.journal.entry_file import StoredTensor
 from raystow.orchestrator.journal.gradient_coding import TensorEncoder
 from raystow.storage.coding import chunk
+from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import Damaged
-from raystow.workers.protocol.messages import EntryHeader, EntryInfo, Generation, OptimizerStep
+from raystow.workers.protocol.messages import EntryHeader, EntryInfo, Generation, OptimizerStep, RecordedTensor
 from streams.device import SEEDS
 from streams.encoder_run import HERE, weights
 from streams.test_decoding_streams import decoding
@@ -37,10 +37,10 @@ def values() -> list[torch.Tensor]:
     ]
 
 
-def entry(tensors: list[torch.Tensor]) -> list[StoredTensor]:
-    """Return the tensors as stored in a journal entry."""
+def entry(tensors: list[torch.Tensor]) -> tuple[list[RecordedTensor], Bytes]:
+    """Return the records of the tensors in a journal entry, and the entry's bytes."""
     sink = MemorySink()
-    recorded = [TensorEncoder().encode(tensor).placed(sink.copy) for tensor in tensors]
+    recorded = [TensorEncoder().encode(tensor, sink.copy) for tensor in tensors]
     assert {one.kind for one in recorded} == {"plain", "bfloat16", "scaled"}
     assert min(len(one.parts) for one in recorded) > 1
     info = EntryInfo("r", 0, 1, 1, 0, (Generation("g", 0),), 0)
@@ -48,7 +48,8 @@ def entry(tensors: list[torch.Tensor]) -> list[StoredTensor]:
     header = EntryHeader(info, b"", (step,), (), "", (), b"", b"", False, ())
     end, _ = entry_file.end_of(header)
     sink.copy(end)
-    return list(entry_file.parse(replace(info, size=len(sink.content)), memoryview(sink.content)).tensors())
+    parsed = entry_file.parse(replace(info, size=len(sink.content)), memoryview(sink.content))
+    return entry_file.tensors_of(parsed.header), parsed.data
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -62,7 +63,7 @@ def test_recorded_tensors_are_decoded_bit_for_bit(seed: int, caplog: pytest.LogC
     stored = entry(tensors)
     with decoding(seed):
         for _ in range(2):
-            found = list(decoder.on_gpu(HERE, stored))
+            found = list(decoder.on_gpu(HERE, *stored))
             assert [bits(one) for one in found] == [bits(tensor) for tensor in tensors]
             assert [(one.dtype, one.shape) for one in found] == [(tensor.dtype, tensor.shape) for tensor in tensors]
         decoder.close()
@@ -71,12 +72,12 @@ def test_recorded_tensors_are_decoded_bit_for_bit(seed: int, caplog: pytest.LogC
 
 @pytest.mark.parametrize("change", [{"digest": 1}, {"stored_digest": bytes(32)}])
 def test_a_wrong_digest_raises_damaged(change: dict[str, object]) -> None:
-    *others, last = entry(values())
-    *parts, part = last.recorded.parts
-    wrong = replace(last.recorded, parts=(*parts, replace(part, **change)))
+    (*others, last), data = entry(values())
+    *parts, part = last.parts
+    wrong = replace(last, parts=(*parts, replace(part, **change)))
     decoder = EntryDecoder()
     with decoding(SEEDS[0]), pytest.raises(Damaged, match="digest"):
-        list(decoder.on_gpu(HERE, [*others, last._replace(recorded=wrong)]))
+        list(decoder.on_gpu(HERE, [*others, wrong], data))
 
 
 def test_a_codec_that_the_gpu_lacks_is_decoded_on_the_host(
@@ -84,11 +85,11 @@ def test_a_codec_that_the_gpu_lacks_is_decoded_on_the_host(
 ) -> None:
     monkeypatch.setitem(chunk.STREAMED, "new", chunk.STREAMED[chunk.ZSTD])
     tensors, decoder = values(), EntryDecoder()
-    first, *others = entry(tensors)
-    parts = [replace(one, codecs=tuple("new" if of == chunk.ZSTD else of for of in one.codecs)) for one in first.recorded.parts]
+    (first, *others), data = entry(tensors)
+    parts = [replace(one, codecs=tuple("new" if of == chunk.ZSTD else of for of in one.codecs)) for one in first.parts]
     assert {codec for part in parts for codec in part.codecs} == {"raw", "new"}
     with decoding(SEEDS[0]):
-        found = list(decoder.on_gpu(HERE, [first._replace(recorded=replace(first.recorded, parts=tuple(parts))), *others]))
+        found = list(decoder.on_gpu(HERE, [replace(first, parts=tuple(parts)), *others], data))
         assert [bits(one) for one in found] == [bits(tensor) for tensor in tensors]
         decoder.close()
     assert "decoded on the CPU" in caplog.text

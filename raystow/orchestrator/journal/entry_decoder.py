@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
@@ -12,13 +13,13 @@ import torch
 from ...state.shards import words
 from ...storage.coding import dtypes
 from ...storage.coding.chunk import Coding
+from ...storage.coding.kernels import Bytes
 from ...storage.format.manifest import Chunk
 from ...storage.object_store import Buffer
 from ...storage.versions.runs import Piece, Run, coalesced
 from ...workers.journal.entry_bytes import POOL
-from ...workers.protocol.messages import CodedPart
-from .entry_file import StoredTensor
-from .gradient_coding import SMALL, WITHOUT_BYTES, checked_dtype, from_values, without_bytes
+from ...workers.protocol.messages import CodedPart, RecordedTensor
+from .gradient_coding import SMALL, WITHOUT_BYTES, checked_dtype, decode, from_values, without_bytes
 
 _ALIGN = 16  # bytes: kernels read words of this size
 
@@ -33,22 +34,24 @@ class EntryDecoder:
     def __init__(self) -> None:
         self._decoders: dict[torch.device, Decoder] = {}
 
-    def decode(self, tensors: Sequence[StoredTensor], devices: Sequence[torch.device]) -> list[torch.Tensor | None]:
-        """Return the recorded tensors, each on its device. Raises ``Damaged`` if the bytes of one do not have their digests, or
-        do not fit its description."""
+    def decode(
+        self, tensors: Sequence[RecordedTensor], data: Bytes, devices: Sequence[torch.device]
+    ) -> list[torch.Tensor | None]:
+        """Return tensors of one entry, each on its device. ``data``: the entry's bytes. Raises ``Damaged`` if the bytes of a
+        tensor do not have their digests, or do not fit its description."""
         found: dict[int, torch.Tensor | None] = {}
         by_gpu, large, small = defaultdict[torch.device, list[int]](list), list[int](), list[int]()
-        for place, (stored, device) in enumerate(zip(tensors, devices, strict=True)):
-            if stored.recorded.kind in WITHOUT_BYTES:
-                found[place] = without_bytes(stored.recorded, device)
-            elif sum(part.nbytes for part in stored.recorded.parts) <= SMALL:
+        for place, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
+            if tensor.kind in WITHOUT_BYTES:
+                found[place] = without_bytes(tensor, device)
+            elif sum(part.nbytes for part in tensor.parts) <= SMALL:
                 small.append(place)
             else:
                 (by_gpu[device] if device.type == "cuda" else large).append(place)
         for device, places in by_gpu.items():
-            found.update(zip(places, self.on_gpu(device, [tensors[place] for place in places]), strict=True))
-        found.update(zip(large, POOL.map(StoredTensor.decode, [tensors[place] for place in large]), strict=True))
-        decoded = [cast(torch.Tensor, tensors[place].decode()) for place in small]  # threads would wait for each other
+            found.update(zip(places, self.on_gpu(device, [tensors[place] for place in places], data), strict=True))
+        found.update(zip(large, POOL.map(decode, [tensors[place] for place in large], itertools.repeat(data)), strict=True))
+        decoded = [cast(torch.Tensor, decode(tensors[place], data)) for place in small]  # threads would wait for each other
         found.update(zip(small, _placed(decoded, [devices[place] for place in small]), strict=True))
         return [found[place] for place in range(len(tensors))]
 
@@ -58,13 +61,12 @@ class EntryDecoder:
             decoder.close()
         self._decoders.clear()
 
-    def on_gpu(self, device: torch.device, tensors: Sequence[StoredTensor]) -> Iterator[torch.Tensor]:
+    def on_gpu(self, device: torch.device, tensors: Sequence[RecordedTensor], data: Bytes) -> Iterator[torch.Tensor]:
         """Yield tensors of one entry, decoded on a GPU. None of them may be empty."""
         from ...workers.gpu.decode.decoder import Decoder
 
         if device not in self._decoders:
             self._decoders[device] = Decoder(device)
-        data = tensors[0].data
 
         def read(run: Run, into: memoryview | None) -> Buffer:
             found = data[run.start : run.start + run.length]
@@ -74,15 +76,15 @@ class EntryDecoder:
             return into
 
         targets, pieces = list[torch.Tensor](), list[Piece]()
-        for number, stored in enumerate(tensors):
-            name = checked_dtype(stored.recorded)
-            size = sum(part.nbytes for part in stored.recorded.parts) // dtypes.dtype(name).itemsize
+        for number, tensor in enumerate(tensors):
+            name = checked_dtype(tensor)
+            size = sum(part.nbytes for part in tensor.parts) // dtypes.dtype(name).itemsize
             target = torch.empty(size, dtype=getattr(torch, name), device=device)
-            pieces += _pieces(f"tensor {number}", name, stored.recorded.parts, target)
+            pieces += _pieces(f"tensor {number}", name, tensor.parts, target)
             targets.append(target)
         self._decoders[device].fill(list(coalesced("journal entry", pieces)), read, lambda nbytes: None)
-        for stored, target in zip(tensors, targets, strict=True):
-            yield from_values(stored.recorded, target)
+        for tensor, target in zip(tensors, targets, strict=True):
+            yield from_values(tensor, target)
 
 
 def _placed(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:

@@ -85,7 +85,7 @@ class EntryEncoder:
         gradients = [gradient for step in captured.steps for gradient in step.gradients]
         recorded = self._encode(gradients, captured.ready, sink, on_read)
         # A GPU's encoder would overwrite buffers.
-        recorded += [self._host.encode(buffer.cpu()).placed(sink.copy) for _, buffer in buffers]
+        recorded += [self._host.encode(buffer.cpu(), sink.copy) for _, buffer in buffers]
         records = iter(recorded)
         steps = tuple(
             OptimizerStep(
@@ -133,7 +133,7 @@ class EntryEncoder:
             if tensor is not None and tensor.device.index in ready:
                 devices.setdefault(tensor.device.index, []).append(place)
             else:
-                found[place] = self._host.encode(None if tensor is None else tensor.cpu()).placed(sink.copy)
+                found[place] = self._host.encode(None if tensor is None else tensor.cpu(), sink.copy)
         if not devices:
             on_read()
         unread = len(devices)

@@ -7,19 +7,15 @@ end, because the bytes are handed over while others are still coded.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-import torch
 from msgspec.structs import replace
 
 from ...storage.coding.digest import stored_digest
 from ...storage.coding.kernels import Bytes
 from ...storage.errors import Damaged, ProtocolError
 from ...workers.protocol.messages import EntryHeader, EntryInfo, RecordedTensor, decode, encode
-from .gradient_coding import decode as decode_tensor
 
 _TAIL = struct.Struct("<Q32s")
 _MOST_HEADER = 256 << 20
@@ -36,23 +32,6 @@ class JournalEntry:
     header: EntryHeader
     digest: bytes
     data: Bytes
-
-    def tensors(self) -> Iterator[StoredTensor]:
-        """Yield all tensors in the order of ``tensors_of``."""
-        for tensor in tensors_of(self.header):
-            yield StoredTensor(tensor, self.data)
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of an entry, and the entry's ``data``."""
-
-    recorded: RecordedTensor
-    data: Bytes
-
-    def decode(self) -> torch.Tensor | None:
-        """The tensor in host memory; None if none was recorded. ``Damaged`` if its bytes do not have their digests, or do
-        not fit its description."""
-        return decode_tensor(self.recorded, self.data)
 
 
 def tensors_of(header: EntryHeader) -> list[RecordedTensor]:

@@ -149,7 +149,7 @@ class GpuGradientEncoder:
                 parts = raw.split([tensors[place].numel() * tensors[place].itemsize for place in small])
                 for place, part in zip(small, parts, strict=True):
                     copied = part.clone().view(tensors[place].dtype).reshape(tensors[place].shape)
-                    found[place] = uncoded(copied).placed(sink.copy)
+                    found[place] = uncoded(copied, sink.copy)
 
             request = EncodeRequest((), self._stream.record_event(), on_read, meanwhile=record_small)
             self._encode([one for one in examined if one.kind != "zero"], request, sink)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 
 from ...storage.coding import chunk, dtypes
 from ...storage.coding.digest import raw_digest, stored_digest
@@ -39,16 +37,8 @@ _MANTISSA = (1 << 23) - 1
 _ONE = 127 << 23  # the exponent of values from 1 to 2
 
 
-class Recorded(NamedTuple):
-    """A tensor, and the stored bytes of its parts, which are not in an entry yet."""
-
-    tensor: RecordedTensor
-    stored: list[Bytes]
-
-    def placed(self, add: Callable[[Bytes], int]) -> RecordedTensor:
-        """The tensor in the entry that its bytes were added to. ``add``: adds bytes, and returns where they begin."""
-        parts = (replace(part, start=add(stored)) for part, stored in zip(self.tensor.parts, self.stored, strict=True))
-        return replace(self.tensor, parts=tuple(parts))
+Add = Callable[[Bytes], int]
+"""Adds bytes to an entry, and returns where they begin."""
 
 
 class TensorEncoder:
@@ -58,33 +48,31 @@ class TensorEncoder:
         self._chunks = chunk.ChunkEncoder(PART)
         self._factors: list[float] = []
 
-    def encode(self, tensor: torch.Tensor | None) -> Recorded:
-        """Return the record of a tensor that nobody changes meanwhile."""
+    def encode(self, tensor: torch.Tensor | None, add: Add) -> RecordedTensor:
+        """Add the bytes of a tensor that nobody changes meanwhile; return its record."""
         if tensor is None:
-            return Recorded(NONE, [])
+            return NONE
         tensor = tensor.contiguous()
         name, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
         if not raw.any():
-            return Recorded(RecordedTensor("zero", name, shape), [])
+            return RecordedTensor("zero", name, shape)
         if tensor.dtype == torch.float32:
             found = self._as_bfloat16(tensor.reshape(-1))
             if found is not None:
                 factor, values = found
                 kind = "scaled" if factor != 1.0 else "bfloat16"
-                parts, stored = self._parts(values.view(torch.uint8).numpy(), "bfloat16")
-                return Recorded(RecordedTensor(kind, name, shape, factor, parts), stored)  # type: ignore[arg-type]
-        parts, stored = self._parts(raw, name)
-        return Recorded(RecordedTensor("plain", name, shape, 1.0, parts), stored)
+                parts = self._parts(values.view(torch.uint8).numpy(), "bfloat16", add)
+                return RecordedTensor(kind, name, shape, factor, parts)  # type: ignore[arg-type]
+        return RecordedTensor("plain", name, shape, 1.0, self._parts(raw, name, add))
 
-    def _parts(self, raw: Bytes, name: str) -> tuple[tuple[CodedPart, ...], list[Bytes]]:
-        parts, stored, dtype = list[CodedPart](), list[Bytes](), dtypes.dtype(name)
+    def _parts(self, raw: Bytes, name: str, add: Add) -> tuple[CodedPart, ...]:
+        parts, dtype = list[CodedPart](), dtypes.dtype(name)
         for start in range(0, raw.size, PART):
             piece = raw[start : start + PART]
             out, coding = self._chunks.encode(piece, dtype)
-            parts.append(coded_part(coding, piece.size, raw_digest(piece), stored_digest(out)))
-            stored.append(out)
-        return tuple(parts), stored
+            parts.append(coded_part(coding, piece.size, raw_digest(piece), stored_digest(out), add(out)))
+        return tuple(parts)
 
     def _as_bfloat16(self, values: torch.Tensor) -> tuple[float, torch.Tensor] | None:
         """A factor and the bfloat16 values that give float32 ``values`` by multiplication, bit for bit; None if none do."""
@@ -102,14 +90,14 @@ class TensorEncoder:
         return None
 
 
-def uncoded(tensor: torch.Tensor) -> Recorded:
-    """The record of a small, contiguous tensor in host memory, whose bytes are stored as they are."""
+def uncoded(tensor: torch.Tensor, add: Add) -> RecordedTensor:
+    """Add the bytes of a small, contiguous tensor in host memory as they are; return its record."""
     raw, name, shape = tensor.reshape(-1).view(torch.uint8).numpy(), dtype_name(tensor.dtype), tuple(tensor.shape)
     if not raw.any():
-        return Recorded(RecordedTensor("zero", name, shape), [])
+        return RecordedTensor("zero", name, shape)
     coding = chunk.Coding(False, False, (chunk.RAW,), (raw.size,), b"", 1)
-    part = coded_part(coding, raw.size, raw_digest(raw), stored_digest(raw))
-    return Recorded(RecordedTensor("plain", name, shape, 1.0, (part,)), [raw])
+    part = coded_part(coding, raw.size, raw_digest(raw), stored_digest(raw), add(raw))
+    return RecordedTensor("plain", name, shape, 1.0, (part,))
 
 
 def sampled(words: torch.Tensor) -> torch.Tensor:
@@ -147,7 +135,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return dtypes.dtype(str(dtype).removeprefix("torch.")).name
 
 
-def coded_part(of: chunk.Coding, nbytes: int, digest: int, stored: bytes, start: int = 0) -> CodedPart:
+def coded_part(of: chunk.Coding, nbytes: int, digest: int, stored: bytes, start: int) -> CodedPart:
     """The description of a part. ``stored``: the digest of its stored bytes."""
     return CodedPart(nbytes, digest, stored, of.planes, of.rotated, of.codecs, of.stored, of.streams, of.stream, start)
 

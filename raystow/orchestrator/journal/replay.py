@@ -18,7 +18,7 @@ from ...state import value_text
 from ...storage.errors import Damaged, RaystowError, StateError
 from ...storage.log import Log
 from ...workers.protocol.messages import EntryPlace
-from .shard_check import ShardCheck, ShardComparison
+from .shard_check import ShardCheck
 from .state_digests import Digester
 from .step_hooks import StepHooks
 from .step_reader import DecodedStep, StepReader
@@ -127,18 +127,18 @@ class Replayer:
                 raise Damaged("the entry does not follow the one before: they were recorded by different processes")
         if len({entry.header.whole for entry in decoded.entries.values()}) > 1:
             raise Damaged("some ranks have recorded digests of all bytes, and others of a sample")
-        compared = ShardComparison(None)
         if last == self._base and not decoded.entry.header.before:  # the sample taken after a step would not cover every byte
             raise Damaged(f"the version of step {last} was not saved by the run that recorded the step after it")
+        residue = 0
         if decoded.entry.header.before:
             before = {rank: entry.header.before for rank, entry in decoded.entries.items()}
-            compared = self._compare(decoded, before, whole=True, moment="before")
-        if compared.differs:
-            raise Damaged(f"the state of step {last} is not the one that the entry starts from: {compared.differs} differs")
+            differs, residue = self._compare(decoded, before, whole=True, moment="before")
+            if differs:
+                raise Damaged(f"the state of step {last} is not the one that the entry starts from: {differs} differs")
         there = len(self._state.optimizers)
         if len(decoded.groups) != there or any(not 0 <= step.optimizer < there for step in decoded.steps):
             raise StateError(f"steps of {len(decoded.groups)} optimizers were recorded, there are {there}")
-        return compared.residue
+        return residue
 
     def _apply(self, decoded: DecodedStep) -> int:
         for step in decoded.steps:
@@ -154,15 +154,18 @@ class Replayer:
                     raise StateError(f"the buffer {name} was recorded, and the model has none of its shape")
                 buffers[name].copy_(value)
         after = {rank: entry.header.after for rank, entry in decoded.entries.items()}
-        compared = self._compare(decoded, after, whole=decoded.entry.header.whole, moment="after")
-        if compared.differs is not None:
-            what = f"the state differs from the recorded one in {compared.differs}"
+        differs, residue = self._compare(decoded, after, whole=decoded.entry.header.whole, moment="after")
+        if differs is not None:
+            what = f"the state differs from the recorded one in {differs}"
             raise StateError(f"{what}; the optimizer, torch, or the GPU computes otherwise")
-        return compared.residue
+        return residue
 
-    def _compare(self, decoded: DecodedStep, recorded: Mapping[int, bytes], *, whole: bool, moment: str) -> ShardComparison:
+    def _compare(
+        self, decoded: DecodedStep, recorded: Mapping[int, bytes], *, whole: bool, moment: str
+    ) -> tuple[str | None, int]:
+        """See ``ShardCheck.compare``."""
         if decoded.shards is None:
             (expected,) = recorded.values()
-            return ShardComparison(self._digester.difference(expected, whole=whole))
+            return self._digester.difference(expected, whole=whole), 0
         self._check = self._check or ShardCheck(self._state, self._digester)
         return self._check.compare(decoded.shards, recorded, whole=whole, moment=moment)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,14 +23,6 @@ from .tracked_state import TrackedState
 _LIMIT = 1 << 64
 
 
-class ShardComparison(NamedTuple):
-    """``differs``: the first tensor that differs; None if none does. ``residue``: this rank's summand for tensors that several
-    ranks have."""
-
-    differs: str | None
-    residue: int = 0
-
-
 class ShardCheck:
     """For one replay: the parameters stay where they are."""
 
@@ -39,14 +30,18 @@ class ShardCheck:
         self._state, self._digester = state, digester
         self._copies = copy_numbers(state)
 
-    def compare(self, shards: ShardMap, recorded: Mapping[int, bytes], *, whole: bool, moment: str) -> ShardComparison:
-        """Compare the state with the digests that ranks have recorded at a ``moment`` of a step, "before" or "after"."""
+    def compare(self, shards: ShardMap, recorded: Mapping[int, bytes], *, whole: bool, moment: str) -> tuple[str | None, int]:
+        """Compare the state with the digests that ranks have recorded at a ``moment`` of a step, "before" or "after".
+
+        Returns:
+            The first tensor that differs, None if none does; this rank's summand for tensors that several ranks have.
+        """
         digests = {rank: np.frombuffer(packed, "<u8") for rank, packed in recorded.items()}
         tensors = [one for one in self._state.tensors() if not is_number(one.tensor)]
         if {one.size for one in digests.values()} != {len(tensors) + 1}:
-            return ShardComparison("the number of tensors")
+            return "the number of tensors", 0
         if any(int(one[-1]) != self._digester.values() for one in digests.values()):
-            return ShardComparison("the optimizer's plain values")
+            return "the optimizer's plain values", 0
         residue = 0
         for at, (name, tensor, number) in enumerate(tensors):
             mine, pieces = shards.mine[number], shards.pieces[number]
@@ -57,12 +52,12 @@ class ShardCheck:
                 total, expected = _part(name, tensor, mine, piece, whole=whole), int(digests[piece.rank][at])
                 if piece.common == piece.box:
                     if total != expected:
-                        return ShardComparison(name)
+                        return name, 0
                     continue
                 if piece.common[0] == piece.box[0]:  # the first element is here
                     total -= expected
                 residue += total * _key(f"{moment} {name} {piece.box} {self._copies[number]}")
-        return ShardComparison(None, residue % _LIMIT)
+        return None, residue % _LIMIT
 
 
 def _part(name: str, tensor: torch.Tensor, mine: Box, piece: ShardPiece, *, whole: bool) -> int:

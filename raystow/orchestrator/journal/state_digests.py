@@ -139,8 +139,7 @@ def _on_host(pieces: Sequence[Piece]) -> Callable[[], PendingDigests]:
 def _on_gpu(device: torch.device, pieces: Sequence[Piece]) -> Callable[[], PendingDigests]:
     from ...workers.gpu.span_digests import SpanDigester
 
-    digester = SpanDigester(device, pieces)
-    return lambda: digester.take().numbers
+    return SpanDigester(device, pieces).take
 
 
 def is_number(tensor: torch.Tensor) -> bool:

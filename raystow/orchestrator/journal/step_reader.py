@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -14,7 +13,8 @@ from ...storage.errors import Damaged, StateError
 from ...storage.format.boxes import Box
 from ...workers.protocol.messages import EntryPlace, OptimizerStep
 from .entry_decoder import EntryDecoder
-from .entry_file import JournalEntry, StoredTensor, parse
+from .entry_file import JournalEntry, parse
+from .gradient_coding import decode
 from .shard_map import ShardMap, layout
 from .step_hooks import StepInputs
 from .tracked_state import TrackedState, local
@@ -112,31 +112,22 @@ class StepReader:
         counts = {len(one.header.steps) for one in entries.values()}
         if counts != {len(header.steps)}:
             raise StateError("ranks have called step() of their optimizers at different numbers of times")
-        stored = {rank: one.tensors() for rank, one in entries.items()}
-        steps = [
-            self._inputs(step, {rank: one.header.steps[at] for rank, one in entries.items()}, stored, shards)
-            for at, step in enumerate(header.steps)
-        ]
-        rest = zip((name for name, _ in header.buffers), stored[entry.info.rank], strict=True)
-        buffers = {name: tensor for name, one in rest if (tensor := one.decode()) is not None}
+        steps = [self._inputs(at, header.steps[at], entries, shards) for at in range(len(header.steps))]
+        buffers = {name: tensor for name, one in header.buffers if (tensor := decode(one, entry.data)) is not None}
         value_text.loads(header.values)
         return DecodedStep(entry, entries, shards, steps, [_groups(groups) for groups in header.groups], buffers)
 
-    def _inputs(
-        self,
-        step: OptimizerStep,
-        others: Mapping[int, OptimizerStep],
-        stored: Mapping[int, Iterator[StoredTensor]],
-        shards: ShardMap | None,
-    ) -> StepInputs:
+    def _inputs(self, at: int, step: OptimizerStep, entries: Mapping[int, JournalEntry], shards: ShardMap | None) -> StepInputs:
+        """What ``step``, the one with number ``at`` in all entries, was given."""
         known = 0 <= step.optimizer < len(self._numbers)
         numbers = self._numbers[step.optimizer] if known else []
-        if any(one.optimizer != step.optimizer or len(one.gradients) != len(numbers) for one in others.values()):
+        recorded = {rank: one.header.steps[at] for rank, one in entries.items()}
+        if any(one.optimizer != step.optimizer or len(one.gradients) != len(numbers) for one in recorded.values()):
             raise StateError("the step was recorded with other optimizers, or other parameters in them")
         host = torch.device("cpu")
         parameters = self._state.parameters(step.optimizer) if known else []
         devices = [host if shards is not None else local(one).device for one in parameters]
-        found = {rank: self._decoder.decode([*itertools.islice(one, len(numbers))], devices) for rank, one in stored.items()}
+        found = {rank: self._decoder.decode(one.gradients, entries[rank].data, devices) for rank, one in recorded.items()}
         if shards is None:
             (gradients,) = found.values()
         else:

@@ -34,10 +34,6 @@ class _Options(ctypes.Structure):
     _fields_ = [("first", ctypes.c_int), ("second", ctypes.c_int), ("rest", ctypes.c_char * 56)]
 
 
-class _Properties(ctypes.Structure):
-    _fields_ = [("version", ctypes.c_uint32), ("cudart", ctypes.c_uint32)]
-
-
 @functools.cache
 def _library() -> tuple[ctypes.CDLL, str]:
     """Return the library and its version."""
@@ -49,8 +45,8 @@ def _library() -> tuple[ctypes.CDLL, str]:
         library = ctypes.CDLL(os.path.join(folder, "lib64", f"libnvcomp.so.{MAJOR}"))
     except OSError as error:
         raise Unsupported(f"nvCOMP {MAJOR} cannot be loaded: {error}", subject=folder) from error
-    properties = _Properties()
-    failed, number = library.nvcompGetProperties(ctypes.byref(properties)), properties.version
+    properties = (ctypes.c_uint32 * 2)()  # the versions of nvCOMP and of the CUDA runtime
+    failed, number = library.nvcompGetProperties(properties), properties[0]
     text = f"{number // 1000}.{number % 1000 // 100}.{number % 100}"  # 6012 is 6.0.12
     if failed or number // 1000 != MAJOR:
         raise Unsupported(f"nvCOMP {text} is not version {MAJOR}", subject=folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,20 +45,6 @@ class DeviceSpan(NamedTuple):
         return rows.reshape(-1).view(torch.uint8)[self.first - start * row : self.last - start * row].clone()
 
 
-class SpanDigests(NamedTuple):
-    """Digests that a device computes: sums in pinned memory, which are there after ``event``."""
-
-    sums: torch.Tensor
-    sizes: npt.NDArray[np.uint64]
-    event: torch.cuda.Event
-
-    def numbers(self) -> npt.NDArray[np.uint64]:
-        """Wait for the digests: uint64 [spans]."""
-        self.event.synchronize()
-        found: npt.NDArray[np.uint64] = finish(self.sums.numpy().view(np.uint64), self.sizes)
-        return found
-
-
 class SpanDigester:
     """Takes the digests of bytes ``first`` to ``last`` of tensors of one device, which stay where they are. The kernels' tables
     are made once."""
@@ -70,9 +56,16 @@ class SpanDigester:
             self._digests = Digests([DeviceSpan(*piece) for piece in pieces], device)
             self._made = torch.cuda.current_stream(device).record_event()
 
-    def take(self) -> SpanDigests:
-        """Take them on the current stream."""
+    def take(self) -> Callable[[], npt.NDArray[np.uint64]]:
+        """Take them on the current stream; return a function that waits for them: uint64 [spans]."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._made)
-            return SpanDigests(self._digests.take(), self._sizes, stream.record_event())
+            sums, event = self._digests.take(), stream.record_event()
+
+        def numbers() -> npt.NDArray[np.uint64]:
+            event.synchronize()
+            found: npt.NDArray[np.uint64] = finish(sums.numpy().view(np.uint64), self._sizes)
+            return found
+
+        return numbers

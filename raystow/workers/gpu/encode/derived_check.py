@@ -9,7 +9,6 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,15 +62,6 @@ class DerivedCheck:
         return missed
 
 
-class _Comparison(NamedTuple):
-    """Pairs compared by one launch: rows of the table, and arguments of ``word_kernels.compare``."""
-
-    some: slice
-    width: int
-    rounded: str
-    largest: int
-
-
 class DerivedChecker:
     """Checks ``followers`` on one device, save after save."""
 
@@ -83,26 +73,26 @@ class DerivedChecker:
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._digests = Digests([one.piece for one in self._ordered], device)
             self._table = kernel_args.upload(rows, device)
-        self._batches, end = list[_Comparison](), 0
+        self._launches, end = list[tuple[slice, int, str, int]](), 0  # rows, width, ``rounded`` and ``largest`` of each
         for (rounded, width, scattered), alike in itertools.groupby(self._ordered, _kind):
             begin, end = end, end + len(list(alike))
             step = 1 if scattered else _LAUNCH  # so that there is one pair of copies at a time
             for first in range(begin, end, step):
                 some = slice(first, min(first + step, end))
-                self._batches.append(_Comparison(some, width, rounded, int(rows[some, 2].max())))
+                self._launches.append((some, width, rounded, int(rows[some, 2].max())))
 
     def check(self, *, after: Event) -> DerivedCheck:
         """Begin to check, after a CUDA event."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
             misses = torch.zeros(len(self._table), dtype=torch.int64, device=self._device)
-            for batch in self._batches:
-                table, copies = self._table[batch.some], list[torch.Tensor]()
-                if _kind(pair := self._ordered[batch.some.start])[2]:
+            for some, width, rounded, largest in self._launches:
+                table, copies = self._table[some], list[torch.Tensor]()
+                if _kind(pair := self._ordered[some.start])[2]:
                     copies = [pair.source.gather(), pair.piece.gather()]
-                    row = np.array([[*(copy.data_ptr() for copy in copies), batch.largest]], np.int64)
+                    row = np.array([[*(copy.data_ptr() for copy in copies), largest]], np.int64)
                     table = kernel_args.upload(row, self._device)
-                word_kernels.compare(table, batch.largest, width=batch.width, rounded=batch.rounded, misses=misses[batch.some])
+                word_kernels.compare(table, largest, width=width, rounded=rounded, misses=misses[some])
                 del copies  # their memory is used again on this stream only
             missed = copy_kernels.to_host(misses)
             return DerivedCheck(self._ordered, self._digests.take(), missed, self._stream.record_event())

@@ -22,7 +22,7 @@ def refuse(*_: object) -> None:
 def test_damaged_bytes_are_not_decoded(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
     sink = MemorySink()
-    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000)).placed(sink.copy)
+    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000), sink.copy)
     data = np.frombuffer(sink.content, np.uint8)
     assert len(recorded.parts) == 3
     assert decode(recorded, data) is not None
@@ -39,7 +39,7 @@ def test_parts_of_no_or_negative_size_are_refused(moved: int, monkeypatch: pytes
     """A GPU writes each part to its place in the tensor, so that all of them must be within it."""
     monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
     sink = MemorySink()
-    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000)).placed(sink.copy)
+    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000), sink.copy)
     first, second, *rest = recorded.parts
     parts = replace(first, nbytes=first.nbytes - moved), replace(second, nbytes=second.nbytes + moved), *rest
     with pytest.raises(Damaged, match="do not add up"):
@@ -53,7 +53,7 @@ def test_small_tensors_are_stored_as_they_are(dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         tensors[2].view(torch.int32)[:] = 0x7FC12345  # a NaN
     sink = MemorySink()
-    recorded = [uncoded(tensor).placed(sink.copy) for tensor in tensors]
+    recorded = [uncoded(tensor, sink.copy) for tensor in tensors]
     found = [decode(one, np.frombuffer(sink.content, np.uint8)) for one in recorded]
     for tensor, again in zip(tensors, found, strict=True):
         assert again is not None
