@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from helpers.builders import complement, complemented, memory_repository, rows_and_pack, whole, write_rows
 from helpers.gpu_tensors import layouts, same_bits
 from helpers.local_cluster import LocalCluster
 
 import raystow
+from raystow.storage.coding import chunk
+from raystow.storage.commit.committer import Committer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
@@ -46,3 +50,12 @@ def test_a_save_waits_for_writes_of_a_side_stream() -> None:
             tensor.add_(1)  # some hundred milliseconds of queued work
         version = cluster.save({"w": tensor}, step=1)
     assert torch.equal(version.read("w"), torch.full((64 << 20,), 200.0))
+
+
+def test_a_codec_that_the_gpu_lacks_is_decoded_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunk.STREAMED, "complement", complement)
+    arrays = {name: np.random.default_rng(0).normal(size=100_000).astype(np.float32) for name in ("new", "known")}
+    rows, pack = complemented(*rows_and_pack({name: whole(array) for name, array in arrays.items()}), "new")
+    into = {name: torch.zeros(100_000, device="cuda") for name in arrays}
+    raystow.restore(write_rows(Committer(memory_repository(), "me"), rows, pack), into)
+    assert all(torch.equal(into[name].cpu(), torch.from_numpy(array)) for name, array in arrays.items())
