@@ -43,6 +43,7 @@ from raystow.workers.protocol.messages import Begin, EntryInfo, OpenSession, Seg
 from raystow.workers.shm.ring import SLOT
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
+from raystow.workers.staging.progress import SaveProgress
 
 _TICK = 0.05  # seconds between checks of deadlines
 _Result = TypeVar("_Result")
@@ -117,6 +118,18 @@ class LocalPort:
         self._changed.notify_all()
 
 
+class KnownStall(SaveProgress):
+    """A save that reports a given delay of the training."""
+
+    def __init__(self, step: int, stall: float | None) -> None:
+        super().__init__(step)
+        self._stall = stall
+
+    @property
+    def stall(self) -> float | None:  # type: ignore[override]  # None: unknown
+        return self._stall
+
+
 class LocalCluster:
     """``uri``: the repository, created if missing. ``memory``: bytes for each rank. ``threads``: coding threads of a node."""
 
@@ -176,7 +189,7 @@ class LocalCluster:
             lossy=self._lossy.texts(),
         )
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-        staging.submit(SaveOrder(begin, plan, lambda: None, outcomes.put, stall=lambda: stall))
+        staging.submit(SaveOrder(begin, plan, KnownStall(step, stall), outcomes.put))
         outcome = outcomes.get(timeout=timeout + 30)
         if isinstance(outcome, RaystowError):
             raise outcome

@@ -85,7 +85,7 @@ class Staging:
                 self._open[order.begin.save] = order
                 self._orders.put(order)
                 return
-        order.on_read()  # the node worker died after the caller has looked, and nobody else would end this save
+        order.progress.read.set()  # the node worker died after the caller has looked, and nobody else would end this save
         order.on_end(SaveFailed(self._why, subject=order.subject))
 
     def prepare(self, plan: SavePlan) -> None:
@@ -119,7 +119,9 @@ class Staging:
             try:
                 assert order.plan is not None
                 if order.plan.ready:
-                    order.urgent.wait(gpu.HEAD_START)  # the training launches kernels first, unless it waits for the staging
+                    order.progress.urgent.wait(
+                        gpu.HEAD_START
+                    )  # the training launches kernels first, unless it waits for the staging
                 self._stage_all(order, order.plan)
             except RaystowError as error:
                 self._give_up(order, error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=order.subject))
@@ -130,7 +132,7 @@ class Staging:
                 if order.plan is not None:
                     order.plan.release()
                 order.plan = None
-                order.on_read()
+                order.progress.read.set()
 
     def _prepare(self, plan: SavePlan) -> None:
         try:
@@ -173,7 +175,7 @@ class Staging:
             remedy = "call fence() before tensors change, or guard(optimizer) once"
             raise SaveFailed("the tensor changed while it was being saved", subject=order.changed, remedy=remedy)
         order.complete = True
-        self._connection.post(EndSave(begin.save, order.stall(), dict(plan.rounded())))
+        self._connection.post(EndSave(begin.save, order.progress.stall, dict(plan.rounded())))
 
     def _post(self, order: SaveOrder, message: Message) -> None:
         order.check()
@@ -218,26 +220,26 @@ class Staging:
         self._devices.answers.put(None)
         for order in orders:
             error: RaystowError = SaveFailed(self._why, subject=order.subject)
-            if order.complete and (order.attempt is not None or not ended):
+            if order.complete and (order.progress.attempt is not None or not ended):
                 error = OutcomeUnknown(f"{self._why}, after it had received everything", subject=order.subject, remedy=UNKNOWN)
             self._end(order.begin.save, error)
 
     def _begun(self, save: int, id: int, attempt: str) -> None:
         with self._lock:
             if save in self._open:
-                self._open[save].attempt = id, attempt
+                self._open[save].progress.attempt = id, attempt
 
     def _staged(self, save: int) -> None:
         with self._lock:
             order = self._open.get(save)
         if order is not None:
-            order.on_staged()
+            order.progress.note_staged()
 
     def _warn(self, save: int, text: str) -> None:
         with self._lock:
             order = self._open.get(save)
         if order is not None:
-            order.on_warning(text)
+            order.progress.warn(text)
 
     def _end(self, save: int, outcome: Entry | RaystowError, warnings: Sequence[str] = ()) -> None:
         with self._lock:
@@ -246,7 +248,7 @@ class Staging:
             return  # it has ended before
         order.failed = isinstance(outcome, RaystowError)
         for text in warnings:
-            order.on_warning(text)
+            order.progress.warn(text)
         if not order.failed:
-            order.on_staged()
+            order.progress.note_staged()
         order.on_end(outcome)

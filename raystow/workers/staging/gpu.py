@@ -91,10 +91,10 @@ class DeviceStaging:
         def read() -> None:
             if not checks[0].strays:
                 on_read(HEAD_START)  # longer than to launch an operation, which torch counts then
-                if order.urgent.is_set():
+                if order.progress.urgent.is_set():
                     SYSTEM.sleep(HEAD_START)
 
-        request = EncodeRequest(pieces, after, read, urgent=order.urgent.is_set, meanwhile=check)
+        request = EncodeRequest(pieces, after, read, urgent=order.progress.urgent.is_set, meanwhile=check)
         encoder.encode(device, request, post)
         if compares:
             encoder.note(device)
