@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import ray
+from helpers.processes import incarnation
 from report import peak_memory
 
 from raystow.orchestrator.coordinator.actor import CoordinatorActor
@@ -119,11 +120,11 @@ async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
     connection = RayConnection("nowhere", "none", "1", "node-0")
     RayConnection.here = lambda: connection  # type: ignore[method-assign]
     actor = CoordinatorActor(uri)
-    await actor.start()
+    repository = (await actor.start()).repository
     pipe.send(peak_memory())
     start = time.process_time()
     for rank in range(nodes * RANKS):
-        await _call(actor.join(rank, f"process-{rank}", nodes * RANKS))
+        await _call(actor.join(rank, incarnation(f"process-{rank}", repository), nodes * RANKS))
     pipe.send(time.process_time() - start)
     while (saves := pipe.recv()) is not None:
         wall, start = time.perf_counter(), time.process_time()
@@ -182,7 +183,7 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
     for save in range(1, saves + 1):
         pipe.send(save)
         for node, (node_report, _) in enumerate(made):
-            pipe.send((_begins(node, nodes, save, whole), node_report))
+            pipe.send((_begins(repository.id, node, nodes, save, whole), node_report))
             pipe.send(node_report)
         costs.append(pipe.recv())
     pipe.send(None)
@@ -204,12 +205,12 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
     }
 
 
-def _begins(node: int, nodes: int, save: int, whole: int) -> list[Begin]:
+def _begins(repository: str, node: int, nodes: int, save: int, whole: int) -> list[Begin]:
     return [
         Begin(
             rank,
             nodes * RANKS,
-            f"process-{rank}",
+            incarnation(f"process-{rank}", repository),
             save,
             f"node-{node}",
             save * 100,

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from helpers.builders import memory_repository
 from helpers.fake_clock import FakeClock
+from helpers.processes import incarnation
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.storage.commit.committer import Committer
@@ -40,7 +41,9 @@ class CoordinatedRun:
         metrics: Mapping[str, str] | None = None,
     ) -> Ticket:
         expected = replicated if rank == 0 else 0
-        begin = Begin(rank, world, f"{process}{rank}", save, f"node-{rank % 2}", step, 60.0, replicated, expected, delta=delta)
+        begin = Begin(
+            rank, world, incarnation(f"{process}{rank}"), save, f"node-{rank % 2}", step, 60.0, replicated, expected, delta=delta
+        )
         return self.core.begin(replace(begin, metrics=metrics or {}))
 
     def phase(self, ticket: Ticket) -> Phase:
@@ -68,5 +71,5 @@ def coordinated_run() -> CoordinatedRun:
     committer = Committer(memory_repository(clock), "test")
     core = Coordinator(committer, clock, writer={})
     for rank in range(2):
-        core.join(rank, f"a{rank}", 2)
+        core.join(rank, incarnation(f"a{rank}"), 2)
     return CoordinatedRun(core, committer, clock)

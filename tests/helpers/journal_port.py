@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from helpers.processes import incarnation
 from raystow.orchestrator.journal.journal import Journal, JournalIdentity
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.orchestrator.journal.tracked_state import TrackedState
@@ -64,7 +65,7 @@ class EntryBox:
         timeout: float = 30.0,
     ) -> Journal:
         """Return a journal for a new process of a rank."""
-        identity = JournalIdentity("memory://box", "box", rank, world_size, SYSTEM.token(), timeout)
+        identity = JournalIdentity("memory://box", "box", rank, world_size, incarnation(SYSTEM.token()), timeout)
         return Journal(TrackedState(model, optimizers), BoxPort(self), identity)
 
     def steps(self, rank: int = 0) -> list[int]:

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 from msgspec.structs import replace
 
 from helpers.node_process import NodeProcess, PortServer
+from helpers.processes import incarnation
 from raystow import __version__
 from raystow.orchestrator.coordinator.attempt import Attempt, Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
@@ -39,7 +40,7 @@ from raystow.storage.runtime.clock import SYSTEM, Clock
 from raystow.storage.versions.version import Version
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node.node import Node
-from raystow.workers.protocol.messages import Begin, EntryInfo, OpenSession, SegmentStored, SegmentTicket, Ticket
+from raystow.workers.protocol.messages import Begin, EntryInfo, Incarnation, OpenSession, SegmentStored, SegmentTicket, Ticket
 from raystow.workers.shm.ring import SLOT
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
@@ -56,7 +57,7 @@ class LocalPort:
         self._core, self._committer = coordinator, committer
         self._changed = threading.Condition()
 
-    def join(self, rank: int, incarnation: str, world_size: int) -> None:
+    def join(self, rank: int, incarnation: Incarnation, world_size: int) -> None:
         self._apply(lambda core: core.join(rank, incarnation, world_size))
 
     def begin(self, begin: Begin) -> Ticket:
@@ -78,7 +79,7 @@ class LocalPort:
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._apply(lambda core: core.failed(ticket, reason))
 
-    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
         self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
 
     def open_segment(self, newest: EntryInfo) -> SegmentTicket:
@@ -155,7 +156,7 @@ class LocalCluster:
         self._delta = delta
         self._threads, self._ports = threads, PortServer(self._port) if process == "node" else None
         self._nodes = [self._new_node(i) for i in range(nodes)]
-        self._numbers = itertools.count(1)
+        self._numbers, self._processes = itertools.count(1), itertools.count(1)
         self._lock = threading.Lock()
         self._openings: dict[int, OpenSession] = {}  # by rank
         self._stagings: dict[int, tuple[int, Staging]] = {}  # rank -> world size, staging
@@ -268,10 +269,10 @@ class LocalCluster:
 
     def opening(self, rank: int, world_size: int) -> OpenSession:
         """Join as a new process of the rank, and return its opening message to its node worker, for this process or another."""
-        incarnation = SYSTEM.token()
-        self._port.join(rank, incarnation, world_size)
+        who = incarnation(SYSTEM.token(), self.repository.id, number=next(self._processes))
+        self._port.join(rank, who, world_size)
         half = self._memory // 2
-        return OpenSession(self.uri, self.repository.id, rank, world_size, incarnation, os.getpid(), half, SLOT, half)
+        return OpenSession(self.uri, self.repository.id, rank, world_size, who, os.getpid(), half, SLOT, half)
 
 
 def first_save(opening: OpenSession, **fields: Any) -> Begin:

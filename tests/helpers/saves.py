@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from helpers.builders import memory_repository
+from helpers.processes import incarnation
 from raystow.orchestrator.client.failure_reports import FailureReports
 from raystow.orchestrator.client.failures import Failures
 from raystow.orchestrator.client.outcome_subscribers import OutcomeSubscribers
@@ -27,7 +28,7 @@ class Cluster:
 
     def __init__(self, *answers: Entry | Exception) -> None:
         self.uri, self.port, self.answers = "s3://b", self, [*answers]
-        self.reported, self.member = list[str](), JoinRun(0, "i", 1)
+        self.reported, self.member = list[str](), JoinRun(0, incarnation("i"), 1)
         self._repository = memory_repository()
 
     def repository(self) -> Any:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from helpers.journal_port import BoxPort, snapshot
+from helpers.processes import incarnation
 from raystow.orchestrator.coordinator.segments import Segments, stored_entries
 from raystow.orchestrator.journal.journal import Journal, JournalIdentity
 from raystow.orchestrator.journal.rounds import JournalRounds
@@ -97,7 +98,7 @@ class SegmentRun:
         self.committer.commit(record)
 
     def journal(self, training: Training, rank: int = 0) -> Journal:
-        who = JournalIdentity(self.repository.uri, self.repository.id, rank, self.world_size, SYSTEM.token(), 30.0)
+        who = JournalIdentity(self.repository.uri, self.repository.id, rank, self.world_size, incarnation(SYSTEM.token()), 30.0)
         return Journal(TrackedState(training.model, [training.optimizer]), SegmentPort(self, rank), who)
 
     def held(self) -> dict[str, Sequence[EntryInfo]]:

@@ -28,6 +28,7 @@ from ...workers.protocol.messages import (
     EntryKept,
     EntryPlace,
     Generation,
+    Incarnation,
     JournalChoice,
     JournalVote,
     shortened,
@@ -57,7 +58,7 @@ class JournalIdentity:
     repository: str
     rank: int
     world_size: int
-    incarnation: str
+    incarnation: Incarnation
     timeout: float = 600.0
 
 

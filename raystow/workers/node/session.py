@@ -33,6 +33,7 @@ from ..protocol.messages import (
     DeviceRefused,
     EndSave,
     FlushPacks,
+    Incarnation,
     LendSlots,
     Message,
     OpenDevice,
@@ -70,7 +71,7 @@ class SessionHost(Protocol):
         """Join the attempt of a save to the repository in ``store``, which has the id ``repository``. Return the attempt, and
         this node's number in it."""
 
-    def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: Incarnation, reason: str) -> None:
         """Report the end of a training process to the coordinator of the repository in ``store``."""
 
     def store_rate(self, store: StoreAddress) -> float:

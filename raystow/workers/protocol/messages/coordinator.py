@@ -9,13 +9,13 @@ from ....storage.format.signature import PublicKey
 from ....storage.format.version_record import FragmentInfo, PackInfo
 from ....storage.retention.policy import Policy
 from ..codec import Column, Digest, JsonText, Message, Table, Text, WorldSize
+from .incarnation import Incarnation as Incarnation
 
 OnFenced = Literal["raise", "takeover"]
 
 
 class Begin(Message, frozen=True):
-    """A rank begins its ``save``-th save. ``incarnation`` identifies its process: its ``CoordinatorStarted.turn``, "@", and the
-    process for people. The node worker fills in its ``node``.
+    """A rank begins its ``save``-th save. The node worker fills in its ``node``.
 
     Args:
         timeout: Seconds until the save is given up.
@@ -33,7 +33,7 @@ class Begin(Message, frozen=True):
 
     rank: int
     world_size: WorldSize
-    incarnation: Text
+    incarnation: Incarnation
     save: int
     node: Text
     step: int
@@ -70,12 +70,13 @@ class Ticket(Message, frozen=True):
 
 
 class CoordinatorStarted(Message, frozen=True):
-    """The repository of a coordinator. ``signed_by``: the keys with which it takes versions to be signed. ``turn``: the id
-    of the repository, and what sorts after the turns of all processes that started earlier, also with earlier coordinators."""
+    """The repository of a coordinator. ``signed_by``: the keys with which it takes versions to be signed. ``epoch``, ``number``:
+    of the ``Incarnation`` of the process that has called."""
 
     repository: Text
     signed_by: Column[PublicKey]
-    turn: Text
+    epoch: int
+    number: int
 
 
 class StartRun(Message, frozen=True):
@@ -86,10 +87,10 @@ class StartRun(Message, frozen=True):
 
 
 class JoinRun(Message, frozen=True):
-    """A process has taken up a rank. ``incarnation`` identifies it."""
+    """A process has taken up a rank."""
 
     rank: int
-    incarnation: Text
+    incarnation: Incarnation
     world_size: WorldSize
 
 
@@ -145,7 +146,7 @@ class RankSaveFailed(Message, frozen=True):
     """The training process of a rank has lost its ``save``-th save. The answer is ``FailureNoted``."""
 
     rank: int
-    incarnation: Text
+    incarnation: Incarnation
     save: int
     step: int
     reason: Text
@@ -170,7 +171,7 @@ class AskNextSave(Message, frozen=True):
     """
 
     rank: int
-    incarnation: Text
+    incarnation: Incarnation
     world_size: WorldSize
     first: int
     seconds: float | None = None
@@ -199,7 +200,7 @@ class RankDisconnected(Message, frozen=True):
     """The process of a rank has ended."""
 
     rank: int
-    incarnation: Text
+    incarnation: Incarnation
     reason: Text
 
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from ....storage.stores.settings import StoreAddress
 from ..codec import Column, Digest, DigestBytes, JsonText, Message, MessagePart, Packed, Shape, Text, WorldSize
+from .incarnation import Incarnation
 from .reads import Span
 
 START = -1
@@ -322,7 +323,7 @@ class JournalVote(Message, frozen=True):
 
     rank: int
     world_size: WorldSize
-    incarnation: Text
+    incarnation: Incarnation
     number: int
     timeout: float
     base: int
