@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import ray
+from helpers.begins import begin_of
 from helpers.processes import incarnation
 from report import peak_memory
 
@@ -144,7 +145,7 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
     waiting = [asyncio.create_task(actor.answer(AwaitRanks(ticket))) for ticket in tickets]
     for ticket, (begins, node_report, _) in zip(tickets, reports, strict=True):
         for begin, covered in zip(begins, node_report.covered, strict=True):
-            await _call(actor.answer(RankFinished(ticket, begin.rank, covered)))
+            await _call(actor.answer(RankFinished(ticket, begin.request.rank, covered)))
     await asyncio.gather(*waiting)
     for ticket, (_, node_report, _) in zip(tickets, reports, strict=True):
         await _call(actor.answer(PartStaged(ticket, node_report.info, node_report.packs)))
@@ -207,7 +208,7 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
 
 def _begins(repository: str, node: int, nodes: int, save: int, whole: int) -> list[Begin]:
     return [
-        Begin(
+        begin_of(
             rank,
             nodes * RANKS,
             incarnation(f"process-{rank}", repository),
@@ -217,7 +218,7 @@ def _begins(repository: str, node: int, nodes: int, save: int, whole: int) -> li
             600.0,
             0,
             0 if rank else whole,
-            {"loss": "2.1"},
+            metrics={"loss": "2.1"},
         )
         for rank in range(node * RANKS, (node + 1) * RANKS)
     ]

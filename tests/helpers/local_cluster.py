@@ -40,7 +40,16 @@ from raystow.storage.runtime.clock import SYSTEM, Clock
 from raystow.storage.versions.version import Version
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node.node import Node
-from raystow.workers.protocol.messages import Begin, EntryInfo, Incarnation, OpenSession, SegmentStored, SegmentTicket, Ticket
+from raystow.workers.protocol.messages import (
+    Begin,
+    EntryInfo,
+    Incarnation,
+    OpenSession,
+    RankSaveRequest,
+    SegmentStored,
+    SegmentTicket,
+    Ticket,
+)
 from raystow.workers.shm.ring import SLOT
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
@@ -180,7 +189,7 @@ class LocalCluster:
         planner = Planner(self._lossy)
         plan = plan_save(state, rank=rank, world_size=world_size, on_gpu=self._codec != "cpu", planner=planner)
         staging = self._staging(rank, world_size)
-        begin = first_save(
+        request = first_save(
             self._openings[rank],
             save=next(self._numbers),
             step=step,
@@ -190,7 +199,7 @@ class LocalCluster:
             lossy=self._lossy.texts(),
         )
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-        staging.submit(SaveOrder(begin, plan, KnownStall(step, stall), outcomes.put))
+        staging.submit(SaveOrder(request, plan, KnownStall(step, stall), outcomes.put))
         outcome = outcomes.get(timeout=timeout + 30)
         if isinstance(outcome, RaystowError):
             raise outcome
@@ -275,7 +284,7 @@ class LocalCluster:
         return OpenSession(self.uri, self.repository.id, rank, world_size, who, os.getpid(), half, SLOT, half)
 
 
-def first_save(opening: OpenSession, **fields: Any) -> Begin:
-    """Return the message with which the process of ``opening`` begins a save: its first one, unless ``fields`` say otherwise."""
+def first_save(opening: OpenSession, **fields: Any) -> RankSaveRequest:
+    """Return what the process of ``opening`` requests: its first one, unless ``fields`` say otherwise."""
     who = opening.rank, opening.world_size, opening.incarnation
-    return Begin(*who, **{"save": 1, "node": "", "timeout": 60.0, "replicated": 0, "expected": 0, **fields})
+    return RankSaveRequest(*who, **{"save": 1, "timeout": 60.0, **fields})

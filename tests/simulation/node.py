@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from raystow.storage.errors import ClusterError, RaystowError, StoreError
 from raystow.storage.format import keys
-from raystow.workers.protocol.messages import Begin, Incarnation, Ticket
+from raystow.workers.protocol.messages import Begin, Incarnation, RankSaveRequest, SaveContents, Ticket
 
 from . import payload
 from .host import REPOSITORY
@@ -60,22 +60,19 @@ class Node:
         cluster = self._cluster
         self.saving += 1
         port = SimPort(cluster, self.process)
-        begin = Begin(
+        request = RankSaveRequest(
             rank=self.rank,
             world_size=cluster.ranks,
             incarnation=incarnation,
             save=number,
-            node=self.process.name,
             step=step,
             timeout=_TIMEOUT,
-            replicated=0,
-            expected=0,
             metrics={"loss": str(float(step % 7))},
             retention=cluster.policy,
             delta=cluster.delta,
         )
         try:
-            ticket = port.begin(begin)
+            ticket = port.begin(Begin(self.process.name, request, SaveContents(0, 0)))
         except RaystowError as error:
             self._end(step, error)
             try:

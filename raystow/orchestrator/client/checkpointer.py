@@ -28,7 +28,7 @@ from ...storage.stores.settings import place_of
 from ...storage.versions.version import Version
 from ...storage.versions.version_selector import LATEST, VersionSelector, selector_text
 from ...workers.protocol import messages
-from ...workers.protocol.messages import START, Begin, OpenJournal
+from ...workers.protocol.messages import START, OpenJournal, RankSaveRequest
 from ...workers.staging.plan import SaveOrder
 from ...workers.staging.progress import SaveProgress
 from .. import argument_checks
@@ -227,16 +227,13 @@ class Checkpointer:
         on_gpu = self._codec != "cpu"
         plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
-        begin = Begin(
+        request = RankSaveRequest(
             rank=self.rank,
             world_size=self.world_size,
             incarnation=self._startup.member.incarnation,
             save=number,
-            node="",
             step=step,
             timeout=self._timeout,
-            replicated=0,
-            expected=0,
             metrics={name: values.dumps(value) for name, value in metrics.items()},
             lossy=self._lossy.texts(),
             retention=self._retention,
@@ -249,7 +246,7 @@ class Checkpointer:
         outcome = self._in_flight.begin(progress)
         with progress.blocking(start):
             try:
-                self._node.staging(plan).submit(SaveOrder(begin, plan, progress, outcome.report))
+                self._node.staging(plan).submit(SaveOrder(request, plan, progress, outcome.report))
             except RaystowError as error:
                 outcome.report(error)
         if plan.writes.exposed:

@@ -166,7 +166,7 @@ class CoordinatorActor:
         await self._tell(at)
 
     async def begin(self, begin: Begin) -> Ticket:
-        if self._fenced is not None and begin.on_fenced == "raise":
+        if self._fenced is not None and begin.request.on_fenced == "raise":
             raise self._fenced[0]
         return await self._apply(lambda core: core.begin(begin))
 

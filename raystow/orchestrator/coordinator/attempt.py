@@ -110,15 +110,16 @@ class Attempt:
 
     def join(self, begin: Begin, now: float) -> None:
         """Add a rank that begins to save."""
+        request, contents = begin.request, begin.contents
         self.progress = now
-        self.metrics[begin.rank] = begin.metrics
-        self.ranks[begin.rank], self.saves[begin.rank] = begin.node, begin.save
-        self.replicated[begin.rank] = begin.replicated
-        self.coding.update(begin.coding)
-        self.lossy.update(begin.lossy)
-        self.retention = begin.retention or self.retention
-        self.takes_over = self.takes_over or begin.on_fenced == "takeover"
-        self.expected = total((self.expected, begin.expected))
+        self.metrics[request.rank] = request.metrics
+        self.ranks[request.rank], self.saves[request.rank] = begin.node, request.save
+        self.replicated[request.rank] = contents.replicated
+        self.coding.update(contents.coding)
+        self.lossy.update(request.lossy)
+        self.retention = request.retention or self.retention
+        self.takes_over = self.takes_over or request.on_fenced == "takeover"
+        self.expected = total((self.expected, contents.expected))
 
     def needs(self, node: int) -> bool:
         """Whether it cannot become a version without more work of a node, by number."""

@@ -76,7 +76,7 @@ class DeviceStaging:
         assert encoder is not None
         pieces: Sequence[PlannedChunk] = group.pieces
         followers: Sequence[PlannedDerived] = group.followers
-        compares = order.begin.delta != 0
+        compares = order.request.delta != 0
         if compares:
             remaining = encoder.compare(device, pieces, followers, self.bases.get(device), after=after)
             pieces, followers = remaining.pieces, remaining.followers

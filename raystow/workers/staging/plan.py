@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...state.planner import SavePlan
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format.root import Entry
-from ..protocol.messages import Begin
+from ..protocol.messages import RankSaveRequest
 from .progress import SaveProgress
 
 CODECS = ("auto", "deflate", "zstd", "ans", "raw", "cpu")
@@ -23,7 +23,7 @@ class SaveOrder:
     """One save to stage.
 
     Args:
-        begin: What to announce; the staging thread fills in what it learns from the plan.
+        request: What ``save`` was called with.
         progress: What the staging reports, and whether the training waits for it.
         on_end: Called, on a thread of the staging, with the version's entry or the error.
         failed: Whether the save has failed.
@@ -31,7 +31,7 @@ class SaveOrder:
         complete: Whether the node worker may have all that it needs; before that the save cannot become a version.
     """
 
-    begin: Begin
+    request: RankSaveRequest
     plan: SavePlan | None
     progress: SaveProgress
     on_end: Callable[[Entry | RaystowError], None]

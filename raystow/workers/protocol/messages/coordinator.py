@@ -8,25 +8,20 @@ from ....storage.format.root import Entry
 from ....storage.format.signature import PublicKey
 from ....storage.format.version_record import FragmentInfo, PackInfo
 from ....storage.retention.policy import Policy
-from ..codec import Column, Digest, JsonText, Message, Table, Text, WorldSize
+from ..codec import Column, Digest, JsonText, Message, MessagePart, Table, Text, WorldSize
 from .incarnation import Incarnation as Incarnation
 
 OnFenced = Literal["raise", "takeover"]
 
 
-class Begin(Message, frozen=True):
-    """A rank begins its ``save``-th save. The node worker fills in its ``node``.
+class RankSaveRequest(MessagePart, frozen=True):
+    """What is known of a rank's ``save``-th save when it is called.
 
     Args:
         timeout: Seconds until the save is given up.
-        replicated: Coverage sum of the tensors that every rank must hold alike (see ``state.coverage``).
-        expected: Coverage sum of the tensors of which this rank is the first holder.
         metrics: Plain values, as ``storage.format.values`` stores them.
-        coding: See ``format.version_record``, as for ``lossy``.
+        lossy: See ``format.version_record``.
         retention: The policy to apply once this save is a version.
-        owned_dtensors: Names of the DTensors of which this rank is the first holder.
-        plain_tensors: Names, dtypes and shapes of the tensors that every rank must hold alike, if other ones than in the rank's
-            save before; they are used for an error only.
         delta: How many versions in a row may be stored as deltas to a whole one.
         on_fenced: What happens if another run has taken over the repository.
     """
@@ -35,19 +30,40 @@ class Begin(Message, frozen=True):
     world_size: WorldSize
     incarnation: Incarnation
     save: int
-    node: Text
     step: int
     timeout: float
-    replicated: Digest
-    expected: Digest
     metrics: Table[Text, JsonText] = {}
-    coding: Table[Text, Text] = {}
-    retention: Policy | None = None
-    owned_dtensors: Column[Text] = ()
-    plain_tensors: Column[Text] = ()
     lossy: Table[Text, Text] = {}
+    retention: Policy | None = None
     delta: int | Literal["auto"] = 0
     on_fenced: OnFenced = "raise"
+
+
+class SaveContents(MessagePart, frozen=True):
+    """What the plan of a save says of the rank's tensors.
+
+    Args:
+        replicated: Coverage sum of the tensors that every rank must hold alike (see ``state.coverage``).
+        expected: Coverage sum of the tensors of which this rank is the first holder.
+        owned_dtensors: Names of the DTensors of which this rank is the first holder.
+        plain_tensors: Names, dtypes and shapes of the tensors that every rank must hold alike, if other ones than in the rank's
+            save before; they are used for an error only.
+        coding: See ``format.version_record``.
+    """
+
+    replicated: Digest
+    expected: Digest
+    owned_dtensors: Column[Text] = ()
+    plain_tensors: Column[Text] = ()
+    coding: Table[Text, Text] = {}
+
+
+class Begin(Message, frozen=True):
+    """A rank of ``node`` begins a save."""
+
+    node: Text
+    request: RankSaveRequest
+    contents: SaveContents
 
 
 class Ticket(Message, frozen=True):
@@ -165,7 +181,7 @@ class AskNextSave(Message, frozen=True):
         seconds: From save to save; None: the interval that loses the least time.
         mtbf: Mean seconds between failures; None: as observed.
         budget: The largest share of the time that saves may take.
-        on_fenced: See ``Begin``.
+        on_fenced: See ``RankSaveRequest``.
         node: The rank's.
         requested: Whether a save was requested on this rank, and no step was due since.
     """

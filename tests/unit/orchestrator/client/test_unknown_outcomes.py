@@ -16,7 +16,7 @@ from helpers.local_cluster import LocalCluster
 from helpers.polling import wait_until
 from helpers.processes import A0, A1
 from helpers.saves import Cluster, save
-from helpers.staged_plan import BEGIN, OPENING, Plan
+from helpers.staged_plan import OPENING, REQUEST, Plan
 
 from raystow.orchestrator.client.failures import Failures
 from raystow.orchestrator.client.pending import Pending
@@ -202,7 +202,7 @@ def test_a_dead_node_worker_with_all_bytes_is_unknown(begun: bool, complete: boo
         connection.send(SessionOpened(ring.slots, ring.slot_size, 0.0, bytes(32)), fd=ring.fd)
         connection.receive(*STAGING)  # the save begins
         if begun:
-            connection.send(AttemptJoined(BEGIN.save, 4, "0123456789abcdef"))
+            connection.send(AttemptJoined(REQUEST.save, 4, "0123456789abcdef"))
         while complete:
             received = connection.receive(*STAGING)
             if received is None or isinstance(received[0], EndSave):
@@ -213,7 +213,7 @@ def test_a_dead_node_worker_with_all_bytes_is_unknown(begun: bool, complete: boo
     thread.start()
     staging = Staging(listener.name, OPENING)
     plan = Plan([])
-    order = SaveOrder(BEGIN, plan, SaveProgress(7), outcomes.put)
+    order = SaveOrder(REQUEST, plan, SaveProgress(7), outcomes.put)
     if not complete:
         plan.find_derived = lambda: wait_until(lambda: staging.lost, "the end of the node worker")  # type: ignore[method-assign]
     staging.submit(order)
@@ -232,7 +232,7 @@ def test_a_save_after_the_death_of_the_node_worker_ends() -> None:
         staging._connection.shut()
         wait_until(lambda: staging.lost, "the end of the connection")
         ended, progress = list[object](), SaveProgress(7)
-        staging.submit(SaveOrder(BEGIN, Plan([]), progress, lambda outcome: ended.extend((outcome, progress.read.is_set()))))
+        staging.submit(SaveOrder(REQUEST, Plan([]), progress, lambda outcome: ended.extend((outcome, progress.read.is_set()))))
         assert isinstance(ended[0], SaveFailed)
         assert ended[1]
         staging.close(patience=1)

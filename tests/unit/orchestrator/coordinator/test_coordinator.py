@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from helpers.begins import begin_of
 from helpers.coordinated_run import CoordinatedRun, coordinated_run, part
 from helpers.processes import A0, A1, B0, B1, incarnation
 
@@ -14,7 +15,7 @@ from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.storage.errors import Fenced, SaveFailed, StoreUnavailable
 from raystow.storage.format.version_record import PackInfo, RestoreInfo
-from raystow.workers.protocol.messages import Begin, JournalVote, RestoreVote, Ticket
+from raystow.workers.protocol.messages import JournalVote, RestoreVote, Ticket
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_the_error_names_both_processes_of_one_rank(run: CoordinatedRun) -> None
     run.core.join(0, incarnation("process 4 on other-host", number=2))
     told = "rank 0 of memory://.*: process 4 on other-host, .* has taken up this rank after process 17 on first-host, .*on_fenced"
     with pytest.raises(Fenced, match=told):
-        run.core.begin(Begin(0, 2, incarnation("process 17 on first-host"), 1, "node-0", 1, 60.0, 7, 7))
+        run.core.begin(begin_of(0, 2, incarnation("process 17 on first-host"), 1, "node-0", 1, 60.0, 7, 7))
 
 
 def test_different_steps_of_one_save_abort_immediately(run: CoordinatedRun) -> None:
@@ -284,12 +285,7 @@ def test_the_first_plain_tensors_that_differ_are_named(run: CoordinatedRun) -> N
     alike, rest = ("w float32 [3, 4]", "b float32 [4]"), ("w float32 [3, 4]", "b float32 [5]", "more int8 [1]")
     for step in (1, 2):
         told = {0: alike, 1: rest} if step == 1 else {0: (), 1: ()}
-        tickets = [
-            run.core.begin(
-                Begin(rank, 2, incarnation(f"a{rank}"), step, "node", step, 60.0, 7 + rank, 7, plain_tensors=told[rank])
-            )
-            for rank in range(2)
-        ]
+        tickets = [run.begin(rank, step, save=step, replicated=7 + rank, plain_tensors=told[rank]) for rank in range(2)]
         for rank, ticket in enumerate(tickets):
             run.core.finished(ticket, rank, 7)
         assert "(rank 1 has b float32 [5], more int8 [1]; rank 0 has b float32 [4])" in run.reason(tickets[0])
@@ -341,15 +337,13 @@ def test_a_late_message_after_a_restart_takes_no_rank(run: CoordinatedRun, messa
 def test_a_takeover_lasts_after_a_restart(run: CoordinatedRun) -> None:
     fresh = restarted(run)
     fresh.begin(0, process="b")
-    fresh.core.begin(Begin(0, 2, A0, 1, "node-0", 2, 60.0, 7, 7, on_fenced="takeover"))
+    fresh.core.begin(begin_of(0, 2, A0, 1, "node-0", 2, 60.0, 7, 7, on_fenced="takeover"))
     with pytest.raises(Fenced):
         fresh.begin(0, 3, process="b", save=2)
 
 
 def take_over(run: CoordinatedRun, rank: int) -> Ticket:
-    return run.core.begin(
-        Begin(rank, 2, incarnation(f"a{rank}"), 1, f"node-{rank}", 1, 60.0, 7, 7 * (rank == 0), on_fenced="takeover")
-    )
+    return run.begin(rank, on_fenced="takeover")
 
 
 def test_a_takeover_mixes_no_ranks_of_two_runs(run: CoordinatedRun) -> None:
@@ -359,7 +353,7 @@ def test_a_takeover_mixes_no_ranks_of_two_runs(run: CoordinatedRun) -> None:
     old = run.begin(1, process="b")
     first = take_over(run, 0)
     assert run.phase(old) is Phase.ABORTED
-    for message in (Begin(1, 2, B1, 2, "node-1", 1, 60.0, 7, 0), RestoreVote(1, 2, B1, 1, 60.0)):
+    for message in (begin_of(1, 2, B1, 2, "node-1", 1, 60.0, 7, 0).request, RestoreVote(1, 2, B1, 1, 60.0)):
         with pytest.raises(Fenced, match="has taken over"):
             run.core.check_member(message)
     second = take_over(run, 1)

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import ray
+from helpers.begins import begin_of
 from helpers.coordinated_run import part
 from helpers.fake_clock import FakeClock
 from helpers.no_ray import without_ray
@@ -98,7 +98,7 @@ class FrozenHead:
 
 async def begin(actor: CoordinatorActor, step: int, node: str = "node-0", timeout: float = 600.0) -> Begin:
     process = incarnation("process", (await actor.start()).repository)
-    return Begin(0, 1, process, step, node, step, timeout, 0, 0)
+    return begin_of(0, 1, process, step, node, step, timeout, 0, 0)
 
 
 async def lost(actor: CoordinatorActor, ticket: Ticket) -> str:
@@ -207,9 +207,8 @@ def test_a_training_begins_anew_where_all_was_deleted(stores: ObjectStore, under
         assert old.repository != new.repository == again.repository
         assert open_repository(stores.uri).versions() == []
         process = incarnation("process 7 on host", old.repository)
-        former = msgspec.structs.replace(await begin(actor, 3), incarnation=process)
         with pytest.raises(NotARepository, match=f"process 7 on host, job 1 began with repository {old.repository}"):
-            await actor.begin(former)
+            await actor.begin(begin_of(0, 1, process, 3, "node-0", 3))
         assert (await save(actor, 4)).id == 1
         assert [version.step for version in open_repository(stores.uri).versions()] == [4]
 

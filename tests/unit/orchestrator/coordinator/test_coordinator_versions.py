@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from helpers.begins import begin_of
 from helpers.coordinated_run import CoordinatedRun, coordinated_run, part
 from helpers.processes import A1, incarnation
 
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.storage.errors import SaveFailed
 from raystow.storage.format.version_record import RestoreInfo
-from raystow.workers.protocol.messages import Begin, Ticket
+from raystow.workers.protocol.messages import Ticket
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_the_next_version_records_the_restores(run: CoordinatedRun) -> None:
 def test_a_dtensor_owned_by_two_ranks_makes_no_version(run: CoordinatedRun) -> None:
     def begin(rank: int, save: int = 1) -> Ticket:
         owned = ("model.norm", f"stage{rank}")
-        return run.core.begin(Begin(rank, 2, incarnation(f"a{rank}"), save, "node", 1, 60.0, 7, 7, owned_dtensors=owned))
+        return run.core.begin(begin_of(rank, 2, incarnation(f"a{rank}"), save, "node", 1, 60.0, 7, 7, owned_dtensors=owned))
 
     ticket = begin(0)
     assert begin(0) == ticket  # a repeated call

@@ -42,11 +42,9 @@ class RestoringRun:
         *,
         number: int = 1,
         process: str = "a",
-        error: str = "",
-        read: dict[str, int] | None = None,
+        **fields: object,
     ) -> RestoreRound:
-        who = incarnation(f"{process}{rank}")
-        return self.rounds.vote(RestoreVote(rank, 2, who, number, 60.0, tried, damage, error, read=read or {}))
+        return self.rounds.vote(RestoreVote(rank, 2, incarnation(f"{process}{rank}"), number, 60.0, tried, damage, **fields))
 
     def leases(self) -> list[tuple[int, str] | None]:
         return [keys.leased(info.key) for info in self.repository.store.list(keys.LEASES)]

@@ -40,7 +40,9 @@ from raystow.workers.protocol.messages import (
     ComparedChunks,
     EndSave,
     OpenSession,
+    RankSaveRequest,
     RawChunk,
+    SaveContents,
     SaveDone,
     SaveLost,
     SaveStaged,
@@ -56,7 +58,7 @@ from raystow.workers.shm.slots import Slots
 
 SLOTS, SLOT = 3, 1024
 OPENING = OpenSession("memory://session", "r", 0, 1, incarnation("i"), 1, SLOTS * SLOT, SLOT, 7)
-BEGIN = BeginSave(Begin(0, 1, incarnation("i"), 5, "", 9, 60.0, 0, 0), ())
+BEGIN = BeginSave(RankSaveRequest(0, 1, incarnation("i"), 5, 9, 60.0), SaveContents(0, 0), ())
 END = EndSave(5, None, {})
 INFO = ChunkInfo("w", "[]", "tensor", "uint8", (4,), "weights", (0,), (4,))
 Message = Any

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from helpers.staged_plan import BEGIN, INFO, OPENING, Chunk, Plan
+from helpers.staged_plan import INFO, OPENING, REQUEST, Chunk, Plan
 from msgspec.structs import replace
 
 from raystow.orchestrator.client.node_connection import NodeConnection
@@ -85,7 +85,7 @@ def within(seconds: float, work: Callable[[], None]) -> bool:
 def staged(address: str, chunks: list[Chunk]) -> tuple[Staging, threading.Event, queue.SimpleQueue[Entry | RaystowError]]:
     made, progress = Staging(address, OPENING), SaveProgress(7)
     outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-    made.submit(SaveOrder(BEGIN, Plan(chunks), progress, outcomes.put))
+    made.submit(SaveOrder(REQUEST, Plan(chunks), progress, outcomes.put))
     return made, progress.read, outcomes
 
 
@@ -109,7 +109,7 @@ def test_each_slot_of_a_save_that_fails_is_released_once() -> None:
     """Else it would be free twice, and a later save would write two chunks to it at the same time."""
     filled = list[Any]()
     slots = StagingSlots(Ring.create(2 * SLOT), filled.append)
-    slots.order = SaveOrder(BEGIN, None, SaveProgress(7), lambda outcome: None, failed=True)
+    slots.order = SaveOrder(REQUEST, None, SaveProgress(7), lambda outcome: None, failed=True)
     plan = Plan([Chunk() for _ in range(3)])
     with pytest.raises(SaveFailed):  # the third chunk has no slot
         stage_host(plan, plan, slots, lambda message: None)
@@ -120,7 +120,7 @@ def test_each_slot_of_a_save_that_fails_is_released_once() -> None:
 def test_slots_that_could_not_be_lent_stay_with_the_process() -> None:
     """The save fails while an earlier one still has slots."""
     slots = StagingSlots(Ring.create(8 * SLOT), lambda message: None)
-    slots.order = SaveOrder(BEGIN, None, SaveProgress(7), lambda outcome: None, failed=True)
+    slots.order = SaveOrder(REQUEST, None, SaveProgress(7), lambda outcome: None, failed=True)
     earlier = [slots.take() for _ in range(3)]
     with pytest.raises(SaveFailed):
         slots.lend()
@@ -191,7 +191,7 @@ def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeyp
     progress.read, progress.urgent = Read(), urgent
     made = Staging(frozen, OPENING)
     made._devices._encoder = IdleEncoder()
-    made.submit(SaveOrder(BEGIN, plan, progress, lambda outcome: None))
+    made.submit(SaveOrder(REQUEST, plan, progress, lambda outcome: None))
     assert urgent.waited_for.wait(5)
     plan.seen.append("fence")
     urgent.set()
@@ -212,7 +212,7 @@ def test_a_gpu_tensor_may_change_once_all_chunks_are_read(
     monkeypatch.setattr(plan, "changed", lambda: after if progress.read.is_set() else before, raising=False)
     made = Staging(frozen, OPENING)
     made._devices._encoder = IdleEncoder()
-    made.submit(SaveOrder(BEGIN, plan, progress, outcomes.put))
+    made.submit(SaveOrder(REQUEST, plan, progress, outcomes.put))
     assert progress.read.wait(5)
     if before:
         error = outcomes.get(timeout=5)
@@ -238,7 +238,7 @@ def test_an_operation_that_ends_after_the_reading_is_found(frozen: str) -> None:
 
     made, progress = Staging(frozen, OPENING), SaveProgress(7)
     progress.urgent = Ending()
-    made.submit(SaveOrder(BEGIN, plan, progress, outcomes.put))
+    made.submit(SaveOrder(REQUEST, plan, progress, outcomes.put))
     assert str(outcomes.get(timeout=30)).startswith("w: the tensor changed while it was being saved")
     made.close(patience=0.1)
 
@@ -255,7 +255,7 @@ def test_compared_chunks_are_described_if_the_save_has_failed() -> None:
         def encode(self, *_: Any) -> None:
             order.check()
 
-    order = SaveOrder(replace(BEGIN, delta=1), OnGpu([]), SaveProgress(7), lambda outcome: None)
+    order = SaveOrder(replace(REQUEST, delta=1), OnGpu([]), SaveProgress(7), lambda outcome: None)
     devices = gpu.DeviceStaging(StagingSlots(Ring.create(SLOT), posted.append), posted.append, "auto", "training", 0.0)
     devices._encoder = Comparing()
 
