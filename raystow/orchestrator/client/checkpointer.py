@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from ...state.lossy.profiles import Lossy
-from ...state.planner import Planner, plan_save
+from ...state.planner import Planner, SavePlan, plan_save
 from ...state.tree import State, contains_placeholders
 from ...storage.arguments import integer
 from ...storage.errors import RaystowError, StateError
@@ -369,8 +369,8 @@ class Checkpointer:
             self._journal.restored(*self._restored)
         if restored is not None:
             self._in_flight.restored = restored
-        if not contains_placeholders(into):
-            self.prepare(into)
+        if not self._node.made:
+            self._node.prepare(lambda: None if contains_placeholders(into) else self._plan(into))
         return restored
 
     def restore_latest(
@@ -405,7 +405,7 @@ class Checkpointer:
         """Prepare the first save of a state like this one, in the background.
 
         Connects to the node worker, pins host memory, allocates device memory, loads kernels and makes the plan for tensors on a
-        GPU. A save that comes earlier uses what is ready. ``restore`` and ``restore_latest`` call this at their end.
+        GPU. A save that comes earlier uses what is ready. ``restore`` and ``restore_latest`` do the same when they return.
 
         Args:
             state: A state like those that will be saved. It is only read, and may change at any time.
@@ -415,7 +415,8 @@ class Checkpointer:
         """
         self._check_open()
         if not self._node.made:
-            self._node.prepare(plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu"))
+            plan = self._plan(state)
+            self._node.prepare(lambda: plan)
 
     def wait(self) -> None:
         """Wait until all saves in flight are durable or have failed, each until its ``timeout``.
@@ -474,6 +475,10 @@ class Checkpointer:
 
     def _open(self, address: str) -> ObjectStore:
         return open_store(address)
+
+    def _plan(self, state: State) -> SavePlan:
+        """Return a plan that prepares saves of a state like this one."""
+        return plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -65,7 +65,7 @@ def test_a_rank_is_told_however_late_it_comes(run):
 
 def test_a_late_rank_learns_that_another_was_interrupted(run):
     run.commit(1)
-    run.rounds = RestoreRounds(run.repository, run.clock, run.known, member="a{}".format)
+    run.rounds = RestoreRounds(run.repository, run.clock, run.known, member=lambda rank: (A0, A1)[rank])
     run.vote(0), run.vote(0, error="KeyboardInterrupt()")
     with pytest.raises(ClusterError, match="rank 0 could not restore: KeyboardInterrupt"):
         run.vote(1).answer(None)
