@@ -170,27 +170,27 @@ def test_a_save_that_raises_on_one_rank_is_counted() -> None:
 
 def test_the_journal_learns_of_a_save_before_its_failure() -> None:
     """The node worker cannot be reached, so that it does not know of the failure."""
-    rank, told = Checkpointer.__new__(Checkpointer), list[str]()
+    rank, events = Checkpointer.__new__(Checkpointer), list[str]()
     rank.uri, rank.rank, rank.world_size, rank.failures = "memory://r", 0, 1, failures("warn")
     rank._log, rank._closed, rank._codec, rank._lossy = about(logging.getLogger(__name__)), False, "cpu", Lossy.of(None)
     rank._saves, rank._planner, rank._timeout = itertools.count(1), Planner(rank._lossy), 60.0
     rank._retention, rank._delta, rank._on_fenced = None, 0, "raise"
-    cluster, told_of = Cluster(), subscribers(rank.failures)
-    told_of.save_failed = lambda step: told.append(f"failed {step}")
+    cluster, parties = Cluster(), subscribers(rank.failures)
+    parties.save_failed = lambda step: events.append(f"failed {step}")
     parts = {
         "_startup": cluster,
-        "_in_flight": SavesInFlight(cluster, told_of, limit=1, timeout=60.0, log=rank._log),  # type: ignore[arg-type]
-        "_journal": SimpleNamespace(saved=lambda step: told.append(f"saved {step}")),
-        "_node": SimpleNamespace(staging=lambda _: fail(told)),
+        "_in_flight": SavesInFlight(cluster, parties, limit=1, timeout=60.0, log=rank._log),  # type: ignore[arg-type]
+        "_journal": SimpleNamespace(saved=lambda step: events.append(f"saved {step}")),
+        "_node": SimpleNamespace(staging=lambda _: fail(events)),
     }
     for name, part in parts.items():
         setattr(rank, name, part)
     assert rank.save({"w": np.ones(3)}, step=3).done()
-    assert told == ["saved 3", "refused", "failed 3"]
+    assert events == ["saved 3", "refused", "failed 3"]
 
 
-def fail(told: list[str]) -> None:
-    told.append("refused")
+def fail(events: list[str]) -> None:
+    events.append("refused")
     raise ClusterError("the node worker is gone")
 
 

@@ -50,12 +50,12 @@ def test_a_fence_waits_for_the_reading_only() -> None:
 
 
 def test_a_fence_gives_up_reading_after_the_timeout() -> None:
-    told, in_flight = list[str](), saves(0.01)
+    given_up, in_flight = list[str](), saves(0.01)
     outcome = in_flight.begin(SaveProgress(1))
-    assert in_flight.wait_until_read(told.append)
-    assert told == ["nothing staged within 0 s: the node worker accepts no data"]
+    assert in_flight.wait_until_read(given_up.append)
+    assert given_up == ["nothing staged within 0 s: the node worker accepts no data"]
     outcome.report(SaveFailed("the node worker accepts no data"))
-    assert not in_flight.wait_until_read(told.append)
+    assert not in_flight.wait_until_read(given_up.append)
 
 
 def test_a_closed_rank_fences_no_optimizer() -> None:

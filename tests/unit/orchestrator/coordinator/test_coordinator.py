@@ -142,8 +142,8 @@ def test_a_process_that_connects_again_completes_its_saves(run: CoordinatedRun) 
 def test_the_error_names_both_processes_of_one_rank(run: CoordinatedRun) -> None:
     run.core.join(0, incarnation("process 17 on first-host"))
     run.core.join(0, incarnation("process 4 on other-host", number=2))
-    told = "rank 0 of memory://.*: process 4 on other-host, .* has taken up this rank after process 17 on first-host, .*on_fenced"
-    with pytest.raises(Fenced, match=told):
+    text = "rank 0 of memory://.*: process 4 on other-host, .* has taken up this rank after process 17 on first-host, .*on_fenced"
+    with pytest.raises(Fenced, match=text):
         run.core.begin(begin_of(0, 2, incarnation("process 17 on first-host"), 1, "node-0", 1, 60.0, 7, 7))
 
 
@@ -151,8 +151,8 @@ def test_different_steps_of_one_save_abort_immediately(run: CoordinatedRun) -> N
     run.core.join(0, A0, 2)
     run.core.join(1, A1, 2)
     ten, twenty = run.begin(0, 10, save=1), run.begin(1, 20, save=1)
-    told = "rank 1 saves step 20 where rank 0 saved step 10: all ranks must save the same steps in the same order"
-    assert (run.phase(ten), run.reason(ten)) == (Phase.ABORTED, told)
+    text = "rank 1 saves step 20 where rank 0 saved step 10: all ranks must save the same steps in the same order"
+    assert (run.phase(ten), run.reason(ten)) == (Phase.ABORTED, text)
     assert run.begin(0, 20, save=2).attempt == twenty.attempt  # the step that both ranks save becomes a version
 
 
@@ -284,8 +284,8 @@ def test_the_first_plain_tensors_that_differ_are_named(run: CoordinatedRun) -> N
     """They are also named in a later save, in which the ranks do not send their tensors again."""
     alike, rest = ("w float32 [3, 4]", "b float32 [4]"), ("w float32 [3, 4]", "b float32 [5]", "more int8 [1]")
     for step in (1, 2):
-        told = {0: alike, 1: rest} if step == 1 else {0: (), 1: ()}
-        tickets = [run.begin(rank, step, save=step, replicated=7 + rank, plain_tensors=told[rank]) for rank in range(2)]
+        plain = {0: alike, 1: rest} if step == 1 else {0: (), 1: ()}
+        tickets = [run.begin(rank, step, save=step, replicated=7 + rank, plain_tensors=plain[rank]) for rank in range(2)]
         for rank, ticket in enumerate(tickets):
             run.core.finished(ticket, rank, 7)
         assert "(rank 1 has b float32 [5], more int8 [1]; rank 0 has b float32 [4])" in run.reason(tickets[0])
