@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import ray
+from helpers.begins import begin_of
+from helpers.processes import incarnation
 from report import peak_memory
 
 from raystow.orchestrator.coordinator.actor import CoordinatorActor
@@ -119,11 +121,11 @@ async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
     connection = RayConnection("nowhere", "none", "1", "node-0")
     RayConnection.here = lambda: connection  # type: ignore[method-assign]
     actor = CoordinatorActor(uri)
-    await actor.start()
+    repository = (await actor.start()).repository
     pipe.send(peak_memory())
     start = time.process_time()
     for rank in range(nodes * RANKS):
-        await _call(actor.join(rank, f"process-{rank}", nodes * RANKS))
+        await _call(actor.join(rank, incarnation(f"process-{rank}", repository), nodes * RANKS))
     pipe.send(time.process_time() - start)
     while (saves := pipe.recv()) is not None:
         wall, start = time.perf_counter(), time.process_time()
@@ -143,7 +145,7 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
     waiting = [asyncio.create_task(actor.answer(AwaitRanks(ticket))) for ticket in tickets]
     for ticket, (begins, node_report, _) in zip(tickets, reports, strict=True):
         for begin, covered in zip(begins, node_report.covered, strict=True):
-            await _call(actor.answer(RankFinished(ticket, begin.rank, covered)))
+            await _call(actor.answer(RankFinished(ticket, begin.request.rank, covered)))
     await asyncio.gather(*waiting)
     for ticket, (_, node_report, _) in zip(tickets, reports, strict=True):
         await _call(actor.answer(PartStaged(ticket, node_report.info, node_report.packs)))
@@ -182,7 +184,7 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
     for save in range(1, saves + 1):
         pipe.send(save)
         for node, (node_report, _) in enumerate(made):
-            pipe.send((_begins(node, nodes, save, whole), node_report))
+            pipe.send((_begins(repository.id, node, nodes, save, whole), node_report))
             pipe.send(node_report)
         costs.append(pipe.recv())
     pipe.send(None)
@@ -204,19 +206,19 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
     }
 
 
-def _begins(node: int, nodes: int, save: int, whole: int) -> list[Begin]:
+def _begins(repository: str, node: int, nodes: int, save: int, whole: int) -> list[Begin]:
     return [
-        Begin(
+        begin_of(
             rank,
             nodes * RANKS,
-            f"process-{rank}",
+            incarnation(f"process-{rank}", repository),
             save,
             f"node-{node}",
             save * 100,
             600.0,
             0,
             0 if rank else whole,
-            {"loss": "2.1"},
+            metrics={"loss": "2.1"},
         )
         for rank in range(node * RANKS, (node + 1) * RANKS)
     ]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from control_plane_save import RANKS, TENSORS, fragment, tensor
+from helpers.processes import incarnation
 from report import peak_memory
 
 from raystow.storage.coding.chunk import Coding
@@ -136,7 +137,7 @@ def plan(folder: str, entry: Entry, rank: int, world: int, pipe: Any) -> None:
     repository = Repository(store, REPOSITORY)  # type: ignore[arg-type]
     coordinator = Coordinator(entry, Path(folder, "record").read_bytes())
     before, wall, cpu = peak_memory(), time.perf_counter(), time.process_time()
-    vote = RestoreVote(rank, world, "process", 1, 600.0)
+    vote = RestoreVote(rank, world, incarnation("process"), 1, 600.0)
     agreement = ClusterAgreement(
         repository, coordinator, vote, itertools.count(2), lambda: "nobody", here=f"node-{rank // RANKS}"
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from ..workers.protocol.messages.incarnation import Incarnation
+
 LATE = 30.0
 """Seconds after which a rank that others wait for is named in a warning."""
 
@@ -18,11 +20,6 @@ class NumberedWarning:
     number: int
     text: str
     to: int
-
-
-def process_name(incarnation: str) -> str:
-    """The host and process id of a process, for people (see ``client.startup``); "" for none."""
-    return incarnation and (incarnation.partition("@")[2] or "another process")
 
 
 def next_warning(now: float, since: float) -> float:
@@ -44,17 +41,18 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'' if one else 's'} {ranges}{f' and {more} more' if more else ''}"
 
 
-def with_processes(ranks: Collection[int], process_of: Callable[[int], str]) -> str:
-    """Name ranks and their processes: ``rank 3 (process 812 on host)``. ``process_of``: "" for a rank that has not started."""
+def with_processes(ranks: Collection[int], member: Callable[[int], Incarnation | None]) -> str:
+    """Name ranks and their processes: ``rank 3 (process 812 on host)``. ``member``: the process of a rank, if it has started."""
     listed = sorted(ranks)[:_LISTED]
-    processes = [process_of(rank).partition(",")[0] or "not started" for rank in listed]
+    members = [member(rank) for rank in listed]
+    processes = ["not started" if one is None else one.process for one in members]
     if len(listed) == 1:
         return f"{ranks_text(ranks)} ({processes[0]})"
     named = "; ".join(f"{rank}: {process}" for rank, process in zip(listed, processes, strict=True))
     return f"{ranks_text(ranks)} ({named}{'; ...' if len(ranks) > len(listed) else ''})"
 
 
-def late_text(late: Collection[int], waiting: Collection[int], what: str, process_of: Callable[[int], str]) -> str:
+def late_text(late: Collection[int], waiting: Collection[int], what: str, member: Callable[[int], Incarnation | None]) -> str:
     """The warning that some ranks wait for others. ``what``: what these have not done, and for how long."""
     waits = "waits" if len(waiting) == 1 else "wait"
-    return f"{with_processes(late, process_of)} {'has' if len(late) == 1 else 'have'} {what}; {ranks_text(waiting)} {waits}"
+    return f"{with_processes(late, member)} {'has' if len(late) == 1 else 'have'} {what}; {ranks_text(waiting)} {waits}"

@@ -60,10 +60,15 @@ def connected() -> Iterator[RayConnection]:
             ray.shutdown()
 
 
-def run_here(role: str = "process") -> str:
-    """This process for people: its role, host and job, and the time now."""
+def process_here(role: str = "process") -> str:
+    """This process for people: its role, process id and host."""
+    return f"{role} {os.getpid()} on {socket.gethostname()}"
+
+
+def run_here() -> str:
+    """This run for people: its job, and the time now."""
     now = datetime.fromtimestamp(SYSTEM.now(), timezone.utc)
-    return f"{role} {os.getpid()} on {socket.gethostname()}, job {RayConnection.here().job}, since {now:%Y-%m-%d %H:%M:%S} UTC"
+    return f"job {RayConnection.here().job}, since {now:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def gpus_here(connection: RayConnection) -> int:

@@ -21,6 +21,7 @@ from raystow.state.planner import plan_save
 from raystow.workers.protocol.messages import OpenSession
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
+from raystow.workers.staging.progress import SaveProgress
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
@@ -38,13 +39,13 @@ def train(address: str, opening: OpenSession, step: int, end: str) -> None:
     staging = Staging(address, opening)
     plan = plan_save(state(step), rank=0, world_size=1)
 
-    def die() -> None:
-        if end == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(0)
+    class Dying(SaveProgress):
+        def note_staged(self) -> None:
+            if end == "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(0)
 
-    order = SaveOrder(first_save(opening, step=step), plan, lambda: None, lambda outcome: None, on_staged=die)
-    staging.submit(order)
+    staging.submit(SaveOrder(first_save(opening, step=step), plan, Dying(step), lambda outcome: None))
     signal.pause()
 
 

@@ -26,6 +26,7 @@ from raystow.storage.errors import ClusterError
 from raystow.workers.protocol.messages import OpenSession
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
+from raystow.workers.staging.progress import SaveProgress
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
@@ -127,7 +128,7 @@ def train(address: str, opening: OpenSession, layers: int) -> None:
     state = {f"layer{i}": weights(64 * MIB, torch.float32) for i in range(layers)}
     staging = Staging(address, replace(opening, pid=os.getpid(), process="node"))
     plan = plan_save(state, rank=opening.rank, world_size=opening.world_size)
-    staging.submit(SaveOrder(first_save(opening, step=1), plan, on_read=lambda: None, on_end=lambda outcome: None))
+    staging.submit(SaveOrder(first_save(opening, step=1), plan, SaveProgress(1), lambda outcome: None))
     threading.Event().wait(600)
 
 

@@ -17,6 +17,7 @@ from raystow.workers.protocol.messages import (
     CodedBatches,
     CodedLayout,
     EndSave,
+    SaveContents,
     SaveDone,
     SaveLost,
     SessionOpened,
@@ -72,8 +73,8 @@ class CodedRank:
         what is in the slots, which must be the same in all of them; nobody can restore it."""
         self._saves += 1
         total = coverage(self._name, "uint8", (self._chunks * self._chunk,))
-        begin = first_save(self._opening, save=self._saves, step=step, timeout=600.0, expected=total)
-        self._connection.send(BeginSave(begin, ()))
+        request = first_save(self._opening, save=self._saves, step=step, timeout=600.0)
+        self._connection.send(BeginSave(request, SaveContents(0, total), ()))
         done, ended = 0, False
         while not ended:
             while len(self.free) > 1 and done < self._chunks:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from msgspec.structs import replace
-
+from helpers.begins import begin_of
 from helpers.builders import memory_repository
 from helpers.fake_clock import FakeClock
+from helpers.processes import incarnation
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format.version_record import FragmentInfo
-from raystow.workers.protocol.messages import Begin, Ticket
+from raystow.workers.protocol.messages import Ticket
 
 
 def part(node: int, bases: tuple[int, ...] = ()) -> FragmentInfo:
@@ -36,12 +36,10 @@ class CoordinatedRun:
         world: int = 2,
         save: int = 1,
         replicated: int = 7,
-        delta: int = 0,
-        metrics: Mapping[str, str] | None = None,
+        **fields: Any,
     ) -> Ticket:
-        expected = replicated if rank == 0 else 0
-        begin = Begin(rank, world, f"{process}{rank}", save, f"node-{rank % 2}", step, 60.0, replicated, expected, delta=delta)
-        return self.core.begin(replace(begin, metrics=metrics or {}))
+        who, expected = incarnation(f"{process}{rank}"), replicated if rank == 0 else 0
+        return self.core.begin(begin_of(rank, world, who, save, f"node-{rank % 2}", step, 60.0, replicated, expected, **fields))
 
     def phase(self, ticket: Ticket) -> Phase:
         return self.core.attempt(ticket).phase
@@ -68,5 +66,5 @@ def coordinated_run() -> CoordinatedRun:
     committer = Committer(memory_repository(clock), "test")
     core = Coordinator(committer, clock, writer={})
     for rank in range(2):
-        core.join(rank, f"a{rank}", 2)
+        core.join(rank, incarnation(f"a{rank}"), 2)
     return CoordinatedRun(core, committer, clock)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from helpers.processes import incarnation
 from raystow.orchestrator.journal.journal import Journal
 from raystow.orchestrator.journal.recorder import JournalIdentity, StepRecorder
 from raystow.orchestrator.journal.rounds import JournalRounds
@@ -73,7 +74,7 @@ class EntryBox:
         timeout: float = 30.0,
     ) -> StepRecorder:
         """Return what the journal of a new process of a rank records with."""
-        identity = JournalIdentity("memory://box", "box", rank, world_size, SYSTEM.token(), timeout)
+        identity = JournalIdentity("memory://box", "box", rank, world_size, incarnation(SYSTEM.token()), timeout)
         return StepRecorder(TrackedState(model, optimizers), BoxPort(self), identity)  # type: ignore[arg-type]
 
     def journal(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer, **options: Any) -> Journal:

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 from msgspec.structs import replace
 
 from helpers.node_process import NodeProcess, PortServer
+from helpers.processes import incarnation
 from raystow import __version__
 from raystow.orchestrator.coordinator.attempt import Attempt, Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
@@ -39,10 +40,20 @@ from raystow.storage.runtime.clock import SYSTEM, Clock
 from raystow.storage.versions.version import Version
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node.node import Node
-from raystow.workers.protocol.messages import Begin, EntryInfo, OpenSession, SegmentStored, SegmentTicket, Ticket
+from raystow.workers.protocol.messages import (
+    Begin,
+    EntryInfo,
+    Incarnation,
+    OpenSession,
+    RankSaveRequest,
+    SegmentStored,
+    SegmentTicket,
+    Ticket,
+)
 from raystow.workers.shm.ring import SLOT
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
+from raystow.workers.staging.progress import SaveProgress
 
 _TICK = 0.05  # seconds between checks of deadlines
 _Result = TypeVar("_Result")
@@ -55,7 +66,7 @@ class LocalPort:
         self._core, self._committer = coordinator, committer
         self._changed = threading.Condition()
 
-    def join(self, rank: int, incarnation: str, world_size: int) -> None:
+    def join(self, rank: int, incarnation: Incarnation, world_size: int) -> None:
         self._apply(lambda core: core.join(rank, incarnation, world_size))
 
     def begin(self, begin: Begin) -> Ticket:
@@ -77,7 +88,7 @@ class LocalPort:
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._apply(lambda core: core.failed(ticket, reason))
 
-    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
         self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
 
     def open_segment(self, newest: EntryInfo) -> SegmentTicket:
@@ -117,6 +128,18 @@ class LocalPort:
         self._changed.notify_all()
 
 
+class KnownStall(SaveProgress):
+    """A save that reports a given delay of the training."""
+
+    def __init__(self, step: int, stall: float | None) -> None:
+        super().__init__(step)
+        self._stall = stall
+
+    @property
+    def stall(self) -> float | None:  # type: ignore[override]  # None: unknown
+        return self._stall
+
+
 class LocalCluster:
     """``uri``: the repository, created if missing. ``memory``: bytes for each rank. ``threads``: coding threads of a node."""
 
@@ -142,7 +165,7 @@ class LocalCluster:
         self._delta = delta
         self._threads, self._ports = threads, PortServer(self._port) if process == "node" else None
         self._nodes = [self._new_node(i) for i in range(nodes)]
-        self._numbers = itertools.count(1)
+        self._numbers, self._processes = itertools.count(1), itertools.count(1)
         self._lock = threading.Lock()
         self._openings: dict[int, OpenSession] = {}  # by rank
         self._stagings: dict[int, tuple[int, Staging]] = {}  # rank -> world size, staging
@@ -166,7 +189,7 @@ class LocalCluster:
         planner = Planner(self._lossy)
         plan = plan_save(state, rank=rank, world_size=world_size, on_gpu=self._codec != "cpu", planner=planner)
         staging = self._staging(rank, world_size)
-        begin = first_save(
+        request = first_save(
             self._openings[rank],
             save=next(self._numbers),
             step=step,
@@ -176,7 +199,7 @@ class LocalCluster:
             lossy=self._lossy.texts(),
         )
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-        staging.submit(SaveOrder(begin, plan, lambda: None, outcomes.put, stall=lambda: stall))
+        staging.submit(SaveOrder(request, plan, KnownStall(step, stall), outcomes.put))
         outcome = outcomes.get(timeout=timeout + 30)
         if isinstance(outcome, RaystowError):
             raise outcome
@@ -255,13 +278,13 @@ class LocalCluster:
 
     def opening(self, rank: int, world_size: int) -> OpenSession:
         """Join as a new process of the rank, and return its opening message to its node worker, for this process or another."""
-        incarnation = SYSTEM.token()
-        self._port.join(rank, incarnation, world_size)
+        who = incarnation(SYSTEM.token(), self.repository.id, number=next(self._processes))
+        self._port.join(rank, who, world_size)
         half = self._memory // 2
-        return OpenSession(self.uri, self.repository.id, rank, world_size, incarnation, os.getpid(), half, SLOT, half)
+        return OpenSession(self.uri, self.repository.id, rank, world_size, who, os.getpid(), half, SLOT, half)
 
 
-def first_save(opening: OpenSession, **fields: Any) -> Begin:
-    """Return the message with which the process of ``opening`` begins a save: its first one, unless ``fields`` say otherwise."""
+def first_save(opening: OpenSession, **fields: Any) -> RankSaveRequest:
+    """Return what the process of ``opening`` requests: its first one, unless ``fields`` say otherwise."""
     who = opening.rank, opening.world_size, opening.incarnation
-    return Begin(*who, **{"save": 1, "node": "", "timeout": 60.0, "replicated": 0, "expected": 0, **fields})
+    return RankSaveRequest(*who, **{"save": 1, "timeout": 60.0, **fields})

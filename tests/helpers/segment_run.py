@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from helpers.journal_port import BoxPort, snapshot
+from helpers.processes import incarnation
 from raystow.orchestrator.coordinator.segments import Segments, stored_entries
 from raystow.orchestrator.journal.journal import Journal
 from raystow.orchestrator.journal.recorder import JournalIdentity, StepRecorder
@@ -95,7 +96,7 @@ class SegmentRun:
         self.committer.commit(record)
 
     def recorder(self, training: Training, rank: int = 0) -> StepRecorder:
-        who = JournalIdentity(self.repository.uri, self.repository.id, rank, self.world_size, SYSTEM.token(), 30.0)
+        who = JournalIdentity(self.repository.uri, self.repository.id, rank, self.world_size, incarnation(SYSTEM.token()), 30.0)
         return StepRecorder(TrackedState(training.model, [training.optimizer]), SegmentPort(self, rank), who)  # type: ignore[arg-type]
 
     def held(self) -> dict[str, Sequence[EntryInfo]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from helpers.processes import incarnation
 from raystow.storage.coding.kernels import Bytes
-from raystow.workers.protocol.messages import Begin, ChunkInfo, OpenSession
+from raystow.workers.protocol.messages import ChunkInfo, OpenSession, RankSaveRequest
 from raystow.workers.shm.ring import SLOT
 
-OPENING = OpenSession("memory://staging", "r", 0, 1, "i", 1, 2 * SLOT, SLOT, 7)
+OPENING = OpenSession("memory://staging", "r", 0, 1, incarnation("i"), 1, 2 * SLOT, SLOT, 7)
 INFO = ChunkInfo("w", "[]", "tensor", "uint8", (SLOT,), "weights", (0,), (SLOT,))
-BEGIN = Begin(0, 1, "i", 1, "", 7, 60.0, 0, 0)
+REQUEST = RankSaveRequest(0, 1, incarnation("i"), 1, 7, 60.0)
 
 
 @dataclass

@@ -30,6 +30,7 @@ from raystow.storage.format.root import Entry
 from raystow.workers.protocol.messages import OpenSession
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
+from raystow.workers.staging.progress import SaveProgress
 
 
 def trained(layout: str, n: int, seed: int) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def stage(rank: int, n: int, address: str, openings: list[OpenSession], layout: 
     state = trained(layout, n, 1)
     plan, ended = plan_save(state, rank=rank, world_size=n), queue.SimpleQueue[Entry | RaystowError]()
     staging = Staging(address, openings[rank])
-    staging.submit(SaveOrder(first_save(openings[rank], step=7), plan, on_read=lambda: None, on_end=ended.put))
+    staging.submit(SaveOrder(first_save(openings[rank], step=7), plan, SaveProgress(7), ended.put))
     outcome = ended.get(timeout=60)
     staging.close()
     assert isinstance(outcome, Entry), outcome

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.builders import overwrite_root
 from helpers.local_cluster import LocalCluster
+from helpers.processes import incarnation
 from helpers.state_equality import restores
 
 from raystow.orchestrator.restore.agreed import restore_agreed
@@ -178,7 +179,7 @@ def test_memory_restores_a_delta_while_the_store_is_down(uri: str, monkeypatch: 
         agreement = ClusterAgreement(
             cluster.repository,
             Port(),
-            RestoreVote(0, 1, "me", 1, 60.0),
+            RestoreVote(0, 1, incarnation("me"), 1, 60.0),
             itertools.count(2),
             lambda: cluster.address(0),
             here="node-0",

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.journal_port import BoxPort, EntryBox
+from helpers.processes import incarnation
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -82,7 +83,7 @@ def train(
     box.entries.update(entries)
     model, opt = build(layout, optimizer, rank, world)
     disturb(spoil if rank == world - 1 else "", box, model, opt)
-    port, who = GlooPort(box), JournalIdentity("memory://box", "box", rank, world, SYSTEM.token(), 30.0)
+    port, who = GlooPort(box), JournalIdentity("memory://box", "box", rank, world, incarnation(SYSTEM.token()), 30.0)
     journal = Journal(StepRecorder(TrackedState(model, [opt]), port, who))  # type: ignore[arg-type]
     values = journal.replay()
     generator = torch.Generator().manual_seed(world)

@@ -21,6 +21,7 @@ from raystow.state.planner import plan_save
 from raystow.workers.protocol.messages import OpenSession
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
+from raystow.workers.staging.progress import SaveProgress
 
 STATES: dict[str, Callable[[], dict[str, Any]]] = {
     "tensors": lambda: {"w": torch.arange(3 << 20), "small": torch.ones(3), "step": 7},  # 24 MiB
@@ -37,8 +38,12 @@ def train(address: str, opening: OpenSession, state: str, end: str) -> None:
     """Save as a training process, and die once the save is staged."""
     staging = Staging(address, replace(opening, pid=os.getpid()))
     plan = plan_save(STATES[state](), rank=opening.rank, world_size=opening.world_size)
-    order = SaveOrder(first_save(opening, step=1), plan, lambda: None, lambda outcome: None, on_staged=lambda: ENDS[end]())
-    staging.submit(order)
+
+    class Dying(SaveProgress):
+        def note_staged(self) -> None:
+            ENDS[end]()
+
+    staging.submit(SaveOrder(first_save(opening, step=1), plan, Dying(1), lambda outcome: None))
     signal.pause()
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import ray
 from helpers.builders import layers
+from helpers.processes import incarnation
 
+import raystow
 from integration.ranks import every, save_state, start
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 from raystow.workers.protocol import messages
@@ -25,6 +27,8 @@ def test_more_than_ten_thousand_ranks_agree(tmp_path: Path) -> None:
     every([rank], "leave")
     ray.kill(coordinator_actor(tmp_path.as_uri()))
     coordinator = coordinator_actor(tmp_path.as_uri())
-    votes = [messages.encode(RestoreVote(rank, RANKS, f"process {rank}", 1, 60.0)) for rank in range(RANKS)]
+    repository = raystow.open(str(tmp_path)).id
+    processes = [incarnation(f"process {rank}", repository) for rank in range(RANKS)]
+    votes = [messages.encode(RestoreVote(rank, RANKS, process, 1, 60.0)) for rank, process in enumerate(processes)]
     answers = ray.get([coordinator.handle_vote.remote(PROTOCOL, vote) for vote in votes], timeout=50)
     assert {messages.decode(data, RestoreChoice).entry.id for data, _ in answers} == {1}

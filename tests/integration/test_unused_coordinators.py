@@ -9,6 +9,7 @@ import ray
 import torch
 from helpers.builders import layers
 from helpers.polling import wait_until
+from helpers.processes import incarnation
 
 import raystow
 from integration.ranks import Rank, every, save_state, start, take
@@ -78,9 +79,9 @@ def test_a_training_can_start_while_the_coordinator_ends(tmp_path: Path) -> None
     """Processes that know it, and new ones, which may find the dying one, get another one."""
     uri = tmp_path.as_uri()
     known = RayCoordinatorClient(uri)
-    known.start(StartRun("1"), 60)
+    repository = known.start(StartRun("1"), 60).repository
     for n in range(2):
         ray.kill(ray.get_actor(coordinator_name(uri), NAMESPACE))
         RayCoordinatorClient(uri).start(StartRun("1"), 60)
         ray.kill(ray.get_actor(coordinator_name(uri), NAMESPACE))
-        known.join(JoinRun(0, f"process {n}", 1))
+        known.join(JoinRun(0, incarnation(f"process {n}", repository, number=n), 1))

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 from helpers.fake_clock import FakeClock
+from helpers.processes import incarnation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ class ScheduledRun:
 
     def ask(self, rank: int, first: int, _: Interval, requested: bool) -> NextSave:
         self.asked += 1
-        question = AskNextSave(rank, "", RANKS, first, node=f"node-{rank}", requested=requested)
+        question = AskNextSave(rank, incarnation(""), RANKS, first, node=f"node-{rank}", requested=requested)
         return self.schedule.next(question, self.interval)
 
     def step(self, number: int, seconds: float = 0.0) -> bool:
@@ -170,6 +171,6 @@ def test_many_ranks_ask_more_rarely() -> None:
     schedule, first, asked = SaveSchedule(clock), 0, 0
     for step in range(100_000):
         if step >= first:
-            first, asked = schedule.next(AskNextSave(0, "", 10_000, step), math.inf).step + 1, asked + 1
+            first, asked = schedule.next(AskNextSave(0, incarnation(""), 10_000, step), math.inf).step + 1, asked + 1
         clock.sleep(0.01)
     assert asked < 100, "in 1,000 s"

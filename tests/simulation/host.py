@@ -10,11 +10,11 @@ from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, RaystowError, SaveFailed
-from raystow.storage.format.root import Entry
+from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.repository import create_repository
 from raystow.storage.retention.policy import Policy
-from raystow.workers.protocol.messages import Begin, RanksWarning, Ticket
+from raystow.workers.protocol.messages import Begin, Incarnation, RanksWarning, Ticket
 
 from .invariants import Role
 from .journal import Violation
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 _TICK = 60.0  # seconds; shorter ticks, as in the actor, would only slow the simulation down
 _PATIENCE = 3600.0
 _FOR_EVER = 1e9
+
+
+REPOSITORY = "5" * 32
+"""The id of the repository, so that processes know it before a coordinator has made it."""
 
 
 class Host:
@@ -43,7 +47,7 @@ class Host:
         self._tickets: dict[str, Ticket] = {}
         self.process.spawn(self._main)
 
-    def join(self, rank: int, incarnation: str, world_size: int) -> None:
+    def join(self, rank: int, incarnation: Incarnation, world_size: int) -> None:
         self._apply(lambda core: core.join(rank, incarnation, world_size))
 
     def restore(self) -> None:
@@ -76,10 +80,10 @@ class Host:
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._apply(lambda core: core.failed(ticket, reason))
 
-    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
+    def save_failed(self, rank: int, incarnation: Incarnation, save: int, step: int, reason: str) -> bool:
         return self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
 
-    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
         self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
 
     @property
@@ -116,7 +120,7 @@ class Host:
     def _start(self) -> Coordinator:
         while self._core is None:
             try:
-                repository = create_repository(self._cluster.uri, clock=self._clock)
+                repository = create_repository(self._cluster.uri, clock=self._clock, first=Root(repository=REPOSITORY))
                 self._committer = Committer(repository, f"{self.process}-{self._clock.token()}")
             except RaystowError:
                 self._clock.sleep(5.0)  # the actor is restarted by the next call

@@ -16,7 +16,16 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import ClusterError
 from raystow.workers.journal.entry_replicator import EntryReplicator
 from raystow.workers.journal.entry_store import EntryStore
-from raystow.workers.protocol.messages import START, EntryInfo, EntryKept, EntryPlace, Generation, JournalVote, PutEntry
+from raystow.workers.protocol.messages import (
+    START,
+    EntryInfo,
+    EntryKept,
+    EntryPlace,
+    Generation,
+    Incarnation,
+    JournalVote,
+    PutEntry,
+)
 
 from .journal import Violation
 from .random_source import RandomSource
@@ -228,7 +237,7 @@ class JournalWorld:
     def _start(self) -> None:
         """Start a random number of ranks on random nodes: replay the entries after the version and continue."""
         world = self.rng.number(1, 3)
-        incarnation, base = self.clock.token(), self._version
+        incarnation, base = Incarnation(_R, 1, 1, self.clock.token(), "simulated"), self._version
         votes = [JournalVote(rank, world, incarnation, 1, 600.0, base) for rank in range(world)]
         survey = {name: node.store.holdings(_R) for name, node in self.nodes.items()}
         for vote in votes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from raystow.storage.errors import ClusterError, RaystowError
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
-from raystow.workers.protocol.messages import Begin, RanksWarning, Ticket
+from raystow.workers.protocol.messages import Begin, Incarnation, RanksWarning, Ticket
 
 from .scheduler import Process
 
@@ -44,16 +44,16 @@ class SimPort:
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._call("failed", _ANSWER, ticket, reason)
 
-    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
         self._call("rank_disconnected", _ANSWER, rank, incarnation, reason)
 
-    def join(self, rank: int, incarnation: str, world_size: int) -> None:
+    def join(self, rank: int, incarnation: Incarnation, world_size: int) -> None:
         self._call("join", _ANSWER, rank, incarnation, world_size)
 
     def restore(self) -> None:
         self._call("restore", _ANSWER)
 
-    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
+    def save_failed(self, rank: int, incarnation: Incarnation, save: int, step: int, reason: str) -> bool:
         return self._call("save_failed", _ANSWER, rank, incarnation, save, step, reason)
 
     def _wait(self, method: str, timeout: float, warn: Callable[[str], None], *args: object) -> Any:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from raystow.storage.errors import ClusterError, RaystowError, StoreError
 from raystow.storage.format import keys
-from raystow.workers.protocol.messages import Begin, Ticket
+from raystow.workers.protocol.messages import Begin, Incarnation, RankSaveRequest, SaveContents, Ticket
 
 from . import payload
+from .host import REPOSITORY
 from .invariants import Role
 from .network import SimPort
 from .payload import GROUP
@@ -26,20 +27,20 @@ class Node:
         self._cluster, self.rank = cluster, rank
         self.process = cluster.process(f"node{rank}", Role("node"))
         self.store, self.clock = cluster.store(self.process), cluster.clock(self.process)
-        self.incarnation = ""
+        self.incarnation: Incarnation | None = None
         self._started = 0  # training processes
         self.saving = 0
 
     def join(self) -> None:
         """Restart the training process."""
         self._started += 1
-        former, self.incarnation = self.incarnation, f"{self._started:06d}.{self.clock.token()}"  # in the order of processes
-        incarnation = self.incarnation
+        former = self.incarnation
+        incarnation = self.incarnation = Incarnation(REPOSITORY, 1, self._started, self.clock.token(), "simulated")
 
         def tell() -> None:
             try:
                 port = SimPort(self._cluster, self.process)
-                if former:
+                if former is not None:
                     port.rank_disconnected(self.rank, former, "it went away before it saved")
                 port.join(self.rank, incarnation, self._cluster.ranks)
                 if self._cluster.rolls_back:
@@ -52,28 +53,26 @@ class Node:
     def save(self, step: int, number: int) -> None:
         """Begin to save a step; a frozen node does so later, for the present training process."""
         incarnation = self.incarnation
+        assert incarnation is not None
         self.process.spawn(lambda: self._save(step, number, incarnation))
 
-    def _save(self, step: int, number: int, incarnation: str) -> None:
+    def _save(self, step: int, number: int, incarnation: Incarnation) -> None:
         cluster = self._cluster
         self.saving += 1
         port = SimPort(cluster, self.process)
-        begin = Begin(
+        request = RankSaveRequest(
             rank=self.rank,
             world_size=cluster.ranks,
             incarnation=incarnation,
             save=number,
-            node=self.process.name,
             step=step,
             timeout=_TIMEOUT,
-            replicated=0,
-            expected=0,
             metrics={"loss": str(float(step % 7))},
             retention=cluster.policy,
             delta=cluster.delta,
         )
         try:
-            ticket = port.begin(begin)
+            ticket = port.begin(Begin(self.process.name, request, SaveContents(0, 0)))
         except RaystowError as error:
             self._end(step, error)
             try:

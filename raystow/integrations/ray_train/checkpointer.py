@@ -77,7 +77,7 @@ class Checkpointer(checkpointer.Checkpointer):
         self._storage, self._validation = storage, validation
         self._slots = threading.BoundedSemaphore(_QUEUE)
         self._run = run
-        self._outcomes.concluded = self._wake
+        self._subscribers.concluded = self._wake
 
     @functools.cached_property
     def _sync(self) -> TrainSync | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from ...state.lossy.profiles import Lossy
-from ...state.planner import Planner, plan_save
+from ...state.planner import Planner, SavePlan, plan_save
 from ...state.tree import State, contains_placeholders
 from ...storage.arguments import integer
 from ...storage.errors import RaystowError, StateError
@@ -22,14 +22,15 @@ from ...storage.object_store import ObjectStore
 from ...storage.repository import Repository
 from ...storage.retention.policy import Policy
 from ...storage.runtime.clock import SYSTEM
-from ...storage.runtime.metrics import FAILED_SAVES, STAGED, STALL, record
+from ...storage.runtime.metrics import FAILED_SAVES, STALL, record
 from ...storage.stores import open_store
 from ...storage.stores.settings import place_of
 from ...storage.versions.version import Version
 from ...storage.versions.version_selector import LATEST, VersionSelector, selector_text
 from ...workers.protocol import messages
-from ...workers.protocol.messages import START, Begin, OpenJournal
+from ...workers.protocol.messages import START, OpenJournal, RankSaveRequest
 from ...workers.staging.plan import SaveOrder
+from ...workers.staging.progress import SaveProgress
 from .. import argument_checks
 from ..argument_checks import LONGEST, one_of, positive
 from ..coordinator.delta_schedule import AUTO, Delta
@@ -42,10 +43,10 @@ from .failure_reports import FailureReports
 from .failures import Failures
 from .node_connection import NodeConnection
 from .options import Compression, Interval, Memory, Replication, option, usable_codec
+from .outcome_subscribers import OutcomeSubscribers
 from .pending import Pending
 from .rank_discovery import placement
 from .restores import Restores
-from .save_outcome import SaveOutcomes
 from .saves_in_flight import SavesInFlight
 from .startup import Startup
 from .version_callbacks import VersionCallback, VersionCallbacks
@@ -145,8 +146,8 @@ class Checkpointer:
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
         reports = FailureReports(self._startup.report_failure, self._log)
         self._due_steps = DueSteps(functools.partial(next_save, self._startup, on_fenced), self._log)
-        self._outcomes = SaveOutcomes(self._startup, self._store, self.failures, reports, version_callbacks)
-        self._in_flight = SavesInFlight(limit, self._timeout, self._outcomes.conclude, self._log)
+        self._subscribers = OutcomeSubscribers(self.failures, reports, version_callbacks, uri=self.uri)
+        self._in_flight = SavesInFlight(self._startup, self._subscribers, limit=limit, timeout=self._timeout, log=self._log)
         self._node = NodeConnection(self._startup, (self._memory, self._compression, self._replication), codec=self._codec)
         exit_notice.watch(self._in_flight)
 
@@ -227,46 +228,32 @@ class Checkpointer:
         on_gpu = self._codec != "cpu"
         plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
-        pending = Pending(step, self._log, number=number)
-        begin = Begin(
+        request = RankSaveRequest(
             rank=self.rank,
             world_size=self.world_size,
             incarnation=self._startup.member.incarnation,
             save=number,
-            node="",
             step=step,
             timeout=self._timeout,
-            replicated=0,
-            expected=0,
             metrics={name: values.dumps(value) for name, value in metrics.items()},
             lossy=self._lossy.texts(),
             retention=self._retention,
             delta=self._delta,
             on_fenced=self._on_fenced,
         )
-        order = SaveOrder(
-            begin,
-            plan,
-            on_read=pending._read.set,
-            on_end=lambda outcome: self._outcomes.ended(pending, order, outcome, self._in_flight.left(pending)),
-            on_staged=lambda: self._staged(pending),
-            on_warning=pending._warn,
-            urgent=pending._urgent,
-            stall=lambda: pending.stall,
-        )
-        pending._find = functools.partial(self._outcomes.find, pending, order)
         if self._recorder is not None:
             self._recorder.saved(step)
-        with pending._blocking(start):
+        progress = SaveProgress(step, number=number, uri=self.uri, log=self._log)
+        outcome = self._in_flight.begin(progress)
+        with progress.blocking(start):
             try:
-                self._in_flight.add(pending, functools.partial(self._outcomes.learn, pending, order))
-                self._node.staging(plan).submit(order)
+                self._node.staging(plan).submit(SaveOrder(request, plan, progress, outcome.report))
             except RaystowError as error:
-                order.on_end(error)
+                outcome.report(error)
         if plan.writes.exposed:
             self._in_flight.wait_until_read(self._node.give_up)
         record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="save")
-        return pending
+        return Pending(outcome)
 
     def fence(self) -> None:
         """Wait until all tensors given to ``save`` have been read; they may change after this call.
@@ -327,7 +314,7 @@ class Checkpointer:
         port = JournalPort(opening, self._startup.node_address, settle=calls.settle_journal, reading=calls.reading)
         self._recorder = StepRecorder(TrackedState(model, optimizers), port, who)
         self._recorder.restored(*self._restored)
-        self._outcomes.save_failed = self._recorder.save_failed
+        self._subscribers.save_failed = self._recorder.save_failed
         return Journal(self._recorder)
 
     def restore(
@@ -383,8 +370,8 @@ class Checkpointer:
             self._recorder.restored(*self._restored)
         if restored is not None:
             self._in_flight.restored = restored
-        if not contains_placeholders(into):
-            self.prepare(into)
+        if not self._node.made:
+            self._node.prepare(lambda: None if contains_placeholders(into) else self._plan(into))
         return restored
 
     def restore_latest(
@@ -419,7 +406,7 @@ class Checkpointer:
         """Prepare the first save of a state like this one, in the background.
 
         Connects to the node worker, pins host memory, allocates device memory, loads kernels and makes the plan for tensors on a
-        GPU. A save that comes earlier uses what is ready. ``restore`` and ``restore_latest`` call this at their end.
+        GPU. A save that comes earlier uses what is ready. ``restore`` and ``restore_latest`` do the same when they return.
 
         Args:
             state: A state like those that will be saved. It is only read, and may change at any time.
@@ -429,7 +416,8 @@ class Checkpointer:
         """
         self._check_open()
         if not self._node.made:
-            self._node.prepare(plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu"))
+            plan = self._plan(state)
+            self._node.prepare(lambda: plan)
 
     def wait(self) -> None:
         """Wait until all saves in flight are durable or have failed, each until its ``timeout``.
@@ -480,7 +468,7 @@ class Checkpointer:
         if not open or self._startup.forked:
             return False  # in a child, saves, connections and threads are those of the parent
         with contextlib.ExitStack() as releases:  # called in the opposite order, each also if another one raises
-            for release in self._outcomes.close, end, self._node.close, end_saves:
+            for release in self._subscribers.close, end, self._node.close, end_saves:
                 releases.callback(release)
             if self._recorder is not None:
                 releases.callback(self._recorder.close)
@@ -489,12 +477,11 @@ class Checkpointer:
     def _open(self, address: str) -> ObjectStore:
         return open_store(address)
 
+    def _plan(self, state: State) -> SavePlan:
+        """Return a plan that prepares saves of a state like this one."""
+        return plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu")
+
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this Checkpointer is closed", subject=self.uri, remedy="make another one")
         self._startup.check()
-
-    def _staged(self, pending: Pending) -> None:
-        if not pending.staged(0):
-            record(STAGED, SYSTEM.monotonic() - pending.begun, repository=self.uri)
-        pending._staged.set()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 
 from ...state.planner import SavePlan
-from ...storage.errors import RaystowError, StateError
+from ...storage.errors import StateError
 from ...storage.runtime import background
 from ...storage.stores.settings import place_of
 from ...workers.cache.host_memory import memory_limit
@@ -54,8 +55,8 @@ class NodeConnection:
                 self._staging = Staging(self._startup.node_address(), opening, codec=self._codec)
             return self._staging
 
-    def prepare(self, plan: SavePlan) -> None:
-        """Connect and prepare saves like this plan in the background. A failure is logged."""
+    def prepare(self, plan: Callable[[], SavePlan | None]) -> None:
+        """Connect and prepare saves like this plan, if there is one, in the background. A failure is logged."""
         background.start("raystow-prepare", self._prepare, plan)
 
     def reset(self, *, patience: float = 10.0, why: str = "") -> None:
@@ -76,10 +77,11 @@ class NodeConnection:
             self._closed = True
             self.reset()
 
-    def _prepare(self, plan: SavePlan) -> None:
+    def _prepare(self, make: Callable[[], SavePlan | None]) -> None:
         try:
-            self.staging(plan).prepare(plan)
-        except RaystowError as error:
+            if (plan := make()) is not None:
+                self.staging(plan).prepare(plan)
+        except Exception as error:  # the state may be invalid, or change while it is read: the first save raises what is wrong
             if not self._closed:
                 logger.warning("the first save is not prepared, and will take longer: %s", error)
 

@@ -1,93 +1,108 @@
-"""Learns what has become of each save of a rank, and tells those that must know."""
+"""The outcome of one save: nothing yet, a version, or an error; an unknown outcome may still become known."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable
 
-from ...storage.commit.committer import outcome_in
+from ...storage.commit.committer import UNKNOWN, outcome_in
 from ...storage.errors import Fenced, NotARepository, NotFound, OutcomeUnknown, RaystowError, SaveFailed
 from ...storage.format.root import Entry
-from ...storage.object_store import ObjectStore
 from ...storage.repository import Repository
 from ...storage.runtime import background
 from ...storage.runtime.clock import SYSTEM
-from ...storage.runtime.metrics import DURABLE, record
 from ...storage.versions.version import Version
-from ...workers.staging.plan import SaveOrder
-from .failure_reports import FailureReports
-from .failures import Failures
-from .pending import Pending
+from ...workers.staging.progress import SaveProgress
+from .outcome_subscribers import OutcomeSubscribers
 from .startup import Startup
-from .version_callbacks import VersionCallbacks
 
-SOON = 10.0
-"""Seconds within which the coordinator must say what has become of a save that is over."""
-
-_REPORTS = 5.0  # seconds to wait for the coordinator to note failed saves
+_SOON = 10.0  # seconds within which the coordinator must say what has become of a save that is over
+_LATE = 10.0  # seconds after the deadline of a save in which its outcome may still arrive
 
 
-class SaveOutcomes:
-    """The outcomes of one rank's saves.
+class SaveOutcome:
+    """Ends the save once: by what the staging thread reports, or as unknown after its deadline.
+
+    Args:
+        progress: The save. Threads that wait for it go on when its outcome is set.
+        startup: The rank's connection to the coordinator and the repository, which are asked for an unknown outcome.
+        subscribers: Those that learn the outcome, before the threads that wait for the save go on.
+        timeout: Seconds after which the coordinator gives the save up.
 
     Attributes:
-        save_failed: Called with the step of a failed save, before those that wait for the save go on.
-        concluded: Called after each outcome.
+        value: The version, or the error; None before the save has ended.
     """
 
     def __init__(
-        self, startup: Startup, store: ObjectStore, failures: Failures, reports: FailureReports, callbacks: VersionCallbacks
+        self, progress: SaveProgress, startup: Startup, subscribers: OutcomeSubscribers, timeout: float, late: float = _LATE
     ) -> None:
-        self._startup, self._store = startup, store
-        self._failures, self._reports, self._callbacks = failures, reports, callbacks
-        self.save_failed: Callable[[int], object] = lambda step: None
-        self.concluded: Callable[[], object] = lambda: None
+        self.progress, self._startup, self._subscribers, self._timeout = progress, startup, subscribers, timeout
+        self.value: Version | RaystowError | None = None
+        self._until = progress.begun + timeout + late
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._timer = background.after(self._left(), "raystow-late", self._expire)
 
-    def conclude(self, pending: Pending, outcome: Version | RaystowError) -> None:
-        """End a save, or replace its unknown outcome."""
-        pending._set_outcome(outcome, functools.partial(self._note, pending, outcome))
-        self.concluded()
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until the save has ended. Return whether it has."""
+        return self._ended.wait(timeout)
 
-    def ended(self, pending: Pending, order: SaveOrder, outcome: Entry | RaystowError, patience: float) -> None:
-        """End a save with what the node worker says. ``patience``: see ``learn``."""
+    def wait_until_late(self) -> None:
+        """Wait until the save has ended, but not past its deadline; then its outcome is unknown."""
+        if self.wait(self._left()):
+            self.find_again()
+        else:
+            self._set(self._late())
+
+    def find_again(self) -> Version | RaystowError:
+        """Return the outcome of a save that has ended. If it is unknown, ask for it again, for some seconds."""
+        if isinstance(self.value, OutcomeUnknown):
+            self._find(self.value, _SOON)
+        assert self.value is not None
+        return self.value
+
+    def report(self, outcome: Entry | RaystowError) -> None:
+        """End the save by what the node worker says of it, or by what has failed in this process."""
         if isinstance(outcome, OutcomeUnknown):  # to ask may take as long as a frozen coordinator does
-            background.start("raystow-outcome", self.learn, pending, order, outcome, patience)
-            return
-        repository = self._startup.wait().repository
-        self.conclude(pending, Version(self._store, outcome, repository) if isinstance(outcome, Entry) else outcome)
+            background.start("raystow-outcome", self._give_up, outcome, max(_SOON, self._left()))
+        else:
+            self._set(self._startup.repository().at(outcome) if isinstance(outcome, Entry) else outcome)
 
-    def learn(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown, patience: float = SOON) -> None:
-        """Let the coordinator give the save up if it waits for this rank, and learn the outcome within ``patience`` seconds."""
+    def _expire(self) -> None:
+        self._give_up(self._late(), _SOON)
+
+    def _give_up(self, unknown: OutcomeUnknown, patience: float) -> None:
+        """Let the coordinator give the save up if it waits for this rank, and learn the outcome."""
         with contextlib.suppress(RaystowError):
-            self._reports.send(pending.number, pending.step, unknown.what)
-        self.find(pending, order, unknown, patience)
+            self._startup.report_failure(self.progress.number, self.progress.step, unknown.what)
+        self._find(unknown, patience)
 
-    def find(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown, patience: float = SOON) -> None:
-        """Ask the root and the coordinator, up to ``patience`` seconds, for the outcome of a save that is unknown so far."""
+    def _find(self, unknown: OutcomeUnknown, patience: float) -> None:
+        """Ask the root and the coordinator, up to ``patience`` seconds, for an outcome that is unknown so far."""
         ask = functools.partial(self._startup.port.outcome, timeout=patience)
-        self.conclude(pending, find_outcome(self._startup.repository(), ask, order.attempt, unknown))
+        self._set(find_outcome(self._startup.repository(), ask, self.progress.attempt, unknown))
 
-    def close(self) -> None:
-        """Wait some seconds until the coordinator has noted failed saves, and until callbacks have returned."""
-        self._reports.flush(_REPORTS)
-        self._callbacks.close()
+    def _set(self, outcome: Version | RaystowError) -> None:
+        """Set the outcome, or replace an unknown one; a known one stays."""
+        with self._lock:
+            before = self.value
+            if before is None or isinstance(before, OutcomeUnknown):
+                self.value = outcome
+            try:
+                self._subscribers.note(self.progress, before, outcome)
+            finally:
+                self._ended.set()
+                self.progress.end()
+                self._timer.cancel()
+        self._subscribers.concluded()
 
-    def _note(self, pending: Pending, outcome: Version | RaystowError, before: Version | RaystowError | None) -> None:
-        match before, outcome:
-            case None, RaystowError() as error:
-                self.save_failed(pending.step)
-                text = self._failures.failed(pending.step, error)
-                self._reports.report(pending.number, pending.step, error.what, text)
-            case None, Version() as version:
-                self._failures.succeeded()
-                self._callbacks.tell(version)
-                record(DURABLE, SYSTEM.monotonic() - pending.begun, repository=self._startup.uri)
-            case OutcomeUnknown(), Fenced() as fenced:
-                self._failures.fenced(fenced)
-            case OutcomeUnknown() as unknown, Version() as version:
-                self._failures.found_durable(unknown)
-                self._callbacks.tell(version)
+    def _late(self) -> OutcomeUnknown:
+        what = f"not durable after {self._timeout:.0f} s, for an unknown reason; it may still become a version"
+        return OutcomeUnknown(what, subject=self.progress.subject, remedy=UNKNOWN)
+
+    def _left(self) -> float:
+        return max(0.0, self._until - SYSTEM.monotonic())
 
 
 def find_outcome(

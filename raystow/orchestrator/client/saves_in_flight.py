@@ -7,22 +7,21 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...storage.commit.committer import UNKNOWN
-from ...storage.errors import DeadlineExceeded, OutcomeUnknown, RaystowError
+from ...storage.errors import OutcomeUnknown
 from ...storage.log import Log
 from ...storage.runtime.clock import SYSTEM
 from ...storage.versions.version import Version
-from .pending import Pending
-from .save_outcome import SOON
+from ...workers.staging.progress import SaveProgress
+from .outcome_subscribers import OutcomeSubscribers
+from .save_outcome import SaveOutcome
+from .startup import Startup
 
 if TYPE_CHECKING:
     import torch
 
-_LATE = 10.0  # seconds after the deadline of a save in which its outcome may still arrive
-
 
 class SavesInFlight:
-    """At most ``limit`` saves. ``conclude`` ends a save that has not ended ``timeout`` seconds after it began.
+    """At most ``limit`` saves, each of which ends at the latest some seconds after ``timeout`` seconds.
 
     Attributes:
         closed: Whether there will be no other save, and somebody has waited for all.
@@ -32,49 +31,50 @@ class SavesInFlight:
     restored: Version | None
 
     def __init__(
-        self, limit: int, timeout: float, conclude: Callable[[Pending, RaystowError], None], log: logging.Logger | Log
+        self, startup: Startup, subscribers: OutcomeSubscribers, *, limit: int, timeout: float, log: logging.Logger | Log
     ) -> None:
-        self._limit, self._timeout, self._conclude, self._log = limit, timeout, conclude, log
-        self._saves: list[Pending] = []
+        self._startup, self._subscribers, self._limit, self._timeout, self._log = startup, subscribers, limit, timeout, log
+        self._saves: list[SaveOutcome] = []
         self.closed, self.restored = False, None
         self._newest: Version | None = None  # of the saves that have ended
-        self._logged: Pending | None = None
+        self._logged: SaveOutcome | None = None
         self._guards = contextlib.ExitStack()  # removes the hooks of optimizers
 
-    def add(self, pending: Pending, learn: Callable[[OutcomeUnknown], None]) -> None:
-        """Note a save that has begun. ``learn`` is called in the background if it has not ended by its deadline."""
-        self._saves.append(pending)
-        pending._end_after(self._left(pending), lambda: learn(self._late(pending)))
+    def begin(self, progress: SaveProgress) -> SaveOutcome:
+        """Note a save that has begun, and return its outcome, which is unknown if it has not ended by its deadline."""
+        outcome = SaveOutcome(progress, self._startup, self._subscribers, self._timeout)
+        self._saves.append(outcome)
+        return outcome
 
     def steps(self) -> list[int]:
         """Return the steps of the saves that have not ended."""
-        return [pending.step for pending in self._saves if not pending.done()]
+        return [save.progress.step for save in self._saves if not save.wait(0)]
 
     def wait_until_read(self, give_up: Callable[[str], None]) -> bool:
         """Wait until the tensors of all saves have been read. Call ``give_up``, with a reason, if one has not been after
         ``timeout`` seconds. Return whether there was anything to wait for."""
-        start, waited = SYSTEM.monotonic(), [pending for pending in self._saves if not pending._read.is_set()]
-        for pending in waited:
-            with pending._blocking(start):
-                if not pending._wait(pending._read, max(0.0, start + self._timeout - SYSTEM.monotonic())):
+        start, waited = SYSTEM.monotonic(), [save.progress for save in self._saves if not save.progress.read.is_set()]
+        for progress in waited:
+            with progress.blocking(start):
+                if not progress.wait(progress.read, max(0.0, start + self._timeout - SYSTEM.monotonic())):
                     give_up(f"nothing staged within {self._timeout:.0f} s: the node worker accepts no data")
         return bool(waited)
 
     def wait_for_oldest(self) -> None:
         """Wait until one more save may begin."""
         self._newest = self._newest_version()
-        self._saves = [pending for pending in self._saves if not pending.done()]
+        self._saves = [save for save in self._saves if not save.wait(0)]
         while len(self._saves) >= self._limit:
             oldest = self._saves[0]
-            what = "%d saves are in flight: waiting for that of step %d"
-            self._log.warning(what, len(self._saves), oldest.step, extra={"step": oldest.step})
-            self._wait(oldest)
+            what, step = "%d saves are in flight: waiting for that of step %d", oldest.progress.step
+            self._log.warning(what, len(self._saves), step, extra={"step": step})
+            oldest.wait_until_late()
             self._saves = self._saves[1:]
 
     def wait_for_all(self, *, log: bool) -> None:
         """Wait until every save has ended. ``log``: whether to log an error if the newest one is not a version."""
-        for pending in self._saves:
-            self._wait(pending)
+        for save in self._saves:
+            save.wait_until_late()
         if log:
             self.log_unsaved()
 
@@ -90,17 +90,17 @@ class SavesInFlight:
 
     def wait_until(self, time: float) -> None:
         """Wait until every save has ended, or until a ``time`` in monotonic seconds."""
-        for pending in self._saves:
-            pending._ended.wait(max(0.0, time - SYSTEM.monotonic()))
+        for save in self._saves:
+            save.wait(max(0.0, time - SYSTEM.monotonic()))
 
     def unsaved(self) -> str:
         """Say that the newest save is not a version, why, and which version is the newest. "" if there is nothing to say."""
-        outcome = self._saves[-1]._outcome if self._saves else None
-        if not self._saves or isinstance(outcome, Version):
+        if not self._saves or isinstance(outcome := self._saves[-1].value, Version):
             return ""
-        text, version = f"step {self._saves[-1].step} was not saved: {outcome}", self._newest_version()
+        step, version = self._saves[-1].progress.step, self._newest_version()
+        text = f"step {step} was not saved: {outcome}"
         if outcome is None or isinstance(outcome, OutcomeUnknown):
-            text = f"step {self._saves[-1].step} may not have been saved: {outcome or 'the save has not ended'}"
+            text = f"step {step} may not have been saved: {outcome or 'the save has not ended'}"
         if version is not None:
             return f"{text}; the newest version is {version.id} (step {version.step})"
         before = f", and has restored version {self.restored.id} (step {self.restored.step})" if self.restored is not None else ""
@@ -110,28 +110,8 @@ class SavesInFlight:
         """Log an error if the newest save is not a version, once. ``why``: what may have led to it."""
         if (unsaved := self.unsaved()) and self._logged is not self._saves[-1]:
             self._logged = self._saves[-1]
-            self._log.error("%s%s", why, unsaved, extra={"step": self._logged.step})
+            self._log.error("%s%s", why, unsaved, extra={"step": self._logged.progress.step})
 
     def _newest_version(self) -> Version | None:
-        versions = [pending._outcome for pending in self._saves if isinstance(pending._outcome, Version)]
+        versions = [save.value for save in self._saves if isinstance(save.value, Version)]
         return versions[-1] if versions else self._newest
-
-    def _wait(self, pending: Pending) -> None:
-        """Wait until a save has ended, but not past its deadline; then its outcome is unknown."""
-        try:
-            pending.result(max(0.0, self._left(pending)))
-        except DeadlineExceeded:
-            self._conclude(pending, self._late(pending))
-        except RaystowError:
-            pass  # counted and logged when it was reported
-
-    def _late(self, pending: Pending) -> OutcomeUnknown:
-        what = f"not durable after {self._timeout:.0f} s, for an unknown reason; it may still become a version"
-        return OutcomeUnknown(what, subject=f"save of step {pending.step}", remedy=UNKNOWN)
-
-    def left(self, pending: Pending) -> float:
-        """Return the seconds to wait for the coordinator, which decides about a save until its deadline."""
-        return max(SOON, self._left(pending))
-
-    def _left(self, pending: Pending) -> float:
-        return pending.begun + self._timeout + _LATE - SYSTEM.monotonic()

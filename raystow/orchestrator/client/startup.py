@@ -18,7 +18,16 @@ from ...storage.runtime import background
 from ...storage.stores.settings import LOCAL, StoreSettings, settings_of
 from ...workers import ray_metrics
 from ...workers.node.actor import node_actor
-from ...workers.protocol.messages import PROTOCOL, CoordinatorStarted, JoinRun, OnFenced, OpenStore, StartRun, StoreOpened
+from ...workers.protocol.messages import (
+    PROTOCOL,
+    CoordinatorStarted,
+    Incarnation,
+    JoinRun,
+    OnFenced,
+    OpenStore,
+    StartRun,
+    StoreOpened,
+)
 from ...workers.protocol.unix_channel import Connection
 from ...workers.ray_connection import RayConnection
 from .. import ray_cluster
@@ -67,7 +76,7 @@ class Startup:
         self.connection = ray_cluster.connect()
         ray_metrics.export()
         here(node=self.connection.node)
-        self._pid, self._process = os.getpid(), ray_cluster.run_here()
+        self._pid, self._process = os.getpid(), (ray_cluster.process_here(), ray_cluster.run_here())
         self._node = ""  # the address of the node worker, once it was asked for
         self._renewal: SettingsRenewal | None = None
         self.port = RayCoordinatorClient(self.uri, self._settings)
@@ -173,7 +182,8 @@ class Startup:
                 wait([before], ACTOR_START)
             settings = self._settings()
             answer = self.port.start(run, ACTOR_START)
-            self._member = JoinRun(self._rank, f"{answer.turn}@{self._process}", self._world_size)
+            who = Incarnation(answer.repository, answer.epoch, answer.number, *self._process)
+            self._member = JoinRun(self._rank, who, self._world_size)
             with self._lock:
                 if self._closed:
                     raise StateError("this Checkpointer is closed", subject=self.uri, remedy="make another one")

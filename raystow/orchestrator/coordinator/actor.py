@@ -31,6 +31,7 @@ from ...workers.protocol.messages import (
     CoordinatorStarted,
     CoordinatorStatus,
     EntryInfo,
+    Incarnation,
     JournalChoice,
     JournalVote,
     NoVersion,
@@ -120,8 +121,7 @@ class CoordinatorActor:
                 self._opened = await asyncio.to_thread(OpenedRepository, *names, self._abandoned)
             committer = self._opened.committer
         catalog = committer.catalog
-        # The epoch is above all earlier ones of the repository.
-        return CoordinatorStarted(catalog.id, catalog.trust.keys, f"{catalog.id}.{committer.epoch:012d}.{number:09d}")
+        return CoordinatorStarted(catalog.id, catalog.trust.keys, committer.epoch, number)
 
     async def _forget_if_gone(self, number: int) -> None:
         """Forget a repository that was deleted or replaced: a training that starts now uses the one that is there, or a new one.
@@ -157,7 +157,7 @@ class CoordinatorActor:
         repository, epoch = at.committer.catalog.id, at.committer.epoch
         return CoordinatorStatus(self._uri, repository, epoch, newest, age, core.aborted_in_a_row, *attempts)
 
-    async def join(self, rank: int, incarnation: str, world_size: int) -> None:
+    async def join(self, rank: int, incarnation: Incarnation, world_size: int) -> None:
         at = await self._started()
         at.core.join(rank, incarnation, world_size)
         async with self._restoring:
@@ -166,7 +166,7 @@ class CoordinatorActor:
         await self._tell(at)
 
     async def begin(self, begin: Begin) -> Ticket:
-        if self._fenced is not None and begin.on_fenced == "raise":
+        if self._fenced is not None and begin.request.on_fenced == "raise":
             raise self._fenced[0]
         return await self._apply(lambda core: core.begin(begin))
 
@@ -491,7 +491,7 @@ class CoordinatorActor:
 
     def _owner(self) -> str:
         """A name that no other coordinator has, for messages about two runs with one repository."""
-        return f"{ray_cluster.run_here('coordinator')} ({SYSTEM.token()})"
+        return f"{ray_cluster.process_here('coordinator')}, {ray_cluster.run_here()} ({SYSTEM.token()})"
 
 
 def _promised(record: VersionRecord) -> tuple[Entry, bytes]:

@@ -6,12 +6,14 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ...state.coverage import total
 from ...storage.commit.committer import Committer
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format import values
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
+from ...workers.protocol.messages import Begin, Incarnation
 from ..late_ranks import LATE, NumberedWarning, late_text
 
 
@@ -66,7 +68,7 @@ class Attempt:
     retention: Policy | None = None
     ranks: dict[int, str] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
-    delivered: dict[int, str] = field(default_factory=dict)
+    delivered: dict[int, Incarnation] = field(default_factory=dict)
     replicated: dict[int, int] = field(default_factory=dict)
     owned_dtensors: dict[str, int] = field(default_factory=dict)
     nodes: dict[str, int] = field(default_factory=dict)
@@ -106,11 +108,24 @@ class Attempt:
             raise SaveFailed(f"the attempt is {self.phase.value}", subject=self.subject)
         return self.entry
 
+    def join(self, begin: Begin, now: float) -> None:
+        """Add a rank that begins to save."""
+        request, contents = begin.request, begin.contents
+        self.progress = now
+        self.metrics[request.rank] = request.metrics
+        self.ranks[request.rank], self.saves[request.rank] = begin.node, request.save
+        self.replicated[request.rank] = contents.replicated
+        self.coding.update(contents.coding)
+        self.lossy.update(request.lossy)
+        self.retention = request.retention or self.retention
+        self.takes_over = self.takes_over or request.on_fenced == "takeover"
+        self.expected = total((self.expected, contents.expected))
+
     def needs(self, node: int) -> bool:
         """Whether it cannot become a version without more work of a node, by number."""
         return self.phase in (Phase.GATHERING, Phase.SEALING) and node not in self.stored
 
-    def late(self, process_of: Callable[[int], str], now: float) -> NumberedWarning | None:
+    def late(self, member: Callable[[int], Incarnation | None], now: float) -> NumberedWarning | None:
         """Warn of the ranks that others wait for; None if there are none, or not for long enough. The node of the
         first rank that waits logs it."""
         every, quiet = set(range(self.world_size)), now - self.progress
@@ -124,7 +139,7 @@ class Attempt:
             late, waiting, what = unstored, every - unstored, f"stored nothing more for {quiet:.0f} s: a store may hang"
         if not late or not waiting or (quiet < LATE and not absent):
             return None
-        return self._warn(late_text(late, waiting, what, process_of), min(waiting))
+        return self._warn(late_text(late, waiting, what, member), min(waiting))
 
     def warn_of_metrics(self) -> bool:
         """Warn of metrics of other ranks that are not those of rank 0, which the version has. Returns whether there are any."""

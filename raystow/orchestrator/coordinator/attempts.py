@@ -19,7 +19,8 @@ from ...storage.root.root_register import BEGIN_ANEW
 from ...storage.runtime.clock import Clock
 from ...storage.runtime.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksWarning, RestoreVote, Ticket, UnusedNames
-from ..late_ranks import LATE, next_warning, process_name
+from ...workers.protocol.messages.coordinator import Incarnation, RankSaveRequest
+from ..late_ranks import LATE, next_warning
 from .attempt import ANOTHER_RUN, Attempt, Phase, first_differences, version_record
 from .delta_schedule import DeltaGroup, after
 from .save_costs import SaveCosts
@@ -37,8 +38,8 @@ class Coordinator:
 
     def __init__(self, committer: Committer, clock: Clock, *, writer: dict[str, str]) -> None:
         self._committer, self._clock, self._writer = committer, clock, writer
-        self._members: dict[int, str] = {}
-        self._ousted: set[str] = set()  # the processes that had ranks when another run took over from one of them
+        self._members: dict[int, Incarnation] = {}
+        self._ousted: set[Incarnation] = set()  # the processes that had ranks when another run took over from one of them
         self._assumed: set[int] = set()  # ranks whose process has joined an earlier coordinator only
         self._joined: dict[int, int] = {}  # rank -> generation in which its process joined
         self._missed: dict[int, dict[int, tuple[int, str]]] = {}  # step -> rank -> number of its failed save, and the reason
@@ -76,7 +77,7 @@ class Coordinator:
         named = {attempt.base.id for attempt in self._open(*Phase) if attempt.base is not None}
         return named if self._group is None else named | {self._group.whole.id}
 
-    def join(self, rank: int, incarnation: str, world_size: int | None = None) -> None:
+    def join(self, rank: int, incarnation: Incarnation, world_size: int | None = None) -> None:
         """A process has taken a rank. Attempts that wait for the rank's previous process are aborted.
 
         The first rank that joins again, or with another world size, starts a new generation. Attempts of the new generation
@@ -100,15 +101,15 @@ class Coordinator:
             if rank not in attempt.delivered and (rank in attempt.ranks or missing):
                 self._abort(attempt, f"rank {rank} was restarted")
 
-    def check_member(self, message: Begin | AskNextSave | RestoreVote | UnusedNames | JournalVote) -> None:
+    def check_member(self, message: RankSaveRequest | AskNextSave | RestoreVote | UnusedNames | JournalVote) -> None:
         """Raise ``Fenced`` if another process has taken the rank of the one that sends a message, or another run the
         repository, and ``NotARepository`` if the process began with one that is gone."""
         rank, incarnation = message.rank, message.incarnation
         self._refuse_former(incarnation)
-        takes_over = isinstance(message, Begin | AskNextSave) and message.on_fenced == "takeover"
+        takes_over = isinstance(message, RankSaveRequest | AskNextSave) and message.on_fenced == "takeover"
         other_size = self._world_size not in (None, message.world_size)
         if other_size and not takes_over and incarnation < (newest := max(self._members.values())):
-            what = f"{process_name(newest)} has begun a run of world size {self._world_size} after {process_name(incarnation)}"
+            what = f"{newest} has begun a run of world size {self._world_size} after {incarnation}"
             raise Fenced(what, subject=self._committer.catalog.uri, remedy=ANOTHER_RUN)
         self._assume(rank, incarnation, message.world_size)
         if takes_over and self._members[rank] != incarnation:
@@ -117,13 +118,13 @@ class Coordinator:
                 self._generation += 1
             self.join(rank, incarnation, message.world_size)
         if self._members[rank] != incarnation:
-            what = f"{process_name(self._members[rank])} has taken up this rank after {process_name(incarnation)}"
+            what = f"{self._members[rank]} has taken up this rank after {incarnation}"
             remedy = f"run each rank once, and give each process its own rank; {ANOTHER_RUN}"
             raise Fenced(what, subject=f"rank {rank} of {self._committer.catalog.uri}", remedy=remedy)
         if takes_over:
             self._ousted.discard(incarnation)
         if incarnation in self._ousted:
-            what = f"another run has taken over from that of {process_name(incarnation)}"
+            what = f"another run has taken over from that of {incarnation}"
             raise Fenced(what, subject=self._committer.catalog.uri, remedy=ANOTHER_RUN)
 
     def next_save(self, ask: AskNextSave) -> NextSave:
@@ -133,29 +134,21 @@ class Coordinator:
 
     def begin(self, begin: Begin) -> Ticket:
         """A rank starts to save a step. Returns the ticket of its attempt, which the first rank opens."""
-        self.check_member(begin)
+        request, rank, plain_tensors = begin.request, begin.request.rank, begin.contents.plain_tensors
+        self.check_member(request)
         for attempt in self._open(Phase.GATHERING):
-            if attempt.world_size != begin.world_size:
-                self._abort(attempt, f"the world size changed from {attempt.world_size} to {begin.world_size}")
-            elif attempt.delivered.get(begin.rank, begin.incarnation) != begin.incarnation:
-                self._abort(attempt, f"rank {begin.rank} was restarted")  # not complete yet: a node worker has died, too
-        self._abort_skipped(begin)
-        attempt = self._joinable(begin) or self._new(begin)
-        if begin.rank not in attempt.ranks:
-            attempt.progress = self._clock.monotonic()
-            attempt.metrics[begin.rank] = begin.metrics
-            attempt.ranks[begin.rank], attempt.saves[begin.rank] = begin.node, begin.save
-            attempt.replicated[begin.rank] = begin.replicated
-            attempt.coding.update(begin.coding)
-            attempt.lossy.update(begin.lossy)
-            attempt.retention = begin.retention or attempt.retention
-            attempt.takes_over = attempt.takes_over or begin.on_fenced == "takeover"
-            attempt.expected = total((attempt.expected, begin.expected))
-            if begin.plain_tensors:
-                self._plain_tensors[begin.rank] = begin.plain_tensors
+            if attempt.world_size != request.world_size:
+                self._abort(attempt, f"the world size changed from {attempt.world_size} to {request.world_size}")
+            elif attempt.delivered.get(rank, request.incarnation) != request.incarnation:
+                self._abort(attempt, f"rank {rank} was restarted")  # not complete yet: a node worker has died, too
+        self._abort_skipped(request)
+        attempt = self._joinable(request) or self._new(request)
+        if rank not in attempt.ranks:
+            attempt.join(begin, self._clock.monotonic())
+            self._plain_tensors[rank] = plain_tensors or self._plain_tensors.get(rank, ())
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
         self._abort_if_missed(attempt)
-        self._check_owners(attempt, begin)
+        self._check_owners(attempt, rank, begin.contents.owned_dtensors)
         left = max(0.0, attempt.deadline - self._clock.monotonic())
         return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, attempt.base, attempt.deltas)
 
@@ -225,7 +218,7 @@ class Coordinator:
         if attempt is not None and attempt.needs(ticket.node):  # else it may be a version by now
             self._abort(attempt, reason)
 
-    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
+    def save_failed(self, rank: int, incarnation: Incarnation, save: int, step: int, reason: str) -> bool:
         """A save of a rank has failed. Its attempt is aborted, and any other attempt that would wait for it until its deadline,
         also one that another rank opens later. Returns whether this rank reports it first, and so logs it for all."""
         try:
@@ -249,7 +242,7 @@ class Coordinator:
                 self._abort_if_missed(attempt)
         return first
 
-    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
         """The process of a rank has ended, or connects again. Its node worker has all of the saves that it has begun and not
         reported as failed: they still count."""
         if self._members.get(rank) == incarnation:
@@ -291,14 +284,14 @@ class Coordinator:
             return None
         return RanksWarning(warning.number, warning.text)
 
-    def member(self, rank: int) -> str:
-        """The incarnation of the process that has a rank; "" if none has joined."""
-        return self._members.get(rank, "")
+    def member(self, rank: int) -> Incarnation | None:
+        """The process that has a rank, if any has joined."""
+        return self._members.get(rank)
 
     def _look_for_late(self, attempt: Attempt, now: float) -> None:
         if now < attempt.warn_at:
             return
-        if (warning := attempt.late(lambda rank: process_name(self.member(rank)), now)) is None:
+        if (warning := attempt.late(self.member, now)) is None:
             attempt.warn_at = max(attempt.progress, now - LATE + 1) + LATE
             return
         attempt.warn_at = next_warning(now, attempt.opened)
@@ -389,38 +382,38 @@ class Coordinator:
     def _open(self, *phases: Phase) -> list[Attempt]:
         return [a for a in self._attempts.values() if a.phase in phases and not a.phase.over]
 
-    def _assume(self, rank: int, incarnation: str, world_size: int | None = None) -> None:
+    def _assume(self, rank: int, incarnation: Incarnation, world_size: int | None = None) -> None:
         """Let a process join that did so before this coordinator was restarted. Of several, the one that started last does."""
         known = self._members.get(rank)
         if known is None or (rank in self._assumed and incarnation > known):
             self.join(rank, incarnation, world_size)
             self._assumed.add(rank)
 
-    def _refuse_former(self, incarnation: str) -> None:
-        """Raise ``NotARepository`` if a process began with a repository that was here before: see ``CoordinatorStarted.turn``."""
-        catalog, turn = self._committer.catalog, incarnation.partition("@")[0].split(".")
-        if len(turn) == 3 and turn[0] != catalog.id:
-            what = f"{process_name(incarnation)} began with repository {turn[0]}, in whose place is repository {catalog.id} now"
+    def _refuse_former(self, incarnation: Incarnation) -> None:
+        """Raise ``NotARepository`` if a process began with a repository that was here before."""
+        catalog = self._committer.catalog
+        if incarnation.repository != catalog.id:
+            what = f"{incarnation} began with repository {incarnation.repository}, in whose place is repository {catalog.id} now"
             raise NotARepository(what, subject=catalog.uri, remedy=BEGIN_ANEW)
 
-    def _joinable(self, begin: Begin) -> Attempt | None:
+    def _joinable(self, request: RankSaveRequest) -> Attempt | None:
         """The oldest attempt for the step that this rank is not part of, so that the saves of all ranks match in order; or the
         one that it joined with the same save, if the call is repeated."""
-        rank, save, step = begin.rank, begin.save, begin.step
+        rank, save, step = request.rank, request.save, request.step
         return next((a for a in self._open(Phase.GATHERING) if (a.step, a.saves.get(rank, save)) == (step, save)), None)
 
-    def _new(self, begin: Begin) -> Attempt:
+    def _new(self, request: RankSaveRequest) -> Attempt:
         if len(self._open(*Phase)) >= _OPEN:
             what = f"{_OPEN} saves are open: some ranks begin saves that others do not"
-            raise SaveFailed(what, subject=f"save of step {begin.step}", remedy="save the same steps on all ranks")
+            raise SaveFailed(what, subject=f"save of step {request.step}", remedy="save the same steps on all ranks")
         id, token = self._committer.reserve()
         now = self._clock.monotonic()
-        attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)
+        attempt = self._attempts[token] = Attempt(id, token, request.step, request.world_size, now, now + request.timeout)
         attempt.generation, attempt.warn_at = self._generation, now + LATE
         if self._group is not None and not self._committer.is_current(self._group.whole.id):
             self._group = None  # its versions may be rolled back: the next one is whole
-        if begin.delta and self._group is not None:
-            attempt.deltas, why = self._group.goes_on(begin.delta)
+        if request.delta and self._group is not None:
+            attempt.deltas, why = self._group.goes_on(request.delta)
             attempt.base = self._group.base
             if attempt.base is not None and attempt.deltas:
                 self._group = self._group.begun()
@@ -428,14 +421,14 @@ class Coordinator:
             attempt.coding["delta" if attempt.deltas else "whole"] = why
         return attempt
 
-    def _abort_skipped(self, begin: Begin) -> None:
+    def _abort_skipped(self, request: RankSaveRequest) -> None:
         """Abort the attempts for which a rank will not come, since it has gone on to another step, before their deadlines. All
         ranks of a generation count their saves alike."""
         for other in self._open(Phase.GATHERING):
-            skipped = begin.rank not in other.ranks and other.step != begin.step and begin.save >= min(other.saves.values())
-            if skipped and self._joined[begin.rank] == other.generation:
+            skipped = request.rank not in other.ranks and other.step != request.step and request.save >= min(other.saves.values())
+            if skipped and self._joined[request.rank] == other.generation:
                 ranks = f"rank{'s' * (len(other.ranks) > 1)} {', '.join(map(str, sorted(other.ranks)[:8]))}"
-                what = f"rank {begin.rank} saves step {begin.step} where {ranks} saved step {other.step}"
+                what = f"rank {request.rank} saves step {request.step} where {ranks} saved step {other.step}"
                 self._abort(other, f"{what}: all ranks must save the same steps in the same order")
 
     def _of(self, ticket: Ticket, phase: Phase) -> Attempt:
@@ -454,12 +447,12 @@ class Coordinator:
             self._abort(attempt, f"node {ticket.node} reported an invalid part: {error.what}")
             raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}") from error
 
-    def _check_owners(self, attempt: Attempt, begin: Begin) -> None:
+    def _check_owners(self, attempt: Attempt, rank: int, owned_dtensors: Sequence[str]) -> None:
         """Check that each DTensor has one mesh: two unrelated meshes would both store all of it."""
-        for name in begin.owned_dtensors:
-            other = attempt.owned_dtensors.setdefault(name, begin.rank)
-            if other != begin.rank:
-                what = f"ranks {other} and {begin.rank} both hold {name!r}, on unrelated meshes"
+        for name in owned_dtensors:
+            other = attempt.owned_dtensors.setdefault(name, rank)
+            if other != rank:
+                what = f"ranks {other} and {rank} both hold {name!r}, on unrelated meshes"
                 self._abort(attempt, f"{what}: cut both from one mesh, or give the tensors different names")
                 return
 

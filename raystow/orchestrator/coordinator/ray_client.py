@@ -23,6 +23,7 @@ from ...workers.protocol.messages import (
     Begin,
     CoordinatorStarted,
     EntryInfo,
+    Incarnation,
     JoinRun,
     JournalChoice,
     JournalVote,
@@ -96,7 +97,7 @@ class RayCoordinatorClient:
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._tell(messages.PartFailed(ticket, messages.shortened(reason)))
 
-    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
         self._tell(messages.RankDisconnected(rank, incarnation, reason))
 
     def open_segment(self, newest: EntryInfo) -> SegmentTicket:
@@ -145,7 +146,7 @@ class RayCoordinatorClient:
         """Tell that a rank reads on, without waiting for an answer, since that would delay its reads."""
         self._send(rank)
 
-    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
+    def save_failed(self, rank: int, incarnation: Incarnation, save: int, step: int, reason: str) -> bool:
         report = messages.RankSaveFailed(rank, incarnation, save, step, messages.shortened(reason))
         return self._ask(report, messages.FailureNoted).first
 

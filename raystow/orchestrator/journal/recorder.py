@@ -14,7 +14,7 @@ from ...storage.errors import RaystowError, StateError
 from ...storage.log import about
 from ...storage.runtime import background
 from ...storage.runtime.metrics import JOURNALED, UNRECORDED, record
-from ...workers.protocol.messages import START, EntryInfo, EntryKept, Generation, shortened
+from ...workers.protocol.messages import START, EntryInfo, EntryKept, Generation, Incarnation, shortened
 from .entry_encoder import CapturedEntry, EntryEncoder
 from .port import JournalPort
 from .shard_map import layout
@@ -37,7 +37,7 @@ class JournalIdentity:
     repository: str
     rank: int
     world_size: int
-    incarnation: str
+    incarnation: Incarnation
     timeout: float = 600.0
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...storage.errors import ClusterError, DeadlineExceeded, RankRestarted, RaystowError, StateError
 from ...storage.runtime.clock import Clock
-from ...workers.protocol.messages import EntryInfo, Generation, JournalChoice, JournalVote, RankReading
+from ...workers.protocol.messages import EntryInfo, Generation, Incarnation, JournalChoice, JournalVote, RankReading
 from .entry_plan import EntryPlan, continued, plan_entries
 
 Survey = Callable[[], Mapping[str, Sequence[EntryInfo]]]
@@ -100,7 +100,7 @@ class JournalRounds:
         if round is not None and (vote is None or (_is_of(rank, vote) and round.answers(vote))):
             round.deadline = max(round.deadline, self._clock.monotonic() + rank.timeout)
 
-    def left(self, rank: int, incarnation: str) -> None:
+    def left(self, rank: int, incarnation: Incarnation) -> None:
         """A new process has taken a rank: the round of its previous process fails."""
         round = self._open
         if round is not None and rank in round.votes and round.votes[rank].incarnation != incarnation:

@@ -113,7 +113,7 @@ class LocalAgreement:
 
 
 class RestorePort(Protocol):
-    """The part of the coordinator that restores use: see ``rounds``."""
+    """The part of the coordinator that restores use: see ``rounds``. A Protocol, since this package imports no Ray."""
 
     def settle(self, vote: RestoreVote) -> RestoreChoice | None: ...
 

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 
 from ...storage.errors import NotFound, RaystowError
 from ...storage.format.root import Entry
-from ...workers.protocol.messages import NO_GROUP, RanksReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
+from ...workers.protocol.messages import (
+    NO_GROUP,
+    Incarnation,
+    RanksReading,
+    RestoreChoice,
+    RestoreGroup,
+    RestoreVote,
+    UnusedNames,
+)
 from ..late_ranks import LATE, NumberedWarning
 
 
@@ -35,7 +43,7 @@ class RestoreRound:
     nodes: dict[int, str] = field(default_factory=dict)
     joined: bool = False
     group: RestoreGroup = NO_GROUP
-    members: dict[int, tuple[str, int]] = field(default_factory=dict)
+    members: dict[int, tuple[Incarnation, int]] = field(default_factory=dict)
     asked: dict[int, str] = field(default_factory=dict)
     missing: NotFound | None = None
     alike: bool = True

@@ -29,8 +29,8 @@ from ...storage.log import about
 from ...storage.repository import Repository
 from ...storage.runtime.clock import Clock
 from ...storage.versions.version_selector import LATEST, select
-from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
-from ..late_ranks import LATE, NumberedWarning, late_text, next_warning, process_name, ranks_text, with_processes
+from ...workers.protocol.messages import Incarnation, RankReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
+from ..late_ranks import LATE, NumberedWarning, late_text, next_warning, ranks_text, with_processes
 from .round import RestoreRound
 from .version_cache import VersionCache
 
@@ -72,7 +72,7 @@ def _overdue(what: str) -> DeadlineExceeded:
 
 class RestoreRounds:
     """The rounds of one repository. Waits for the store as long as ``known`` does. ``is_current``: whether there was no rollback
-    since the save with an id began. ``member``: the incarnation of the process that has a rank; "" if none has.
+    since the save with an id began. ``member``: the process that has a rank; None if none has.
 
     Not thread-safe, but another thread may call ``answers`` and ``answer`` of a round at any time. So each method changes what
     they return only after its calls of the store, and then ``changes``.
@@ -86,15 +86,16 @@ class RestoreRounds:
         *,
         is_current: Callable[[int], bool] = lambda save: True,
         on_fall_back: Callable[[], None] = lambda: None,
-        member: Callable[[int], str] = lambda rank: "",
+        member: Callable[[int], Incarnation | None] = lambda rank: None,
     ) -> None:
         self._member = member
-        self._missed = dict[int, tuple[str, RestoreRound]]()  # rank -> its process then, and the round that failed without it
+        self._missed = dict[int, tuple[Incarnation | None, RestoreRound]]()
+        """Rank -> its process then, and the round that failed without it."""
         self._missed_until = 0.0
         self._repository, self._clock, self._known = repository, clock, known
         self._is_current, self._on_fall_back = is_current, on_fall_back
         self._open: RestoreRound | None = None
-        self._ended: dict[int, tuple[tuple[str, int], RestoreRound]] = {}  # rank -> the last round that ended, and its member
+        self._ended: dict[int, tuple[tuple[Incarnation, int], RestoreRound]] = {}  # rank -> its last round, and its member
         self.changes = 0
         """The number of changes of all rounds."""
         self._restored: list[RestoreInfo] = []
@@ -196,9 +197,9 @@ class RestoreRounds:
             round.heard[rank.rank] = now
             round.deadline = max(round.deadline, now + rank.timeout)
 
-    def left(self, rank: int, incarnation: str) -> None:
+    def left(self, rank: int, incarnation: Incarnation) -> None:
         """A new process has taken a rank: the round of its previous process fails."""
-        if any(missed.members.get(rank, ("",))[0] not in ("", incarnation) for _, missed in self._missed.values()):
+        if any(missed.members.get(rank, (incarnation,))[0] != incarnation for _, missed in self._missed.values()):
             self._missed.clear()  # the training was restarted
         round = self._open
         if round is not None and rank in round.members and round.members[rank][0] != incarnation:
@@ -220,15 +221,15 @@ class RestoreRounds:
     def _missed_by(self, vote: RestoreVote) -> RestoreRound | None:
         """The round that has failed without a rank, which comes now; None if it begins another one: a process that has started
         since may be of a restarted training, and waits for the others, with a warning."""
-        process, missed = self._missed.get(vote.rank, ("", None))
+        process, missed = self._missed.get(vote.rank, (None, None))
         if missed is None or self._open is not None or process != vote.incarnation:
             return None
         del self._missed[vote.rank]
         self._ended[vote.rank] = (vote.incarnation, vote.number), missed
         return missed
 
-    def _process_of(self, round: RestoreRound, rank: int) -> str:
-        return process_name(round.members[rank][0] if rank in round.members else self._member(rank))
+    def _member_of(self, round: RestoreRound, rank: int) -> Incarnation | None:
+        return round.members[rank][0] if rank in round.members else self._member(rank)
 
     def _look_for_late(self, round: RestoreRound, now: float) -> None:
         """Warn of ranks that have not called restore, or that read nothing, while others wait."""
@@ -240,7 +241,7 @@ class RestoreRounds:
         if not late or not waiting:
             return
         what = f"{'read nothing' if round.reads else 'not called restore'} for {now - since:.0f} s{_from(source)}"
-        self._warn(round, late_text(late, waiting, what, lambda rank: self._process_of(round, rank)), min(waiting))
+        self._warn(round, late_text(late, waiting, what, lambda rank: self._member_of(round, rank)), min(waiting))
         round.warn_at = next_warning(now, since)
 
     def _warn(self, round: RestoreRound, text: str, to: int) -> None:
@@ -254,7 +255,7 @@ class RestoreRounds:
         reported so itself."""
         missing, pauses = round.missing_ranks, round.pauses()
         has = "has" if len(missing) == 1 else "have"
-        who = with_processes(missing, lambda rank: self._process_of(round, rank))
+        who = with_processes(missing, lambda rank: self._member_of(round, rank))
         quiet = {rank: f"read nothing for {now - pauses[rank][0]:.0f} s{_from(pauses[rank][1])}" for rank in missing}
         if round.reads:
             entry = round.candidates[0]
@@ -283,7 +284,7 @@ class RestoreRounds:
         round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
         round.store_down = not said
         round.advance(round.begun)
-        _, missed = self._missed.pop(vote.rank, ("", None))
+        _, missed = self._missed.pop(vote.rank, (None, None))
         if missed is not None and missed.failure is not None:
             self._warn(round, f"{missed.failure.what}; {ranks_text([vote.rank])} waits for them again", vote.rank)
         self._missed.clear()

@@ -41,6 +41,7 @@ from ..protocol.messages import (
     Begin,
     Contact,
     Holding,
+    Incarnation,
     KeepNode,
     NodeStatus,
     OpenJournal,
@@ -337,7 +338,7 @@ class Node:
             known = self._repositories.get(store)
         return known.store.rate if known else 0.0
 
-    def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: Incarnation, reason: str) -> None:
         """See ``session.SessionHost``."""
         try:
             self._repository(store).coordinator.rank_disconnected(rank, incarnation, reason)

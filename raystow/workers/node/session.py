@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from msgspec.structs import replace
 
 from ...storage.coding.derived import Derivation
 from ...storage.coding.digest import process_keys
@@ -33,6 +32,7 @@ from ..protocol.messages import (
     DeviceRefused,
     EndSave,
     FlushPacks,
+    Incarnation,
     LendSlots,
     Message,
     OpenDevice,
@@ -70,7 +70,7 @@ class SessionHost(Protocol):
         """Join the attempt of a save to the repository in ``store``, which has the id ``repository``. Return the attempt, and
         this node's number in it."""
 
-    def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: Incarnation, reason: str) -> None:
         """Report the end of a training process to the coordinator of the repository in ``store``."""
 
     def store_rate(self, store: StoreAddress) -> float:
@@ -194,22 +194,22 @@ class Session:
                 self._ask(message)
 
     def _begin(self, message: BeginSave) -> None:
-        begin = replace(message.begin, node=self._node)
+        request, begin = message.request, Begin(self._node, message.request, message.contents)
         try:
             attempt, self._number = self._host.open_attempt(self._opening.store, self._opening.repository, begin)
         except Exception as error:
             if not isinstance(error, RaystowError):
-                self._log.exception("a save could not begin", extra={"step": begin.step})
-                error = SaveFailed(f"the node worker failed: {error!r}", subject=f"save of step {begin.step}")
+                self._log.exception("a save could not begin", extra={"step": request.step})
+                error = SaveFailed(f"the node worker failed: {error!r}", subject=f"save of step {request.step}")
             self._attempt = None
-            self._tell(begin.save, error)
+            self._tell(request.save, error)
             return
         self._host.free_ring(self._slots, AttemptKey(self._opening.repository, attempt.id, attempt.name))
         # Sent before the rank can be complete: a process that has not received it knows that its save is no version.
         self._attempt = attempt
-        self._connection.send(AttemptJoined(begin.save, attempt.id, attempt.name))
-        tell, warn = (functools.partial(call, begin.save) for call in (self._tell, self._warn))
-        attempt.join(begin.rank, message.values, tell, warn)
+        self._connection.send(AttemptJoined(request.save, attempt.id, attempt.name))
+        tell, warn = (functools.partial(call, request.save) for call in (self._tell, self._warn))
+        attempt.join(request.rank, message.values, tell, warn)
         self._send_base_digests()
 
     def _note_digests(self, attempt: NodeAttempt, message: ChunkDigests) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo
-from .messages import Begin, EntryInfo, SegmentStored, SegmentTicket, Ticket
+from .messages import Begin, EntryInfo, Incarnation, SegmentStored, SegmentTicket, Ticket
 
 
 class CoordinatorClient(Protocol):
@@ -34,7 +34,7 @@ class CoordinatorClient(Protocol):
     def failed(self, ticket: Ticket, reason: str) -> None:
         """Give the attempt up: the node cannot store its part."""
 
-    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
         """Report that the process of a rank has ended: it begins no more saves."""
 
     def open_segment(self, newest: EntryInfo) -> SegmentTicket:

@@ -9,8 +9,6 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from msgspec.structs import replace
-
 from ...state.planner import SavePlan
 from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import ClusterError, OutcomeUnknown, ProtocolError, RaystowError, SaveFailed
@@ -28,6 +26,7 @@ from ..protocol.messages import (
     EndSave,
     Message,
     OpenSession,
+    SaveContents,
     SaveDone,
     SaveLost,
     SaveStaged,
@@ -82,10 +81,10 @@ class Staging:
         """Stage a save in the background."""
         with self._lock:
             if not self.lost:
-                self._open[order.begin.save] = order
+                self._open[order.request.save] = order
                 self._orders.put(order)
                 return
-        order.on_read()  # the node worker died after the caller has looked, and nobody else would end this save
+        order.progress.read.set()  # the node worker died after the caller has looked, and nobody else would end this save
         order.on_end(SaveFailed(self._why, subject=order.subject))
 
     def prepare(self, plan: SavePlan) -> None:
@@ -119,18 +118,20 @@ class Staging:
             try:
                 assert order.plan is not None
                 if order.plan.ready:
-                    order.urgent.wait(gpu.HEAD_START)  # the training launches kernels first, unless it waits for the staging
+                    order.progress.urgent.wait(
+                        gpu.HEAD_START
+                    )  # the training launches kernels first, unless it waits for the staging
                 self._stage_all(order, order.plan)
             except RaystowError as error:
                 self._give_up(order, error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=order.subject))
             except Exception as error:
-                self._log.exception("staging failed", extra={"step": order.begin.step})
+                self._log.exception("staging failed", extra={"step": order.request.step})
                 self._give_up(order, SaveFailed(f"staging failed: {error!r}", subject=order.subject))
             finally:
                 if order.plan is not None:
                     order.plan.release()
                 order.plan = None
-                order.on_read()
+                order.progress.read.set()
 
     def _prepare(self, plan: SavePlan) -> None:
         try:
@@ -145,18 +146,11 @@ class Staging:
     def _stage_all(self, order: SaveOrder, plan: SavePlan) -> None:
         devices = sorted(device for device in plan.parts if device is not None)
         choices = [self._devices.choice(device) for device in devices]
-        replicated, expected = plan.coverage
-        coding = {choice.codec: choice.why for choice in choices}
         known, self._known_tensors = self._known_tensors, plan.plain_tensors
-        begin = replace(
-            order.begin,
-            replicated=replicated,
-            expected=expected,
-            owned_dtensors=plan.owned_dtensors,
-            plain_tensors=() if known is self._known_tensors else self._known_tensors,
-            coding=coding,
-        )
-        self._connection.post(BeginSave(begin, plan.values))
+        new = () if known is self._known_tensors else self._known_tensors
+        coding = {choice.codec: choice.why for choice in choices}
+        contents = SaveContents(*plan.coverage, plan.owned_dtensors, new, coding)
+        self._connection.post(BeginSave(order.request, contents, plan.values))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
         for device in devices:
             last = host is None and device == devices[-1]
@@ -173,7 +167,7 @@ class Staging:
             remedy = "call fence() before tensors change, or guard(optimizer) once"
             raise SaveFailed("the tensor changed while it was being saved", subject=order.changed, remedy=remedy)
         order.complete = True
-        self._connection.post(EndSave(begin.save, order.stall(), dict(plan.rounded())))
+        self._connection.post(EndSave(order.request.save, order.progress.stall, dict(plan.rounded())))
 
     def _post(self, order: SaveOrder, message: Message) -> None:
         order.check()
@@ -182,7 +176,7 @@ class Staging:
     def _give_up(self, order: SaveOrder, error: SaveFailed) -> None:
         """End a save, here and on the node."""
         self._connection.post(AbortSave(shortened(str(error))))
-        self._end(order.begin.save, error.with_traceback(None))  # which refers to the tensors, and to an encoder's memory
+        self._end(order.request.save, error.with_traceback(None))  # which refers to the tensors, and to an encoder's memory
 
     def _listen(self) -> None:
         received: tuple[_Answer, int | None] | None
@@ -218,26 +212,26 @@ class Staging:
         self._devices.answers.put(None)
         for order in orders:
             error: RaystowError = SaveFailed(self._why, subject=order.subject)
-            if order.complete and (order.attempt is not None or not ended):
+            if order.complete and (order.progress.attempt is not None or not ended):
                 error = OutcomeUnknown(f"{self._why}, after it had received everything", subject=order.subject, remedy=UNKNOWN)
-            self._end(order.begin.save, error)
+            self._end(order.request.save, error)
 
     def _begun(self, save: int, id: int, attempt: str) -> None:
         with self._lock:
             if save in self._open:
-                self._open[save].attempt = id, attempt
+                self._open[save].progress.attempt = id, attempt
 
     def _staged(self, save: int) -> None:
         with self._lock:
             order = self._open.get(save)
         if order is not None:
-            order.on_staged()
+            order.progress.note_staged()
 
     def _warn(self, save: int, text: str) -> None:
         with self._lock:
             order = self._open.get(save)
         if order is not None:
-            order.on_warning(text)
+            order.progress.warn(text)
 
     def _end(self, save: int, outcome: Entry | RaystowError, warnings: Sequence[str] = ()) -> None:
         with self._lock:
@@ -246,7 +240,7 @@ class Staging:
             return  # it has ended before
         order.failed = isinstance(outcome, RaystowError)
         for text in warnings:
-            order.on_warning(text)
+            order.progress.warn(text)
         if not order.failed:
-            order.on_staged()
+            order.progress.note_staged()
         order.on_end(outcome)

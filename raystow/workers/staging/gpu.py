@@ -76,7 +76,7 @@ class DeviceStaging:
         assert encoder is not None
         pieces: Sequence[PlannedChunk] = group.pieces
         followers: Sequence[PlannedDerived] = group.followers
-        compares = order.begin.delta != 0
+        compares = order.request.delta != 0
         if compares:
             remaining = encoder.compare(device, pieces, followers, self.bases.get(device), after=after)
             pieces, followers = remaining.pieces, remaining.followers
@@ -91,10 +91,10 @@ class DeviceStaging:
         def read() -> None:
             if not checks[0].strays:
                 on_read(HEAD_START)  # longer than to launch an operation, which torch counts then
-                if order.urgent.is_set():
+                if order.progress.urgent.is_set():
                     SYSTEM.sleep(HEAD_START)
 
-        request = EncodeRequest(pieces, after, read, urgent=order.urgent.is_set, meanwhile=check)
+        request = EncodeRequest(pieces, after, read, urgent=order.progress.urgent.is_set, meanwhile=check)
         encoder.encode(device, request, post)
         if compares:
             encoder.note(device)

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 from raystow.workers.protocol import codec
-from raystow.workers.protocol.messages import STAGING, Begin, BeginSave
+from raystow.workers.protocol.messages import STAGING, BeginSave, Incarnation, SaveContents, RankSaveRequest
 
 sys.setswitchinterval(1e-6)
-message = BeginSave(Begin(0, 1, "process", 1, "node-0", 1, 600.0, 0, 0), ())
+process = Incarnation("repository", 1, 1, "process", "job 1")
+message = BeginSave(RankSaveRequest(0, 1, process, 1, 1, 600.0), SaveContents(0, 0), ())
 data, together = codec.encode(message), Barrier(8)
 
 

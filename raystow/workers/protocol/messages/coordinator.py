@@ -8,46 +8,62 @@ from ....storage.format.root import Entry
 from ....storage.format.signature import PublicKey
 from ....storage.format.version_record import FragmentInfo, PackInfo
 from ....storage.retention.policy import Policy
-from ..codec import Column, Digest, JsonText, Message, Table, Text, WorldSize
+from ..codec import Column, Digest, JsonText, Message, MessagePart, Table, Text, WorldSize
+from .incarnation import Incarnation as Incarnation
 
 OnFenced = Literal["raise", "takeover"]
 
 
-class Begin(Message, frozen=True):
-    """A rank begins its ``save``-th save. ``incarnation`` identifies its process: its ``CoordinatorStarted.turn``, "@", and the
-    process for people. The node worker fills in its ``node``.
+class RankSaveRequest(MessagePart, frozen=True):
+    """What is known of a rank's ``save``-th save when it is called.
 
     Args:
         timeout: Seconds until the save is given up.
-        replicated: Coverage sum of the tensors that every rank must hold alike (see ``state.coverage``).
-        expected: Coverage sum of the tensors of which this rank is the first holder.
         metrics: Plain values, as ``storage.format.values`` stores them.
-        coding: See ``format.version_record``, as for ``lossy``.
+        lossy: See ``format.version_record``.
         retention: The policy to apply once this save is a version.
-        owned_dtensors: Names of the DTensors of which this rank is the first holder.
-        plain_tensors: Names, dtypes and shapes of the tensors that every rank must hold alike, if other ones than in the rank's
-            save before; they are used for an error only.
         delta: How many versions in a row may be stored as deltas to a whole one.
         on_fenced: What happens if another run has taken over the repository.
     """
 
     rank: int
     world_size: WorldSize
-    incarnation: Text
+    incarnation: Incarnation
     save: int
-    node: Text
     step: int
     timeout: float
-    replicated: Digest
-    expected: Digest
     metrics: Table[Text, JsonText] = {}
-    coding: Table[Text, Text] = {}
-    retention: Policy | None = None
-    owned_dtensors: Column[Text] = ()
-    plain_tensors: Column[Text] = ()
     lossy: Table[Text, Text] = {}
+    retention: Policy | None = None
     delta: int | Literal["auto"] = 0
     on_fenced: OnFenced = "raise"
+
+
+class SaveContents(MessagePart, frozen=True):
+    """What the plan of a save says of the rank's tensors.
+
+    Args:
+        replicated: Coverage sum of the tensors that every rank must hold alike (see ``state.coverage``).
+        expected: Coverage sum of the tensors of which this rank is the first holder.
+        owned_dtensors: Names of the DTensors of which this rank is the first holder.
+        plain_tensors: Names, dtypes and shapes of the tensors that every rank must hold alike, if other ones than in the rank's
+            save before; they are used for an error only.
+        coding: See ``format.version_record``.
+    """
+
+    replicated: Digest
+    expected: Digest
+    owned_dtensors: Column[Text] = ()
+    plain_tensors: Column[Text] = ()
+    coding: Table[Text, Text] = {}
+
+
+class Begin(Message, frozen=True):
+    """A rank of ``node`` begins a save."""
+
+    node: Text
+    request: RankSaveRequest
+    contents: SaveContents
 
 
 class Ticket(Message, frozen=True):
@@ -70,12 +86,13 @@ class Ticket(Message, frozen=True):
 
 
 class CoordinatorStarted(Message, frozen=True):
-    """The repository of a coordinator. ``signed_by``: the keys with which it takes versions to be signed. ``turn``: the id
-    of the repository, and what sorts after the turns of all processes that started earlier, also with earlier coordinators."""
+    """The repository of a coordinator. ``signed_by``: the keys with which it takes versions to be signed. ``epoch``, ``number``:
+    of the ``Incarnation`` of the process that has called."""
 
     repository: Text
     signed_by: Column[PublicKey]
-    turn: Text
+    epoch: int
+    number: int
 
 
 class StartRun(Message, frozen=True):
@@ -86,10 +103,10 @@ class StartRun(Message, frozen=True):
 
 
 class JoinRun(Message, frozen=True):
-    """A process has taken up a rank. ``incarnation`` identifies it."""
+    """A process has taken up a rank."""
 
     rank: int
-    incarnation: Text
+    incarnation: Incarnation
     world_size: WorldSize
 
 
@@ -145,7 +162,7 @@ class RankSaveFailed(Message, frozen=True):
     """The training process of a rank has lost its ``save``-th save. The answer is ``FailureNoted``."""
 
     rank: int
-    incarnation: Text
+    incarnation: Incarnation
     save: int
     step: int
     reason: Text
@@ -164,13 +181,13 @@ class AskNextSave(Message, frozen=True):
         seconds: From save to save; None: the interval that loses the least time.
         mtbf: Mean seconds between failures; None: as observed.
         budget: The largest share of the time that saves may take.
-        on_fenced: See ``Begin``.
+        on_fenced: See ``RankSaveRequest``.
         node: The rank's.
         requested: Whether a save was requested on this rank, and no step was due since.
     """
 
     rank: int
-    incarnation: Text
+    incarnation: Incarnation
     world_size: WorldSize
     first: int
     seconds: float | None = None
@@ -199,7 +216,7 @@ class RankDisconnected(Message, frozen=True):
     """The process of a rank has ended."""
 
     rank: int
-    incarnation: Text
+    incarnation: Incarnation
     reason: Text
 
 

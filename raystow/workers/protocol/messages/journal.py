@@ -13,6 +13,7 @@ from ....storage.limits import MAX_ROWS
 from ....storage.runtime.clock import Clock
 from ....storage.stores.settings import StoreAddress
 from ..codec import Column, Digest, DigestBytes, JsonText, Message, MessagePart, Packed, Shape, Text, WorldSize
+from .incarnation import Incarnation
 from .reads import Span
 
 START = -1
@@ -342,7 +343,7 @@ class JournalVote(Message, frozen=True):
 
     rank: int
     world_size: WorldSize
-    incarnation: Text
+    incarnation: Incarnation
     number: int
     timeout: float
     base: int

@@ -12,6 +12,7 @@ from ....storage.format.root import Entry
 from ....storage.limits import MAX_RECORD, MAX_ROWS
 from ....storage.versions.version_selector import LATEST
 from ..codec import Column, Digest, Message, Table, Text, WorldSize
+from .incarnation import Incarnation
 from .reads import NO_GROUP, RestoreGroup
 
 NameBits = Annotated[bytes, Meta(max_length=MAX_ROWS)]
@@ -38,7 +39,7 @@ class RestoreVote(Message, frozen=True):
 
     rank: int
     world_size: WorldSize
-    incarnation: Text
+    incarnation: Incarnation
     number: int
     timeout: float
     tried: Entry | None = None
@@ -103,7 +104,7 @@ class UnusedNames(Message, frozen=True):
 
     rank: int
     world_size: WorldSize
-    incarnation: Text
+    incarnation: Incarnation
     number: int
     timeout: float
     entry: Entry
@@ -135,7 +136,7 @@ class RankReading(Message, frozen=True):
     ``quiet``: instead, it has read nothing for so many seconds, from ``source``; they do not wait longer then."""
 
     rank: int
-    incarnation: Text
+    incarnation: Incarnation
     number: int
     timeout: float
     quiet: float = 0.0

@@ -12,7 +12,8 @@ from ....storage.format.root import Entry
 from ....storage.limits import MAX_NAME
 from ....storage.stores.settings import StoreAddress
 from ..codec import Column, JsonText, Message, MessagePart, Secret, Table, Text, WorldSize
-from .coordinator import Begin
+from .coordinator import RankSaveRequest, SaveContents
+from .incarnation import Incarnation
 
 Values = Column[tuple[Text, Text, JsonText]]
 """Plain values of a state: name, path, JSON text."""
@@ -37,7 +38,7 @@ class OpenSession(Message, frozen=True):
     repository: Text
     rank: int
     world_size: WorldSize
-    incarnation: Text
+    incarnation: Incarnation
     pid: int
     ring: int
     slot: int
@@ -73,7 +74,8 @@ class SessionOpened(Message, frozen=True):
 class BeginSave(Message, frozen=True):
     """A training process begins a save."""
 
-    begin: Begin
+    request: RankSaveRequest
+    contents: SaveContents
     values: Values
 
 

@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.builders import empty_record, memory_repository
+from helpers.saves import Cluster, save, saves, subscribers
 
 from raystow.orchestrator.client.checkpointer import Checkpointer
 from raystow.orchestrator.client.failure_reports import FailureReports
 from raystow.orchestrator.client.failures import Failures
 from raystow.orchestrator.client.pending import Pending
-from raystow.orchestrator.client.save_outcome import SaveOutcomes
 from raystow.orchestrator.client.saves_in_flight import SavesInFlight
-from raystow.orchestrator.client.version_callbacks import VersionCallbacks
 from raystow.state.lossy.profiles import Lossy
 from raystow.state.planner import Planner
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StateError
 from raystow.storage.log import about
-from raystow.storage.stores.memory import MemoryStore
 from raystow.storage.versions.version import Version
+from raystow.workers.staging.progress import SaveProgress
 
 
 def failures(on_failure: str | int = 3, counted: list[None] | None = None) -> Failures:
@@ -171,45 +170,38 @@ def test_a_save_that_raises_on_one_rank_is_counted() -> None:
 
 def test_the_journal_learns_of_a_save_before_its_failure() -> None:
     """The node worker cannot be reached, so that it does not know of the failure."""
-    rank, told = Checkpointer.__new__(Checkpointer), list[str]()
+    rank, events = Checkpointer.__new__(Checkpointer), list[str]()
     rank.uri, rank.rank, rank.world_size, rank.failures = "memory://r", 0, 1, failures("warn")
     rank._log, rank._closed, rank._codec, rank._lossy = about(logging.getLogger(__name__)), False, "cpu", Lossy.of(None)
     rank._saves, rank._planner, rank._timeout = itertools.count(1), Planner(rank._lossy), 60.0
     rank._retention, rank._delta, rank._on_fenced = None, 0, "raise"
-    started = SimpleNamespace(repository="r")
-    startup = SimpleNamespace(uri=rank.uri, check=lambda: None, wait=lambda: started, member=SimpleNamespace(incarnation="i"))
-    outcomes = outcomes_of(rank.failures, startup)
-    outcomes.save_failed = lambda step: told.append(f"failed {step}")
+    cluster, parties = Cluster(), subscribers(rank.failures)
+    parties.save_failed = lambda step: events.append(f"failed {step}")
     parts = {
-        "_startup": startup,
-        "_outcomes": outcomes,
-        "_in_flight": SavesInFlight(1, 60.0, outcomes.conclude, rank._log),
-        "_journal": SimpleNamespace(saved=lambda step: told.append(f"saved {step}")),
-        "_node": SimpleNamespace(staging=lambda _: fail(told)),
+        "_startup": cluster,
+        "_in_flight": SavesInFlight(cluster, parties, limit=1, timeout=60.0, log=rank._log),  # type: ignore[arg-type]
+        "_journal": SimpleNamespace(saved=lambda step: events.append(f"saved {step}")),
+        "_node": SimpleNamespace(staging=lambda _: fail(events)),
     }
     for name, part in parts.items():
         setattr(rank, name, part)
     assert rank.save({"w": np.ones(3)}, step=3).done()
-    assert told == ["saved 3", "refused", "failed 3"]
+    assert events == ["saved 3", "refused", "failed 3"]
 
 
-def fail(told: list[str]) -> None:
-    told.append("refused")
+def fail(events: list[str]) -> None:
+    events.append("refused")
     raise ClusterError("the node worker is gone")
 
 
-def outcomes_of(watch: Failures, startup: Any = SimpleNamespace(uri="s3://b")) -> SaveOutcomes:  # noqa: B008
-    log = logging.getLogger("raystow")
-    return SaveOutcomes(startup, MemoryStore("outcomes"), watch, FailureReports(lambda *_: False, log), VersionCallbacks((), log))
-
-
 def test_fenced_after_an_unknown_outcome_is_raised_by_save() -> None:
-    watch, pending, fenced = failures("warn"), Pending(1), Fenced("epoch 2 is in charge", subject="s3://b")
-    outcomes = outcomes_of(watch)
-    outcomes.conclude(pending, OutcomeUnknown("no answer", subject="save of step 1"))
+    watch, fenced = failures("warn"), Fenced("epoch 2 is in charge", subject="s3://b")
+    outcome = save(1, failures=watch)
+    outcome.report(OutcomeUnknown("no answer", subject="save of step 1"))
+    assert outcome.wait(60)
     watch.check()
-    outcomes.conclude(pending, fenced)
-    for call in (pending.result, watch.check):
+    outcome.report(fenced)
+    for call in (Pending(outcome).result, watch.check):
         with pytest.raises(Fenced) as caught:
             call()
         assert caught.value is fenced
@@ -217,10 +209,11 @@ def test_fenced_after_an_unknown_outcome_is_raised_by_save() -> None:
 
 
 def test_a_failure_is_counted_before_result_returns() -> None:
-    pending, done = Pending(1), list[bool]()
-    outcomes_of(Failures("warn", count=lambda: done.append(pending.done()))).conclude(pending, SaveFailed("no space"))
+    done = list[bool]()
+    outcome = save(failures=Failures("warn", count=lambda: done.append(outcome.wait(0))))
+    outcome.report(SaveFailed("no space"))
     assert done == [False]
-    assert pending.done()
+    assert outcome.wait(0)
 
 
 def test_the_end_raises_what_nobody_has_raised() -> None:
@@ -257,15 +250,14 @@ def test_the_end_raises_after_n_failures_in_a_row_only() -> None:
 
 def saves_ended_with(*outcomes: Version | RaystowError | None) -> SavesInFlight:
     """Saves of steps 10, 20, ... with these outcomes; None for one that has not ended."""
-    log = logging.getLogger("raystow")
-    saves = SavesInFlight(9, 60.0, lambda pending, error: None, log)
+    in_flight = saves()
     for number, outcome in enumerate(outcomes, 1):
-        saves.wait_for_oldest()
-        pending = Pending(10 * number, log, number=number)
-        saves.add(pending, lambda unknown: None)
+        in_flight.wait_for_oldest()
+        save = in_flight.begin(SaveProgress(10 * number, number=number))
         if outcome is not None:
-            pending._set_outcome(outcome)
-    return saves
+            save.report(outcome.entry if isinstance(outcome, Version) else outcome)
+            assert save.wait(60)
+    return in_flight
 
 
 def a_version() -> Version:
@@ -297,14 +289,14 @@ def test_the_log_says_once_that_the_newest_step_was_not_saved(
     outcomes: tuple[Any, ...], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     version = a_version()
-    saves = saves_ended_with(*(version if outcome == "version" else outcome for outcome in outcomes))
+    in_flight = saves_ended_with(*(version if outcome == "version" else outcome for outcome in outcomes))
     with caplog.at_level(logging.ERROR):
-        saves.log_unsaved()
-        saves.log_unsaved()
+        in_flight.log_unsaved()
+        in_flight.log_unsaved()
     assert caplog.messages == ([said.format(id=version.id, step=version.step)] if said else [])
 
 
 def test_the_log_names_the_version_that_was_restored() -> None:
-    saves, version = saves_ended_with(SaveFailed("no space")), a_version()
-    saves.restored = version
-    assert saves.unsaved().endswith(f"saved no version, and has restored version {version.id} (step {version.step})")
+    in_flight, version = saves_ended_with(SaveFailed("no space")), a_version()
+    in_flight.restored = version
+    assert in_flight.unsaved().endswith(f"saved no version, and has restored version {version.id} (step {version.step})")

@@ -8,6 +8,7 @@ import io
 import pytest
 from helpers.builders import memory_repository, whole, write
 from helpers.polling import wait_until
+from helpers.saves import save
 from pyte import Screen, Stream
 
 from raystow.orchestrator.client.pending import Pending
@@ -46,11 +47,12 @@ def test_a_damaged_repository_is_shown_with_its_problem() -> None:
 
 
 def test_a_pending_save_shows_its_state_and_escapes_errors() -> None:
-    pending = Pending(7)
+    outcome = save(7)
+    pending = Pending(outcome)
     assert repr(pending) == "Pending(step=7, in flight)"
-    pending._staged.set()
+    outcome.progress.note_staged()
     assert repr(pending) == "Pending(step=7, in flight, staged)"
-    pending._set_outcome(SaveFailed("<script>"))
+    outcome.report(SaveFailed("<script>"))
     assert repr(pending) == "Pending(step=7, failed)"
     assert "&lt;script&gt;" in pending._repr_html_()
 

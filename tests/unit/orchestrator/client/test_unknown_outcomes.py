@@ -15,8 +15,10 @@ from helpers.coordinated_run import CoordinatedRun, coordinated_run
 from helpers.fake_clock import FakeClock
 from helpers.local_cluster import LocalCluster
 from helpers.polling import wait_until
+from helpers.processes import A0, A1
+from helpers.saves import Cluster, save
 from helpers.scripted_store import script, unscript
-from helpers.staged_plan import BEGIN, OPENING, Plan
+from helpers.staged_plan import OPENING, REQUEST, Plan
 
 from raystow.orchestrator.client.failures import Failures
 from raystow.orchestrator.client.pending import Pending
@@ -44,6 +46,7 @@ from raystow.workers.protocol.unix_channel import Listener
 from raystow.workers.shm.ring import SLOT, Ring
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
+from raystow.workers.staging.progress import SaveProgress
 
 
 @pytest.fixture
@@ -118,14 +121,14 @@ def test_a_complete_attempt_is_not_given_up(run: CoordinatedRun) -> None:
     run.core.finished(tickets[0], 0, 7)
     run.core.finished(tickets[1], 1, 0)
     run.core.fragment(tickets[0], _fragment(tickets[0]), [])
-    run.core.save_failed(0, "a0", 1, 1, "its node worker died, after it had stored everything")
+    run.core.save_failed(0, A0, 1, 1, "its node worker died, after it had stored everything")
     run.core.failed(tickets[0], "the coordinator did not answer")
     assert run.phase(tickets[0]) is Phase.SEALING
     run.core.fragment(tickets[1], _fragment(tickets[1]), [])
     attempt = run.core.next_commit()
     assert attempt is not None
     run.core.failed(tickets[1], "the coordinator did not answer")  # during the commit
-    run.core.save_failed(1, "a1", 1, 1, "rank 1: its node worker died")
+    run.core.save_failed(1, A1, 1, 1, "rank 1: its node worker died")
     assert run.phase(tickets[0]) is Phase.READY
     run.commit()
     assert attempt.result().step == 1
@@ -136,7 +139,7 @@ def test_a_part_that_is_not_stored_still_fails_the_save(run: CoordinatedRun) -> 
     for rank, ticket in enumerate(tickets):
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
     run.core.fragment(tickets[0], _fragment(tickets[0]), [])
-    run.core.save_failed(1, "a1", 1, 1, "rank 1: its node worker died")
+    run.core.save_failed(1, A1, 1, 1, "rank 1: its node worker died")
     with pytest.raises(SaveFailed, match="rank 1: its node worker died"):
         run.core.attempt(tickets[0]).result()
 
@@ -202,7 +205,7 @@ def test_a_dead_node_worker_with_all_bytes_is_unknown(begun: bool, complete: boo
         connection.send(SessionOpened(ring.slots, ring.slot_size, 0.0, bytes(32)), fd=ring.fd)
         connection.receive(*STAGING)  # the save begins
         if begun:
-            connection.send(AttemptJoined(BEGIN.save, 4, "0123456789abcdef"))
+            connection.send(AttemptJoined(REQUEST.save, 4, "0123456789abcdef"))
         while complete:
             received = connection.receive(*STAGING)
             if received is None or isinstance(received[0], EndSave):
@@ -213,13 +216,13 @@ def test_a_dead_node_worker_with_all_bytes_is_unknown(begun: bool, complete: boo
     thread.start()
     staging = Staging(listener.name, OPENING)
     plan = Plan([])
-    order = SaveOrder(BEGIN, plan, on_read=lambda: None, on_end=outcomes.put)
+    order = SaveOrder(REQUEST, plan, SaveProgress(7), outcomes.put)
     if not complete:
         plan.find_derived = lambda: wait_until(lambda: staging.lost, "the end of the node worker")  # type: ignore[method-assign]
     staging.submit(order)
     outcome = outcomes.get(timeout=10)
     assert type(outcome) is (OutcomeUnknown if begun and complete else SaveFailed)
-    assert order.attempt == ((4, "0123456789abcdef") if begun else None)
+    assert order.progress.attempt == ((4, "0123456789abcdef") if begun else None)
     staging.close(patience=1)
     listener.close()
     thread.join()
@@ -231,10 +234,10 @@ def test_a_save_after_the_death_of_the_node_worker_ends() -> None:
         staging = Staging(cluster.address(0), cluster.opening(0, 1))
         staging._connection.shut()
         wait_until(lambda: staging.lost, "the end of the connection")
-        ended: list[object] = []
-        staging.submit(SaveOrder(BEGIN, Plan([]), on_read=lambda: ended.append("staged"), on_end=ended.append))
-        assert ended[0] == "staged"
-        assert isinstance(ended[1], SaveFailed)
+        ended, progress = list[object](), SaveProgress(7)
+        staging.submit(SaveOrder(REQUEST, Plan([]), progress, lambda outcome: ended.extend((outcome, progress.read.is_set()))))
+        assert isinstance(ended[0], SaveFailed)
+        assert ended[1]
         staging.close(patience=1)
 
 
@@ -254,18 +257,19 @@ def test_the_outcome_is_found_in_the_root_or_the_coordinator() -> None:
 
 
 def test_result_queries_again_while_the_outcome_is_unknown() -> None:
-    answers: list[Any] = [UNKNOWN, SaveFailed("certain")]
-    pending = Pending(7)
-    pending._find = lambda unknown: pending._set_outcome(answers.pop(0))
-    pending._set_outcome(UNKNOWN)
+    outcome = save(7, cluster=Cluster(*(ClusterError("did not answer"),) * 2, SaveFailed("certain")))
+    pending, outcome.progress.attempt = Pending(outcome), (9, "f" * 16)
+    outcome.report(UNKNOWN)
+    assert outcome.wait(60)
     assert (pending.done(), repr(pending)) == (True, "Pending(step=7, outcome unknown)")
     with pytest.raises(OutcomeUnknown):
         pending.result()
     for _ in range(2):  # the known outcome is not queried again
         with pytest.raises(SaveFailed, match="certain"):
             pending.result()
-    pending._set_outcome(UNKNOWN)
-    assert "failed" in repr(pending)
+    outcome.report(SaveFailed("another error"))
+    with pytest.raises(SaveFailed, match="certain"):
+        pending.result()
 
 
 def test_an_unknown_outcome_is_a_failure_until_it_is_found() -> None:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from helpers.begins import begin_of
 from helpers.coordinated_run import part
 from helpers.fake_clock import FakeClock
 from helpers.fake_ray import FakeRay
 from helpers.no_ray import connect_without_ray
+from helpers.processes import incarnation
 from helpers.s3_server import make_bucket, s3_server
 from helpers.scripted_store import ScriptedStore, script, unscript
 
@@ -59,7 +60,7 @@ def uri(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 async def save(actor: CoordinatorActor, step: int) -> Entry:
-    ticket = await actor.begin(begin(step))
+    ticket = await actor.begin(await begin(actor, step))
     await actor.answer(RankFinished(ticket, 0, 0))
     return await asyncio.wait_for(actor.fragment(ticket, part(0), ()), PATIENCE)
 
@@ -95,8 +96,9 @@ class FrozenHead:
         return alive
 
 
-def begin(step: int, node: str = "node-0", timeout: float = 600.0) -> Begin:
-    return Begin(0, 1, "process", step, node, step, timeout, 0, 0)
+async def begin(actor: CoordinatorActor, step: int, node: str = "node-0", timeout: float = 600.0) -> Begin:
+    process = incarnation("process", (await actor.start()).repository)
+    return begin_of(0, 1, process, step, node, step, timeout, 0, 0)
 
 
 async def lost(actor: CoordinatorActor, ticket: Ticket) -> str:
@@ -114,7 +116,7 @@ def test_no_save_waits_for_a_frozen_head_node(uri: str, fake_ray: FakeRay) -> No
         actor = CoordinatorActor(uri)
         try:
             steps = [(await asyncio.wait_for(save(actor, step), PATIENCE / 3)).step for step in (1, 2)]
-            assert "had not delivered" in await lost(actor, await actor.begin(begin(3, timeout=0.1)))
+            assert "had not delivered" in await lost(actor, await actor.begin(await begin(actor, 3, timeout=0.1)))
         finally:
             head.wake.set()
         return steps
@@ -134,7 +136,7 @@ def test_a_late_answer_aborts_no_save_of_a_new_node(uri: str, fake_ray: FakeRay)
         try:
             await save(actor, 1)
             await asked()
-            new = await actor.begin(begin(2, "node-1"))
+            new = await actor.begin(await begin(actor, 2, "node-1"))
             head.alive = {"node-0", "node-1"}
         finally:
             head.wake.set()
@@ -158,7 +160,7 @@ def test_no_commit_waits_for_the_deletion_of_a_failed_save(uri: str, monkeypatch
 
     async def run() -> Entry:
         actor = CoordinatorActor(uri)
-        failed = await actor.begin(begin(1))
+        failed = await actor.begin(await begin(actor, 1))
         await actor.answer(PartFailed(failed, "out of memory"))
         assert await asyncio.to_thread(deleting.wait, PATIENCE)
         try:
@@ -190,7 +192,7 @@ def test_a_training_begins_anew_where_all_was_deleted(stores: ObjectStore, under
         await save(actor, 1)
         waiting = None
         if under_way:
-            ticket = await actor.begin(begin(2))
+            ticket = await actor.begin(await begin(actor, 2))
             stores.put(keys.pack(ticket.id, ticket.attempt, 0, "weights", 0), [b"uploaded"])
             waiting = asyncio.create_task(actor._until(ticket, lambda attempt: attempt.phase.over))
         stores.delete([info.key for info in list(stores.list("")) if under_way is False or "weights" not in info.key])
@@ -204,9 +206,9 @@ def test_a_training_begins_anew_where_all_was_deleted(stores: ObjectStore, under
                 await asyncio.wait_for(waiting, PATIENCE)
         assert old.repository != new.repository == again.repository
         assert open_repository(stores.uri).versions() == []
-        former = msgspec.structs.replace(begin(3), incarnation=f"{old.turn}@process 7 on host")
-        with pytest.raises(NotARepository, match=f"process 7 on host began with repository {old.repository}"):
-            await actor.begin(former)
+        process = incarnation("process 7 on host", old.repository)
+        with pytest.raises(NotARepository, match=f"process 7 on host, job 1 began with repository {old.repository}"):
+            await actor.begin(begin_of(0, 1, process, 3, "node-0", 3))
         assert (await save(actor, 4)).id == 1
         assert [version.step for version in open_repository(stores.uri).versions()] == [4]
 
@@ -227,7 +229,7 @@ def test_a_training_that_starts_after_a_repair_saves_at_once(uri: str) -> None:
         actor = CoordinatorActor(uri)
         await actor.start(StartRun("1"))
         await save(actor, 1)
-        ticket = await actor.begin(begin(2))
+        ticket = await actor.begin(await begin(actor, 2))
         repair(uri)
         await actor.start(StartRun("1"))
         assert "repair" in await lost(actor, ticket)
@@ -306,7 +308,7 @@ def test_a_coordinator_ends_soon_after_its_last_training(uri: str, fake_ray: Fak
             await until(lambda asked=asked: cluster.questions > asked)
         assert not cluster.ended.is_set()
         cluster.connected = False
-        ticket = await actor.begin(begin(2))
+        ticket = await actor.begin(await begin(actor, 2))
         await actor.answer(RankFinished(ticket, 0, 0))
         await actor.answer(PartStaged(ticket, part(0), ()))
         await actor.answer(PartFailed(ticket, "the store is down"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from helpers.begins import begin_of
 from helpers.coordinated_run import CoordinatedRun, coordinated_run, part
+from helpers.processes import A1, incarnation
 
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.storage.errors import SaveFailed
 from raystow.storage.format.version_record import RestoreInfo
-from raystow.workers.protocol.messages import Begin, Ticket
+from raystow.workers.protocol.messages import Ticket
 
 
 @pytest.fixture
@@ -120,14 +122,14 @@ def test_the_next_version_records_the_restores(run: CoordinatedRun) -> None:
 def test_a_dtensor_owned_by_two_ranks_makes_no_version(run: CoordinatedRun) -> None:
     def begin(rank: int, save: int = 1) -> Ticket:
         owned = ("model.norm", f"stage{rank}")
-        return run.core.begin(Begin(rank, 2, f"a{rank}", save, "node", 1, 60.0, 7, 7, owned_dtensors=owned))
+        return run.core.begin(begin_of(rank, 2, incarnation(f"a{rank}"), save, "node", 1, 60.0, 7, 7, owned_dtensors=owned))
 
     ticket = begin(0)
     assert begin(0) == ticket  # a repeated call
     assert run.phase(ticket) is Phase.GATHERING
     begin(1)
     assert "ranks 0 and 1 both hold 'model.norm'" in run.reason(ticket)
-    run.core.save_failed(1, "a1", 1, 1, run.reason(ticket))
+    run.core.save_failed(1, A1, 1, 1, run.reason(ticket))
     again = begin(0, save=2)
     begin(1, save=2)
     assert run.reason(again) == run.reason(ticket), "saving the step again has the same error"

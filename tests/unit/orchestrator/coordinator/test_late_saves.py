@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from helpers.coordinated_run import CoordinatedRun, coordinated_run, part
+from helpers.processes import incarnation
 
 from raystow.orchestrator.late_ranks import ranks_text
 from raystow.workers.protocol.messages import Ticket
@@ -24,7 +25,7 @@ def warned(run: CoordinatedRun, ticket: Ticket, last_warning: int = 0) -> str:
 
 def test_a_rank_that_does_not_save_is_named_after_30_s(run: CoordinatedRun, caplog: pytest.LogCaptureFixture) -> None:
     """On the node of the first rank that waits, and again after 60 s."""
-    run.core.join(1, "7@process 812 on host-b, job 01, since today", 2)
+    run.core.join(1, incarnation("process 812 on host-b"), 2)
     ticket = run.begin(0)
     run.clock.time += 29
     run.core.tick()

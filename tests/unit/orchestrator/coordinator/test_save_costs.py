@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from helpers.processes import incarnation
 
 from raystow.orchestrator.coordinator.save_costs import SaveCosts
 from raystow.storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
@@ -12,7 +13,7 @@ DAY = 86400.0
 
 
 def ask(seconds: float | None = None, mtbf: float | None = None, budget: float | None = None) -> AskNextSave:
-    return AskNextSave(0, "a", 8, 0, seconds, mtbf, budget)
+    return AskNextSave(0, incarnation("a"), 8, 0, seconds, mtbf, budget)
 
 
 def record(created: float, stall: float, *restored: float) -> VersionRecord:

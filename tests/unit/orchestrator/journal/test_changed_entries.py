@@ -10,6 +10,7 @@ import pytest
 from helpers.peer_path import PeerPath
 from helpers.peer_workers import Cluster, Worker
 from helpers.polling import wait_until
+from helpers.processes import incarnation
 from helpers.segment_run import Training
 
 from raystow.orchestrator.journal.journal import Journal
@@ -89,7 +90,7 @@ class Run(JournalRounds):
         """The journal of a new process on node a."""
         address = self.serve(self._cluster["a"], stack)
         opening = OpenJournal("memory://r", "r", 0, self._replicas)
-        identity = JournalIdentity("memory://r", "r", 0, 1, SYSTEM.token(), 30.0)
+        identity = JournalIdentity("memory://r", "r", 0, 1, incarnation(SYSTEM.token()), 30.0)
         port = JournalPort(opening, lambda: address, settle=self.settle, reading=self.reading)
         recorder = StepRecorder(TrackedState(training.model, [training.optimizer]), port, identity)
         return stack.enter_context(closing(Journal(recorder)))

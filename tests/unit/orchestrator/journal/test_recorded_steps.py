@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.fake_clock import FakeClock
 from helpers.journal_port import EntryBox, snapshot
+from helpers.processes import incarnation
 from msgspec.structs import replace
 from torch import nn
 
@@ -127,7 +128,7 @@ def test_a_closed_journal_records_nothing() -> None:
 def test_another_number_of_ranks_ends_an_open_replay() -> None:
     """A rank that waits for others learns it."""
     rounds = JournalRounds(FakeClock())
-    old, new = (JournalVote(rank, ranks, "", 1, 10.0, START) for rank, ranks in ((0, 4), (1, 3)))
+    old, new = (JournalVote(rank, ranks, incarnation(""), 1, 10.0, START) for rank, ranks in ((0, 4), (1, 3)))
     round = rounds.vote(old, dict)
     waiting = rounds.vote(new, dict)
     assert round.answers(old)
@@ -152,7 +153,7 @@ class Agreeing:
         assert self.round.answer(self.of(0)).step == 5
 
     def of(self, rank: int, reached: int | None = None) -> JournalVote:
-        return JournalVote(rank, 2, f"p{rank}", 1, 60.0, 0, reached)
+        return JournalVote(rank, 2, incarnation(f"p{rank}"), 1, 60.0, 0, reached)
 
     def vote(self, rank: int, reached: int) -> JournalVote:
         vote = self.of(rank, reached)
@@ -166,11 +167,15 @@ def test_ranks_wait_for_a_rank_that_replays_on() -> None:
     waiting = run.vote(0, 5)
     for _ in range(9):
         run.clock.time += 40
-        run.rounds.reading(RankReading(1, "p1", 1, 60.0))
+        run.rounds.reading(RankReading(1, incarnation("p1"), 1, 60.0))
         run.rounds.tick()
         run.vote(0, 5)
         assert not run.round.answers(waiting)
-    for other in (RankReading(1, "other", 1, 60.0), RankReading(1, "p1", 2, 60.0), RankReading(0, "p0", 1, 60.0)):
+    for other in (
+        RankReading(1, incarnation("other"), 1, 60.0),
+        RankReading(1, incarnation("p1"), 2, 60.0),
+        RankReading(0, incarnation("p0"), 1, 60.0),
+    ):
         run.rounds.reading(other)
     run.clock.time += 61
     run.rounds.tick()
@@ -183,7 +188,7 @@ def test_ranks_wait_for_a_rank_that_replays_less_once_more() -> None:
     again, waiting = run.vote(0, 5), run.vote(1, 3)
     assert run.round.answer(again).step == 3
     run.clock.time += 40
-    run.rounds.reading(RankReading(0, "p0", 1, 60.0))
+    run.rounds.reading(RankReading(0, incarnation("p0"), 1, 60.0))
     run.clock.time += 40
     run.rounds.tick()
     assert run.rounds.vote(waiting, dict) is run.round
@@ -199,7 +204,7 @@ def test_a_repeated_vote_is_answered_after_the_replay() -> None:
     assert run.round.answer(waiting).agreed
     run = Agreeing()
     waiting = run.vote(0, 5)
-    run.rounds.left(1, "new")
+    run.rounds.left(1, incarnation("new"))
     run.vote(0, 5)
     with pytest.raises(ClusterError, match="rank 1 was restarted"):
         run.round.answer(waiting)
@@ -213,7 +218,7 @@ def test_a_restarted_coordinator_lets_the_ranks_begin_again() -> None:
     round, old = rounds.vote(run.of(0), dict), run.of(1, 5)
     for _ in range(9):
         run.clock.time += 40
-        rounds.reading(RankReading(1, "p1", 1, 60.0))
+        rounds.reading(RankReading(1, incarnation("p1"), 1, 60.0))
         rounds.tick()
     assert not round.answers(run.of(0))
     with pytest.raises(RankRestarted, match="the coordinator was restarted"):

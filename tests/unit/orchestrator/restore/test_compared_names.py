@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.builders import empty_record, memory_repository
 from helpers.fake_clock import FakeClock
+from helpers.processes import incarnation
 
 from raystow.orchestrator.restore.round import RestoreRound
 from raystow.orchestrator.restore.rounds import RestoreRounds
@@ -36,19 +37,19 @@ class ComparingRun:
     def say(
         self, rank: int, tried: Entry | None = None, damage: str = "", *, process: str = "a", error: str = ""
     ) -> RestoreRound:
-        vote = RestoreVote(rank, self.world_size, f"{process}{rank}", 1, 60.0, tried, damage, error, names=rank)
+        vote = RestoreVote(rank, self.world_size, incarnation(f"{process}{rank}"), 1, 60.0, tried, damage, error, names=rank)
         return self.rounds.vote(vote)
 
     def tell(self, rank: int, *bits: int, names: int = 12, process: str = "a") -> RestoreRound:
         unused = sum(1 << bit for bit in bits).to_bytes(-(-names // 8), "little") if bits else b""
-        who = rank, self.world_size, f"{process}{rank}", 1, 60.0
+        who = rank, self.world_size, incarnation(f"{process}{rank}"), 1, 60.0
         return self.rounds.compare(UnusedNames(*who, self.entry, names if bits else 0, unused))
 
 
 def test_ranks_that_restore_the_same_names_compare_nothing():
     run = ComparingRun()
     for rank in range(3):
-        round = run.rounds.vote(RestoreVote(rank, 3, f"b{rank}", 1, 60.0, names=7))
+        round = run.rounds.vote(RestoreVote(rank, 3, incarnation(f"b{rank}"), 1, 60.0, names=7))
     assert round.alike
 
 
@@ -120,7 +121,7 @@ def test_all_ranks_have_the_result_although_one_gives_up_then():
 def test_a_comparison_ends_if_a_process_is_replaced():
     run = ComparingRun()
     run.tell(0, 1)
-    run.rounds.left(2, "b2")
+    run.rounds.left(2, incarnation("b2"))
     with pytest.raises(RankRestarted):
         run.round.unused_by_all()
 

@@ -6,6 +6,7 @@ import re
 import threading
 
 import pytest
+from helpers.processes import A0, A1, B0, incarnation
 from msgspec.structs import replace
 from test_restore_rounds import RestoringRun
 
@@ -15,7 +16,7 @@ from raystow.orchestrator.restore.round import RestoreRound
 from raystow.orchestrator.restore.rounds import RestoreRounds
 from raystow.storage.errors import ClusterError, DeadlineExceeded
 from raystow.storage.format.root import Entry
-from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
+from raystow.workers.protocol.messages import Incarnation, RankReading, RestoreChoice, RestoreVote, UnusedNames
 
 
 @pytest.fixture
@@ -23,9 +24,9 @@ def run() -> RestoringRun:
     return RestoringRun()
 
 
-def fail_without(run: RestoringRun, rank: int, process: str = "") -> RestoreRound:
+def fail_without(run: RestoringRun, rank: int, process: Incarnation | None = None) -> RestoreRound:
     """Let the other rank wait for ``rank`` until it gives up."""
-    run.rounds = RestoreRounds(run.repository, run.clock, run.known, member=lambda of: process if of == rank else "")
+    run.rounds = RestoreRounds(run.repository, run.clock, run.known, member=lambda of: process if of == rank else None)
     round = run.vote(1 - rank)
     run.clock.time += 61
     run.rounds.tick()
@@ -35,7 +36,7 @@ def fail_without(run: RestoringRun, rank: int, process: str = "") -> RestoreRoun
 def test_a_late_rank_learns_at_once_that_the_others_gave_up(run):
     """Also what it had not done, and when they gave up; its next restore is a new round."""
     (entry,) = run.commit(1)
-    round = fail_without(run, 1, "a1")
+    round = fail_without(run, 1, A1)
     assert run.rounds.in_use
     run.clock.time += 30
     late = run.vote(1)
@@ -52,7 +53,7 @@ def test_a_late_rank_learns_at_once_that_the_others_gave_up(run):
 def test_a_rank_is_told_however_late_it_comes(run):
     """The coordinator alone is not kept alive for it."""
     (entry,) = run.commit(1)
-    fail_without(run, 1, "a1")
+    fail_without(run, 1, A1)
     run.clock.time += 3600
     assert not run.rounds.in_use
     with pytest.raises(DeadlineExceeded, match="rank 0 gave up"):
@@ -64,7 +65,7 @@ def test_a_rank_is_told_however_late_it_comes(run):
 
 def test_a_late_rank_learns_that_another_was_interrupted(run):
     run.commit(1)
-    run.rounds = RestoreRounds(run.repository, run.clock, run.known, member="a{}".format)
+    run.rounds = RestoreRounds(run.repository, run.clock, run.known, member=lambda rank: (A0, A1)[rank])
     run.vote(0), run.vote(0, error="KeyboardInterrupt()")
     with pytest.raises(ClusterError, match="rank 0 could not restore: KeyboardInterrupt"):
         run.vote(1).answer(None)
@@ -76,10 +77,10 @@ def test_a_process_that_starts_late_waits_with_a_warning(run):
     fail_without(run, 1)
     round = run.vote(1)
     assert not round.answers(None)
-    assert round.warns(RestoreVote(1, 2, "a1", 1, 60.0))
+    assert round.warns(RestoreVote(1, 2, A1, 1, 60.0))
     said = r"rank 1 \(not started\) has not called restore for 61 s; rank 0 gave up at \S+ UTC; rank 1 waits for them again"
     assert re.fullmatch(said, round.warning.text)
-    assert not round.warns(RestoreVote(1, 2, "a1", 1, 60.0, last_warning=round.warning.number))
+    assert not round.warns(RestoreVote(1, 2, A1, 1, 60.0, last_warning=round.warning.number))
     assert run.vote(0, process="b").answer(None) == entry
 
 
@@ -87,9 +88,9 @@ def test_a_process_that_starts_late_waits_with_a_warning(run):
 def test_a_failed_round_is_forgotten(run, how):
     """Once a rank is restarted or restores again."""
     (entry,) = run.commit(1)
-    fail_without(run, 1, "a1")
+    fail_without(run, 1, A1)
     if how == "restarted":
-        run.rounds.left(0, "b0")
+        run.rounds.left(0, B0)
     else:
         run.vote(0, number=2)
     assert (how == "again") is run.rounds.in_use
@@ -100,7 +101,7 @@ def test_a_failed_round_is_forgotten(run, how):
 
 def test_a_rank_that_does_not_restore_is_named_after_30_s(run, caplog):
     run.commit(1)
-    run.rounds = RestoreRounds(run.repository, run.clock, run.known, member="turn@process {} on host, job 1".format)
+    run.rounds = RestoreRounds(run.repository, run.clock, run.known, member=lambda rank: incarnation(f"process {rank} on host"))
     round, changes = run.vote(1), run.rounds.changes
     run.clock.time += 29
     run.rounds.tick()
@@ -111,7 +112,7 @@ def test_a_rank_that_does_not_restore_is_named_after_30_s(run, caplog):
     assert round.warning.text == text
     assert f"restore: {text}" in caplog.text
     assert run.rounds.changes > changes
-    vote = RestoreVote(1, 2, "a1", 1, 60.0)
+    vote = RestoreVote(1, 2, A1, 1, 60.0)
     assert round.warns(vote)
     run.clock.time += 20
     run.rounds.tick()
@@ -122,10 +123,10 @@ def test_a_rank_whose_store_hangs_is_named_with_its_store(run):
     """To the ranks that wait, and in the error of all: it has joined, but reads nothing."""
     waiting, entry = joined(run)
     run.clock.time += 35
-    run.rounds.reading(RankReading(1, "a1", 1, 60.0, 34.0, "file:///mnt/run"))
+    run.rounds.reading(RankReading(1, A1, 1, 60.0, 34.0, "file:///mnt/run"))
     run.rounds.tick()
-    assert waiting.warning.text == "rank 1 (another process) has read nothing for 34 s from file:///mnt/run; rank 0 waits"
-    assert waiting.warns(RestoreVote(0, 2, "a0", 1, 60.0, entry))
+    assert waiting.warning.text == "rank 1 (a1) has read nothing for 34 s from file:///mnt/run; rank 0 waits"
+    assert waiting.warns(RestoreVote(0, 2, A0, 1, 60.0, entry))
     run.clock.time += 26
     run.rounds.tick()
     assert_told(run, entry, "read nothing for 60 s from file:///mnt/run")
@@ -133,7 +134,7 @@ def test_a_rank_whose_store_hangs_is_named_with_its_store(run):
 
 def assert_told(run: RestoringRun, entry: Entry, what: str) -> None:
     """The rank that waits gets a warning about the other rank, and the latter a warning about itself."""
-    who = "rank 1 (another process) has not restored version 1 (step 0); rank 1", "rank 1 (this rank)"
+    who = "rank 1 (a1) has not restored version 1 (step 0); rank 1", "rank 1 (this rank)"
     for rank in range(2):
         with pytest.raises(DeadlineExceeded, match=re.escape(f"restore: {who[rank]} has {what}; rank 0 gave up at ")):
             run.vote(rank, entry).answer(entry)
@@ -151,12 +152,12 @@ def test_a_rank_that_is_frozen_is_named_after_30_s(run):
     waiting, entry = joined(run)
     for _ in range(2):
         run.clock.time += 20
-        run.rounds.reading(RankReading(1, "a1", 1, 60.0))
+        run.rounds.reading(RankReading(1, A1, 1, 60.0))
         run.rounds.tick()
         assert waiting.warning is None
     run.clock.time += 31
     run.rounds.tick()
-    assert waiting.warning.text == "rank 1 (another process) has read nothing for 31 s; rank 0 waits"
+    assert waiting.warning.text == "rank 1 (a1) has read nothing for 31 s; rank 0 waits"
     run.clock.time += 30
     run.rounds.tick()
     assert_told(run, entry, "read nothing for 61 s")
@@ -178,23 +179,23 @@ def test_a_warning_ends_when_the_rank_comes(run):
     round = run.vote(0)
     run.clock.time += 31
     run.rounds.tick()
-    assert round.warns(RestoreVote(0, 2, "a0", 1, 60.0))
+    assert round.warns(RestoreVote(0, 2, A0, 1, 60.0))
     run.vote(1), run.vote(0, entry)
-    assert not round.warns(RestoreVote(0, 2, "a0", 1, 60.0, entry))
+    assert not round.warns(RestoreVote(0, 2, A0, 1, 60.0, entry))
     run.clock.time += 31
     run.rounds.tick()
-    assert round.waits(RestoreVote(0, 2, "a0", 1, 60.0, entry)).warning.startswith("rank 1 (another process) has read nothing")
+    assert round.waits(RestoreVote(0, 2, A0, 1, 60.0, entry)).warning.startswith("rank 1 (a1) has read nothing")
 
 
 def test_a_rank_that_compares_names_has_the_warning(run):
     (entry,) = run.commit(1)
     for rank in range(2):
-        run.rounds.vote(RestoreVote(rank, 2, f"a{rank}", 1, 60.0, names=rank))
-    reported = UnusedNames(1, 2, "a1", 1, 60.0, entry, 8, b"\1")
+        run.rounds.vote(RestoreVote(rank, 2, incarnation(f"a{rank}"), 1, 60.0, names=rank))
+    reported = UnusedNames(1, 2, A1, 1, 60.0, entry, 8, b"\1")
     round = run.rounds.compare(reported)
     run.clock.time += 31
     run.rounds.tick()
-    assert round.waits(reported).warning == "rank 0 (another process) has read nothing for 31 s; rank 1 waits"
+    assert round.waits(reported).warning == "rank 0 (a0) has read nothing for 31 s; rank 1 waits"
     assert not round.warns(replace(reported, last_warning=1))
 
 
@@ -205,7 +206,7 @@ def test_ranks_that_read_are_not_late_for_a_new_coordinator(run):
     waiting = run.vote(0, entry)
     for _ in range(3):
         run.clock.time += 20
-        run.rounds.reading(RankReading(1, "a1", 1, 60.0))
+        run.rounds.reading(RankReading(1, A1, 1, 60.0))
         run.rounds.tick()
         assert waiting.warning is None
     run.vote(1, entry)
@@ -215,16 +216,16 @@ def test_ranks_that_read_are_not_late_for_a_new_coordinator(run):
 def test_a_rank_tells_that_it_reads_before_others_warn(monkeypatch):
     monkeypatch.setattr(heartbeat, "LATE", 0.0)
     reported = list[RankReading]()
-    heartbeat.Heartbeat(reported.append).beat(RestoreVote(1, 2, "a1", 1, 600.0))
-    assert reported == [RankReading(1, "a1", 1, 600.0)]
+    heartbeat.Heartbeat(reported.append).beat(RestoreVote(1, 2, A1, 1, 600.0))
+    assert reported == [RankReading(1, A1, 1, 600.0)]
 
 
 def test_a_rank_that_reads_again_is_not_blamed(run):
     (entry,) = run.commit(1)
     waiting = run.vote(0, run.vote(0).answer(None))
     run.vote(1)
-    run.rounds.reading(RankReading(1, "a1", 1, 60.0, 31.0, "file:///mnt/run"))
-    run.rounds.reading(RankReading(1, "a1", 1, 60.0))
+    run.rounds.reading(RankReading(1, A1, 1, 60.0, 31.0, "file:///mnt/run"))
+    run.rounds.reading(RankReading(1, A1, 1, 60.0))
     run.rounds.tick()
     assert waiting.warning is None
     run.vote(1, entry)
@@ -250,7 +251,7 @@ def test_a_rank_tells_what_hangs(run, monkeypatch, caplog):
     monkeypatch.setattr(heartbeat, "LATE", 0.01)
     (entry,) = run.commit(1)
     port = HangingPort(RestoreChoice(entry))
-    opening = RestoreVote(1, 2, "a1", 1, 600.0)
+    opening = RestoreVote(1, 2, A1, 1, 600.0)
     agreement = ClusterAgreement(run.repository, port, opening, iter(range(2, 9)), lambda: "no node worker")
     assert agreement.settle(None, "") == entry
     agreement.version(entry)
@@ -262,5 +263,5 @@ def test_a_rank_tells_what_hangs(run, monkeypatch, caplog):
     agreement._watch.stop()
     reported = len(port.reports)
     agreement.reading()
-    assert port.reports[reported:][-1] == RankReading(1, "a1", 1, 600.0)
+    assert port.reports[reported:][-1] == RankReading(1, A1, 1, 600.0)
     agreement.give_up("interrupted")

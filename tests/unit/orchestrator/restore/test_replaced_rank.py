@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from helpers.builders import empty_record, memory_repository
 from helpers.fake_clock import FakeClock
+from helpers.processes import incarnation
 
 from raystow.orchestrator.restore.agreement import ClusterAgreement
 from raystow.orchestrator.restore.rounds import RestoreRounds
@@ -50,16 +51,16 @@ class RestoringRanks:
     def vote(self, rank: int, process: str, tried: Entry | None = None) -> None:
         """Vote for a process that dies while it waits for the answer."""
         with self.changed:
-            self.rounds.vote(RestoreVote(rank, 2, process, 1, TIMEOUT, tried))
+            self.rounds.vote(RestoreVote(rank, 2, incarnation(process), 1, TIMEOUT, tried))
             self.changed.notify_all()
 
     def replace(self, rank: int, process: str) -> None:
         with self.changed:
-            self.rounds.left(rank, process)
+            self.rounds.left(rank, incarnation(process))
             self.changed.notify_all()
 
     def agreement(self, rank: int, process: str, timeout: float = TIMEOUT) -> ClusterAgreement:
-        vote = RestoreVote(rank, 2, process, 1, timeout)
+        vote = RestoreVote(rank, 2, incarnation(process), 1, timeout)
         return ClusterAgreement(self.repository, self, vote, itertools.count(2), lambda: "no node worker")
 
     def restore(self, rank: int, process: str) -> Future[list[Entry | None]]:

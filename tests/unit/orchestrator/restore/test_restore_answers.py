@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from helpers.builders import empty_record
+from helpers.processes import incarnation
 
 from raystow.orchestrator.restore import rounds as rounds_module
 from raystow.orchestrator.restore.round import RestoreRound
@@ -37,7 +38,7 @@ class RoundReader:
     def vote(self, rank: int, tried: Entry | None = None, damage: str = "", version: str = "latest") -> Answer:
         """Vote, and return what ranks that have ``tried`` this version are answered now."""
         self.during = []
-        round = self.rounds.vote(RestoreVote(rank, 2, f"a{rank}", 1, 60.0, tried, damage, version=version))
+        round = self.rounds.vote(RestoreVote(rank, 2, incarnation(f"a{rank}"), 1, 60.0, tried, damage, version=version))
         self._waiting = round, tried
         return self._answered(round, tried)
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.local_cluster import LocalCluster
+from helpers.processes import incarnation
 
 from raystow.orchestrator.restore.agreed import restore_agreed
 from raystow.orchestrator.restore.agreement import ClusterAgreement
@@ -194,7 +195,7 @@ def test_a_restore_logs_its_plan_and_the_bytes_by_source(caplog):
         agreement = ClusterAgreement(
             cluster.repository,
             port,
-            RestoreVote(0, 2, "me", 1, 60.0),
+            RestoreVote(0, 2, incarnation("me"), 1, 60.0),
             itertools.count(2),
             lambda: cluster.address(0),
             here="node-0",
@@ -233,7 +234,7 @@ def test_ranks_compare_names_again_after_a_restart(caplog: pytest.LogCaptureFixt
         saved = cluster.save(two_tensors(1), step=5)  # a, b, lr, n
         port = Comparing(RestoreChoice(saved.entry, alike=False))
         for into in ({"a": torch.zeros(3 * MIB), "lr": 0, "n": 0}, two_tensors(2) | {"n": 0}):
-            vote = RestoreVote(0, 2, "me", 1, 60.0)
+            vote = RestoreVote(0, 2, incarnation("me"), 1, 60.0)
             agreement = ClusterAgreement(cluster.repository, port, vote, itertools.count(2), lambda: cluster.address(0))
             assert restore_agreed(cluster.repository, into, agreement, RestoreOptions(0, 2)) == saved
             assert torch.equal(into["a"], two_tensors(1)["a"])
@@ -257,7 +258,7 @@ def test_ranks_of_a_node_read_the_record_once():
             ClusterAgreement(
                 restarted.repository,
                 Port(RestoreChoice(saved.entry)),
-                RestoreVote(i, 2, f"{i}", 1, 60.0),
+                RestoreVote(i, 2, incarnation(f"{i}"), 1, 60.0),
                 itertools.count(2),
                 lambda: restarted.address(0),
             )
@@ -278,10 +279,10 @@ def test_a_rank_tells_the_others_now_and_then_that_it_reads():
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
         saved, port = cluster.save(two_tensors(1), step=5), Port(RestoreChoice(cluster.repository.latest().entry))
         for number, timeout in ((1, 0.0), (2, 600.0)):
-            vote = RestoreVote(0, 1, "me", number, timeout)
+            vote = RestoreVote(0, 1, incarnation("me"), number, timeout)
             agreement = ClusterAgreement(cluster.repository, port, vote, itertools.count(3), lambda: cluster.address(0))
             assert restore_agreed(cluster.repository, two_tensors(2), agreement) == saved
-    assert {*port.reports} == {RankReading(0, "me", 1, 0.0)}
+    assert {*port.reports} == {RankReading(0, incarnation("me"), 1, 0.0)}
 
 
 @pytest.mark.parametrize("when", ["waits at first", "reads", "waits at last"])
@@ -299,7 +300,10 @@ def test_the_others_are_told_of_an_interrupted_rank(when):
             return super().settle(vote)
 
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
-        port, vote = Interrupted(RestoreChoice(cluster.save(two_tensors(1), step=5).entry)), RestoreVote(0, 2, "me", 1, 60.0)
+        port, vote = (
+            Interrupted(RestoreChoice(cluster.save(two_tensors(1), step=5).entry)),
+            RestoreVote(0, 2, incarnation("me"), 1, 60.0),
+        )
         agreement = ClusterAgreement(cluster.repository, port, vote, itertools.count(2), lambda: cluster.address(0))
         progress = interrupt if when == "reads" else None
         with pytest.raises(KeyboardInterrupt):
@@ -313,7 +317,7 @@ def test_bytes_damaged_in_memory_are_read_from_the_store(caplog, near):
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
         saved = cluster.save(two_tensors(1), step=5)
         corrupt_chunk(cluster, saved)
-        choice, alone = RestoreChoice(saved.entry, near=near), RestoreVote(0, 1, "me", 1, 60.0)
+        choice, alone = RestoreChoice(saved.entry, near=near), RestoreVote(0, 1, incarnation("me"), 1, 60.0)
         agreement = ClusterAgreement(cluster.repository, Port(choice), alone, itertools.count(2), lambda: cluster.address(0))
         into = two_tensors(2)
         assert restore_agreed(cluster.repository, into, agreement) == saved
@@ -363,7 +367,7 @@ def test_chunks_stay_for_the_slower_ranks_of_the_node(caplog):
             agreement = ClusterAgreement(
                 restarted.repository,
                 port,
-                RestoreVote(rank, 2, f"{rank}", 1, 60.0),
+                RestoreVote(rank, 2, incarnation(f"{rank}"), 1, 60.0),
                 itertools.count(2),
                 lambda: restarted.address(0),
             )

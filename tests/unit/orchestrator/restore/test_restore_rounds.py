@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.builders import empty_record, memory_repository
 from helpers.fake_clock import FakeClock
+from helpers.processes import A0, A1, B0, B1, incarnation
 from helpers.scripted_store import script, unscript
 
 from raystow.orchestrator.restore.round import RestoreRound
@@ -41,10 +42,9 @@ class RestoringRun:
         *,
         number: int = 1,
         process: str = "a",
-        error: str = "",
-        read: dict[str, int] | None = None,
+        **fields: object,
     ) -> RestoreRound:
-        return self.rounds.vote(RestoreVote(rank, 2, f"{process}{rank}", number, 60.0, tried, damage, error, read=read or {}))
+        return self.rounds.vote(RestoreVote(rank, 2, incarnation(f"{process}{rank}"), number, 60.0, tried, damage, **fields))
 
     def leases(self) -> list[tuple[int, str] | None]:
         return [keys.leased(info.key) for info in self.repository.store.list(keys.LEASES)]
@@ -76,20 +76,20 @@ def test_a_commit_between_two_votes_changes_no_choice(run):
 def test_a_restore_begins_when_all_ranks_have_joined(run):
     """All ranks then receive the nodes of the round."""
     (entry,) = run.commit(1)
-    round = run.rounds.vote(RestoreVote(0, 3, "a0", 1, 60.0, node="node b"))
-    run.rounds.vote(RestoreVote(1, 3, "a1", 1, 60.0, node="node b"))
+    round = run.rounds.vote(RestoreVote(0, 3, A0, 1, 60.0, node="node b"))
+    run.rounds.vote(RestoreVote(1, 3, A1, 1, 60.0, node="node b"))
     changes = run.rounds.changes
     assert not round.answers(None)
-    run.rounds.vote(RestoreVote(2, 3, "a2", 1, 60.0, node="node a"))
+    run.rounds.vote(RestoreVote(2, 3, incarnation("a2"), 1, 60.0, node="node a"))
     assert round.answers(None)
     assert run.rounds.changes > changes
     assert round.group.nodes == ("node a", "node b")
     for rank in range(3):
-        run.rounds.vote(RestoreVote(rank, 3, f"a{rank}", 1, 60.0, entry))
-    again = run.rounds.vote(RestoreVote(0, 3, "a0", 2, 60.0, node="node c"))
+        run.rounds.vote(RestoreVote(rank, 3, incarnation(f"a{rank}"), 1, 60.0, entry))
+    again = run.rounds.vote(RestoreVote(0, 3, A0, 2, 60.0, node="node c"))
     assert not again.answers(None)
     for rank in (1, 2):
-        run.rounds.vote(RestoreVote(rank, 3, f"a{rank}", 2, 60.0, node="node c"))
+        run.rounds.vote(RestoreVote(rank, 3, incarnation(f"a{rank}"), 2, 60.0, node="node c"))
     assert again.group.nodes == ("node c",)
     assert again.group.round != round.group.round
 
@@ -128,7 +128,7 @@ def test_a_thinned_version_is_skipped_and_not_damaged(run, caplog):
     first, _ = run.vote(0), run.vote(1)
 
     def say(rank, entry, damage, whole):
-        run.rounds.vote(RestoreVote(rank, 2, f"a{rank}", 1, 60.0, entry, damage, whole=whole))
+        run.rounds.vote(RestoreVote(rank, 2, incarnation(f"a{rank}"), 1, 60.0, entry, damage, whole=whole))
 
     say(0, newest, "it is cut", False)
     say(1, newest, "it was thinned", True)
@@ -231,9 +231,9 @@ def test_a_rank_that_restarts_its_restore_ends_the_round(run, again):
 def test_a_restarted_process_ends_the_round_of_its_old_process(run):
     run.commit(1)
     round = run.vote(0)
-    run.rounds.left(0, "a0"), run.rounds.left(1, "b1")
+    run.rounds.left(0, A0), run.rounds.left(1, B1)
     assert not round.failure
-    run.rounds.left(0, "b0")
+    run.rounds.left(0, B0)
     with pytest.raises(RankRestarted, match="rank 0 was restarted"):
         round.answer(None)
 
@@ -257,13 +257,13 @@ def test_ranks_wait_for_a_rank_that_reads_on(run):
     run.vote(1)
     for _ in range(9):
         run.clock.time += 40
-        run.rounds.reading(RankReading(1, "a1", 1, 60.0))
+        run.rounds.reading(RankReading(1, A1, 1, 60.0))
         run.rounds.tick()
         assert run.vote(0, entry) is round
         assert not round.answers(entry)
     run.clock.time += 30
     run.vote(0, entry)
-    for other in (RankReading(1, "b1", 1, 60.0), RankReading(1, "a1", 2, 60.0), RankReading(0, "a0", 1, 60.0)):
+    for other in (RankReading(1, B1, 1, 60.0), RankReading(1, A1, 2, 60.0), RankReading(0, A0, 1, 60.0)):
         run.rounds.reading(other)
     run.clock.time += 31
     run.rounds.tick()
@@ -285,7 +285,7 @@ def test_a_repeated_vote_is_answered_after_the_end(run):
 def test_another_world_size_ends_the_old_round(run):
     run.commit(1)
     round = run.vote(0)
-    run.rounds.vote(RestoreVote(0, 3, "b0", 1, 60.0))
+    run.rounds.vote(RestoreVote(0, 3, B0, 1, 60.0))
     with pytest.raises(ClusterError, match="world size changed from 2 to 3"):
         round.answer(None)
 
@@ -298,7 +298,7 @@ def in_memory(run: RestoringRun) -> RestoreChoice:
 def test_a_save_in_memory_comes_before_the_newest_version(run):
     (newest,) = run.commit(1)
     held = in_memory(run)
-    round = run.rounds.vote(RestoreVote(0, 2, "a0", 1, 60.0), held)
+    round = run.rounds.vote(RestoreVote(0, 2, A0, 1, 60.0), held)
     assert round.answer(None) == held.entry
     assert run.vote(1).answer(None) == held.entry  # although no save is in memory any more when the second rank votes
     assert run.leases() == []
@@ -310,10 +310,10 @@ def test_a_save_in_memory_comes_before_the_newest_version(run):
 def test_a_save_in_memory_must_be_allowed_and_newer(run):
     held = in_memory(run)
     (newest,) = run.commit(1)
-    assert run.rounds.vote(RestoreVote(0, 2, "a0", 1, 60.0), held).answer(None) == newest
+    assert run.rounds.vote(RestoreVote(0, 2, A0, 1, 60.0), held).answer(None) == newest
     held = in_memory(run)
-    assert run.rounds.vote(RestoreVote(0, 2, "a0", 2, 60.0, allow_uncommitted=False), held).answer(None) == newest
-    assert run.rounds.vote(RestoreVote(0, 2, "a0", 3, 60.0), held).answer(None) == held.entry
+    assert run.rounds.vote(RestoreVote(0, 2, A0, 2, 60.0, allow_uncommitted=False), held).answer(None) == newest
+    assert run.rounds.vote(RestoreVote(0, 2, A0, 3, 60.0), held).answer(None) == held.entry
 
 
 def test_a_rollback_excludes_later_versions_and_older_saves(run):
@@ -323,12 +323,12 @@ def test_a_rollback_excludes_later_versions_and_older_saves(run):
     chosen, _ = run.commit(2)
     held = in_memory(run)
     run.repository.rollback(run.repository.at(chosen))
-    assert run.rounds.vote(RestoreVote(0, 2, "a0", 1, 60.0), held).candidates == [chosen]
+    assert run.rounds.vote(RestoreVote(0, 2, A0, 1, 60.0), held).candidates == [chosen]
     assert run.vote(1).answer(None) == chosen
     run.vote(0, chosen)
     assert run.vote(1, chosen).answer(chosen) == chosen
     held = in_memory(run)
-    assert run.rounds.vote(RestoreVote(0, 2, "a0", 2, 60.0), held).candidates == [held.entry, chosen]
+    assert run.rounds.vote(RestoreVote(0, 2, A0, 2, 60.0), held).candidates == [held.entry, chosen]
 
 
 def test_a_rollback_during_a_restore_changes_no_choice(run):
@@ -393,7 +393,7 @@ def test_a_restore_is_reported_once_with_the_reads_of_all_ranks(run):
 
 
 def ask(run: RestoringRun, rank: int, version: str, tried: Entry | None = None, damage: str = "") -> RestoreRound:
-    return run.rounds.vote(RestoreVote(rank, 2, f"a{rank}", 1, 60.0, tried, damage, version=version))
+    return run.rounds.vote(RestoreVote(rank, 2, incarnation(f"a{rank}"), 1, 60.0, tried, damage, version=version))
 
 
 @pytest.mark.parametrize("version", ["2", "step:1", "good"])
@@ -402,7 +402,7 @@ def test_all_ranks_restore_the_requested_version(run, version):
     chosen = run.commit(3)[1]
     run.repository.pin(run.repository.version(2), "good")
     held = in_memory(run)
-    round = run.rounds.vote(RestoreVote(0, 2, "a0", 1, 60.0, version=version), held)
+    round = run.rounds.vote(RestoreVote(0, 2, A0, 1, 60.0, version=version), held)
     assert not round.answers(None)
     assert ask(run, 1, version).answer(None) == round.answer(None) == chosen
     assert run.leases() == [(chosen.id, chosen.attempt)]
@@ -434,7 +434,7 @@ def test_requests_for_different_versions_fail_on_all_ranks(run):
 def test_the_error_counts_ranks_that_request_other_versions(run):
     run.commit(2)
     for rank in range(20):
-        round = run.rounds.vote(RestoreVote(rank, 20, "a", 1, 60.0, version="1" if rank else "2"))
+        round = run.rounds.vote(RestoreVote(rank, 20, incarnation("a"), 1, 60.0, version="1" if rank else "2"))
     with pytest.raises(StateError, match=r"'2' by ranks \[0\], '1' by ranks \[1, 2, 3, 4, 5, 6, 7, 8\] and 11 more"):
         round.answer(None)
 
@@ -491,7 +491,7 @@ def test_a_restarted_coordinator_continues_the_restore(run):
     run.rounds = RestoreRounds(run.repository, run.clock, run.known)
     first = ask(run, 0, "1", chosen)
     run.clock.time += 40
-    run.rounds.reading(RankReading(1, "a1", 1, 60.0))
+    run.rounds.reading(RankReading(1, A1, 1, 60.0))
     run.clock.time += 40
     run.rounds.tick()
     assert not first.answers(chosen)

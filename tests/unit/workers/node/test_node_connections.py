@@ -21,7 +21,7 @@ from raystow.workers.node.node import Node
 
 
 class NoCoordinator:
-    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None: ...
+    def rank_disconnected(self, rank: int, incarnation: object, reason: str) -> None: ...
 
 
 def test_a_connection_that_hangs_blocks_nothing_else() -> None:

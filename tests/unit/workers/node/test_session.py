@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from helpers.polling import wait_until
+from helpers.processes import incarnation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -39,7 +40,9 @@ from raystow.workers.protocol.messages import (
     ComparedChunks,
     EndSave,
     OpenSession,
+    RankSaveRequest,
     RawChunk,
+    SaveContents,
     SaveDone,
     SaveLost,
     SaveStaged,
@@ -54,8 +57,8 @@ from raystow.workers.shm.ring import Ring
 from raystow.workers.shm.slots import Slots
 
 SLOTS, SLOT = 3, 1024
-OPENING = OpenSession("memory://session", "r", 0, 1, "i", 1, SLOTS * SLOT, SLOT, 7)
-BEGIN = BeginSave(Begin(0, 1, "i", 5, "", 9, 60.0, 0, 0), ())
+OPENING = OpenSession("memory://session", "r", 0, 1, incarnation("i"), 1, SLOTS * SLOT, SLOT, 7)
+BEGIN = BeginSave(RankSaveRequest(0, 1, incarnation("i"), 5, 9, 60.0), SaveContents(0, 0), ())
 END = EndSave(5, None, {})
 INFO = ChunkInfo("w", "[]", "tensor", "uint8", (4,), "weights", (0,), (4,))
 Message = Any
@@ -146,7 +149,7 @@ class FakeHost:
             raise self.attempt
         return self.attempt, 0
 
-    def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: str, reason: str) -> None:
+    def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: object, reason: str) -> None:
         self.gone.append(reason)
 
     def grow(self, nbytes: int) -> None:

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
+from helpers.begins import begin_of
+from helpers.processes import incarnation
 from msgspec import Meta, inspect
 from msgspec.structs import replace
 
@@ -97,9 +99,9 @@ def test_an_invalid_message_is_refused(wrong: Message) -> None:
 
 
 def test_missing_or_additional_fields_are_refused() -> None:
-    fields = ["Begin", 0, 1, "i", 1, "n", 1, 1.0, 0, 0, {}, {}, None, [], [], {}, 0]
-    assert decode(msgspec.msgpack.encode(fields), Begin) == Begin(0, 1, "i", 1, "n", 1, 1.0, 0, 0)
-    for wrong in (fields[:9], [*fields, 0], fields[1:], ["Unknown", *fields[1:]], [], {}, {"rank": 0}, None):
+    fields = ["Begin", "n", [0, 1, ["r", 1, 1, "i", "job 1"], 1, 1, 1.0, {}, {}, None, 0], [0, 0]]
+    assert decode(msgspec.msgpack.encode(fields), Begin) == begin_of(0, 1, incarnation("i", "r"), 1, "n", 1, 1.0, 0, 0)
+    for wrong in (fields[:3], [*fields, 0], fields[1:], ["Unknown", *fields[1:]], [], {}, {"rank": 0}, None):
         with pytest.raises(ProtocolError, match="where Begin was expected"):
             decode(msgspec.msgpack.encode(wrong), Begin)
 
@@ -167,7 +169,7 @@ def test_every_number_of_ranks_has_a_bound() -> None:
         assert found is None or isinstance(found, inspect.IntType)
         assert found is None or (found.ge, found.le) == (1, MAX_RANKS)
     with pytest.raises(ProtocolError, match="<= 1048576"):
-        decode(encode(Begin(0, 10**12, "i", 1, "n", 1, 1.0, 0, 0)), Begin)
+        decode(encode(begin_of(0, 10**12, incarnation("i"), 1, "n", 1, 1.0, 0, 0)), Begin)
 
 
 def test_the_fingerprint_depends_on_every_field_and_bound() -> None:
@@ -191,9 +193,9 @@ def test_another_version_of_the_protocol_is_refused() -> None:
 
 
 def test_a_message_with_an_invalid_policy_is_refused() -> None:
-    begin = Begin(0, 1, "i", 1, "n", 1, 1.0, 0, 0, retention=Policy(keep_last=0x77777777))
-    data = encode(BeginSave(begin, ()))
+    begin = begin_of(0, 1, incarnation("i"), 1, "n", 1, retention=Policy(keep_last=0x77777777))
+    data = encode(BeginSave(begin.request, begin.contents, ()))
     assert data.count(b"wwww") == 1
     with pytest.raises(ProtocolError, match="keep_last"):
         decode(data.replace(b"wwww", bytes(4)), BeginSave)
-    assert decode(data, BeginSave).begin == begin
+    assert decode(data, BeginSave).request == begin.request

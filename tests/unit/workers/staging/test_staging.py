@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from helpers.staged_plan import BEGIN, INFO, OPENING, Chunk, Plan
+from helpers.staged_plan import INFO, OPENING, REQUEST, Chunk, Plan
 from msgspec.structs import replace
 
 from raystow.orchestrator.client.node_connection import NodeConnection
@@ -26,6 +26,7 @@ from raystow.workers.staging import client, gpu
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.host import stage_host
 from raystow.workers.staging.plan import SaveOrder
+from raystow.workers.staging.progress import SaveProgress
 from raystow.workers.staging.staging_slots import StagingSlots
 
 
@@ -82,10 +83,10 @@ def within(seconds: float, work: Callable[[], None]) -> bool:
 
 
 def staged(address: str, chunks: list[Chunk]) -> tuple[Staging, threading.Event, queue.SimpleQueue[Entry | RaystowError]]:
-    made, done = Staging(address, OPENING), threading.Event()
+    made, progress = Staging(address, OPENING), SaveProgress(7)
     outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-    made.submit(SaveOrder(BEGIN, Plan(chunks), on_read=done.set, on_end=outcomes.put))
-    return made, done, outcomes
+    made.submit(SaveOrder(REQUEST, Plan(chunks), progress, outcomes.put))
+    return made, progress.read, outcomes
 
 
 def test_close_does_not_wait_for_a_stuck_node_worker(frozen: str) -> None:
@@ -108,7 +109,7 @@ def test_each_slot_of_a_save_that_fails_is_released_once() -> None:
     """Else it would be free twice, and a later save would write two chunks to it at the same time."""
     filled = list[Any]()
     slots = StagingSlots(Ring.create(2 * SLOT), filled.append)
-    slots.order = SaveOrder(BEGIN, None, on_read=lambda: None, on_end=lambda outcome: None, failed=True)
+    slots.order = SaveOrder(REQUEST, None, SaveProgress(7), lambda outcome: None, failed=True)
     plan = Plan([Chunk() for _ in range(3)])
     with pytest.raises(SaveFailed):  # the third chunk has no slot
         stage_host(plan, plan, slots, lambda message: None)
@@ -119,7 +120,7 @@ def test_each_slot_of_a_save_that_fails_is_released_once() -> None:
 def test_slots_that_could_not_be_lent_stay_with_the_process() -> None:
     """The save fails while an earlier one still has slots."""
     slots = StagingSlots(Ring.create(8 * SLOT), lambda message: None)
-    slots.order = SaveOrder(BEGIN, None, on_read=lambda: None, on_end=lambda outcome: None, failed=True)
+    slots.order = SaveOrder(REQUEST, None, SaveProgress(7), lambda outcome: None, failed=True)
     earlier = [slots.take() for _ in range(3)]
     with pytest.raises(SaveFailed):
         slots.lend()
@@ -176,18 +177,21 @@ class Urgent(threading.Event):
 def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training has the head start again after it has waited."""
     monkeypatch.setattr(gpu, "HEAD_START", 3600.0)
-    plan, urgent, over = OnGpu([]), Urgent(), threading.Event()
+    plan, over = OnGpu([]), threading.Event()
     monkeypatch.setattr(gpu, "SYSTEM", SimpleNamespace(sleep=lambda seconds: plan.seen.append(f"slept {seconds:.0f}")))
 
-    def staged() -> None:
-        plan.seen.append("staged")
-        # the second call: all chunks were read, and this process has finished its part of the save
-        if plan.seen.count("staged") == 2:
-            over.set()
+    class Read(threading.Event):
+        def set(self) -> None:
+            plan.seen.append("staged")
+            # the second call: all chunks were read, and this process has finished its part of the save
+            if plan.seen.count("staged") == 2:
+                over.set()
 
+    progress, urgent = SaveProgress(7), Urgent()
+    progress.read, progress.urgent = Read(), urgent
     made = Staging(frozen, OPENING)
     made._devices._encoder = IdleEncoder()
-    made.submit(SaveOrder(BEGIN, plan, on_read=staged, on_end=lambda outcome: None, urgent=urgent))
+    made.submit(SaveOrder(REQUEST, plan, progress, lambda outcome: None))
     assert urgent.waited_for.wait(5)
     plan.seen.append("fence")
     urgent.set()
@@ -204,12 +208,12 @@ def test_a_gpu_tensor_may_change_once_all_chunks_are_read(
 ) -> None:
     """``before``, ``after``: the changed tensor when the tensors were read, and later, when training may change them."""
     monkeypatch.setattr(gpu, "HEAD_START", 0.0)
-    plan, outcomes, released = OnGpu([]), queue.SimpleQueue[Any](), threading.Event()
-    monkeypatch.setattr(plan, "changed", lambda: after if released.is_set() else before, raising=False)
+    plan, outcomes, progress = OnGpu([]), queue.SimpleQueue[Any](), SaveProgress(7)
+    monkeypatch.setattr(plan, "changed", lambda: after if progress.read.is_set() else before, raising=False)
     made = Staging(frozen, OPENING)
     made._devices._encoder = IdleEncoder()
-    made.submit(SaveOrder(BEGIN, plan, on_read=released.set, on_end=outcomes.put))
-    assert released.wait(5)
+    made.submit(SaveOrder(REQUEST, plan, progress, outcomes.put))
+    assert progress.read.wait(5)
     if before:
         error = outcomes.get(timeout=5)
         assert str(error).startswith("w: the tensor changed while it was being saved")
@@ -232,8 +236,9 @@ def test_an_operation_that_ends_after_the_reading_is_found(frozen: str) -> None:
                 plan.changed = lambda: "w"  # type: ignore[method-assign]
             return self.is_set()
 
-    made = Staging(frozen, OPENING)
-    made.submit(SaveOrder(BEGIN, plan, on_read=lambda: None, on_end=outcomes.put, urgent=Ending()))
+    made, progress = Staging(frozen, OPENING), SaveProgress(7)
+    progress.urgent = Ending()
+    made.submit(SaveOrder(REQUEST, plan, progress, outcomes.put))
     assert str(outcomes.get(timeout=30)).startswith("w: the tensor changed while it was being saved")
     made.close(patience=0.1)
 
@@ -250,7 +255,7 @@ def test_compared_chunks_are_described_if_the_save_has_failed() -> None:
         def encode(self, *_: Any) -> None:
             order.check()
 
-    order = SaveOrder(replace(BEGIN, delta=1), OnGpu([]), on_read=lambda: None, on_end=lambda outcome: None)
+    order = SaveOrder(replace(REQUEST, delta=1), OnGpu([]), SaveProgress(7), lambda outcome: None)
     devices = gpu.DeviceStaging(StagingSlots(Ring.create(SLOT), posted.append), posted.append, "auto", "training", 0.0)
     devices._encoder = Comparing()
 
