@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _DEEPEST = 100  # containers around a leaf, far below Python's recursion limit
 _SIMPLE = (np.ndarray, np.memmap)
+_SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 _LONG = MAX_NAME // 16  # characters of a name; the path of a shorter one, whose characters JSON may escape, fits the format
 
 State: TypeAlias = dict[str, Any]
@@ -80,7 +81,25 @@ def flatten(state: object, *, what: str = "state", placeholders: bool = False) -
 
 def contains_placeholders(into: State) -> bool:
     """Whether there is a placeholder anywhere in ``into``."""
-    return any(isinstance(leaf.value, Placeholder) for leaf in flatten(into, what="into", placeholders=True))
+    return _contains(into, Placeholder, 0)
+
+
+def _contains(node: object, kind: type, depth: int) -> bool:
+    if isinstance(node, kind):
+        return True
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+    return depth <= _DEEPEST and any(_contains(child, kind, depth + 1) for child in children)
+
+
+def part_of(node: object, path: Path) -> object:
+    """What is at a path below a node; None if nothing is."""
+    for part in path:
+        kind, key = (_SEQUENCES[part[0]], part[1]) if isinstance(part, tuple) else (dict, part)
+        try:
+            node = node[key] if isinstance(node, kind) else None  # type: ignore[index]
+        except (KeyError, IndexError):
+            return None
+    return node
 
 
 def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...], leaves: list[Leaf]) -> None:

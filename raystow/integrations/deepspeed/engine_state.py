@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...orchestrator.restore.as_saved import CheckedAsSaved
+from ...state.as_saved import CheckedAsSaved
 from ...state import value_text
 from ...state.tree import State
 from ...storage.errors import Damaged, StateError

@@ -428,7 +428,9 @@ class Checkpointer:
         """
         self._check_open()
         if not self._node.made:
-            self._node.prepare(plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu"))
+            on_gpu = self._codec != "cpu"
+            plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, tensors_only=True)
+            self._node.prepare(plan)
 
     def wait(self) -> None:
         """Wait until all saves in flight are durable or have failed, each until its ``timeout``.

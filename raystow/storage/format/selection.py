@@ -21,7 +21,8 @@ _BOX = ("name", "kind", "shape", "offset", "extent")
 class Sought:
     """What a rank reads under a name: a ``box`` of a tensor of ``shape``; without a box all of it, whatever its shape.
     ``tensor``: it must be a tensor, not a plain value. ``holders``: the ranks that read the same box; none: all. ``beneath``:
-    also all tensors whose names begin with this one and a dot. ``container``: of a plain value, the outermost container around
+    also all tensors whose names begin with this one and a dot. ``own``: what this rank has saved itself is enough. ``every``: the
+    values of all ranks are sought. ``container``: of a plain value, the outermost container around
     it that is replaced as a whole."""
 
     tensor: bool = False
@@ -29,6 +30,8 @@ class Sought:
     box: Box | None = None
     holders: tuple[int, ...] = ()
     beneath: bool = False
+    own: bool = False
+    every: bool = False
     container: str = ""
 
 
