@@ -11,6 +11,7 @@ import contextlib
 import functools
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -272,7 +273,7 @@ class _Template:
     def memory(self, path: Path, dtype: str, shape: tuple[int, ...]) -> Elements | None:
         own: Any = part_of(self.tree, path)
         if is_dtensor(own) or isinstance(own, Box | Boxes):
-            return own  # type: ignore[return-value]
+            return own
         if isinstance(own, np.ndarray):
             fits = own.flags.writeable and str(own.dtype) == dtype and own.shape == shape
         else:
@@ -349,13 +350,17 @@ def _parts(node: Any) -> Iterable[tuple[Any, object]]:
     return [((kind, i), child) for i, child in enumerate(node)]
 
 
-@functools.lru_cache(maxsize=1024)
+_leaves: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
 def _is_leaf(kind: type) -> bool:
     """Whether values of a class are neither containers nor objects."""
-    torch = sys.modules.get("torch")
-    if kind in values.PLAIN or issubclass(kind, np.ndarray | np.generic | Box | Boxes | Placeholder):
-        return True
-    return torch is not None and issubclass(kind, torch.Tensor)
+    found = _leaves.get(kind)
+    if found is None:
+        torch = sys.modules.get("torch")
+        found = kind in values.PLAIN or issubclass(kind, np.ndarray | np.generic | Box | Boxes | Placeholder)
+        found = _leaves[kind] = found or (torch is not None and issubclass(kind, torch.Tensor))
+    return found
 
 
 def _is_object(node: Any) -> bool:

@@ -61,7 +61,7 @@ class Rng:
                 torch.set_rng_state(_tensor(state["torch"]))
                 for device, one in zip(_devices(torch, start=bool(state["cuda"])), state["cuda"], strict=False):
                     torch.cuda.set_rng_state(_tensor(one), device)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise StateError(f"not the state of random generators: {error}", subject="raystow.Rng") from error
 
     def load_rank_states(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.local_cluster import LocalCluster
+from helpers.state_equality import same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import lr_scheduler as schedulers
@@ -162,7 +163,7 @@ def test_wrapped_modules_have_plain_names(tmp_path: Path) -> None:
 
     wrapped = torch.compile(nn.Sequential(Wrapped(), checkpoint_wrapper(nn.Linear(4, 4))), backend="eager")
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-    wrapped[0].first(torch.ones(1, 4)).sum().backward()
+    wrapped._orig_mod[0].first(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     version = saved(tmp_path, {"model": wrapped, "optim": optimizer})
     names = [f"{n}.{part}" for n in ("0.first", "0.second.0.0", "1") for part in ("bias", "weight")]
@@ -170,8 +171,6 @@ def test_wrapped_modules_have_plain_names(tmp_path: Path) -> None:
     assert [name for name in version.tensors() if name.startswith("optim.")] == [
         f"optim.state.0.first.{part}.momentum_buffer" for part in ("bias", "weight")
     ]
-    plain = nn.Module()
-    plain.add_module("0", nn.ParameterDict())
     again = nn.Sequential(Wrapped(), nn.Linear(4, 4))
     raystow.restore(version, {"model": again}, allow_unused="optim")
     assert equal(weights(again), weights(wrapped))
@@ -255,8 +254,7 @@ def test_other_objects_get_what_they_returned(tmp_path: Path) -> None:
     assert into["n"] == 1
     assert into["objects"] is objects
     for one, state in zip(objects, states, strict=True):
-        assert len(one.loaded) == 1
-        assert repr(one.loaded[0]) == repr(state)
+        assert same(one.loaded, [state])
 
 
 def test_tensors_of_objects_are_filled_in_place(tmp_path: Path) -> None:
@@ -370,7 +368,7 @@ def test_a_scaler_and_extra_state_are_restored(tmp_path: Path) -> None:
     state["scaler"].load_state_dict({**state["scaler"].state_dict(), "scale": 2.0})
     raystow.restore(saved(tmp_path, state), again)
     assert again["scaler"].state_dict() == state["scaler"].state_dict()
-    assert repr(again["model"].extra) == repr(state["model"].extra)
+    assert same(again["model"].extra, state["model"].extra)
 
 
 def test_what_is_left_out_by_the_caller_is_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
