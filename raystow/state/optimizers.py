@@ -24,7 +24,10 @@ class OptimizerState:
     def __init__(self, optimizer: torch.optim.Optimizer, names: Sequence[str], where: str) -> None:
         self._optimizer, self._names, self._where = optimizer, names, where
         parameters = parameters_of(optimizer)
-        self._parameters: dict[object, torch.Tensor] = {**dict(enumerate(parameters)), **dict(zip(names, parameters, strict=True))}
+        self._parameters: dict[object, torch.Tensor] = {
+            **dict(enumerate(parameters)),
+            **dict(zip(names, parameters, strict=True)),
+        }
 
     def saved(self) -> dict[str, Any]:
         """The tree to save; its tensors are those of the optimizer."""
@@ -83,7 +86,8 @@ class OptimizerState:
     def load(self, tree: Mapping[str, Any]) -> None:
         """Load a tree that ``check`` has accepted. Its tensors become those of the optimizer."""
         numbers: dict[object, int] = {name: i for i, name in enumerate(self._names)}
-        state = {numbers.get(key, key): value for key, value in tree["state"].items()}
+        found = {numbers.get(key, key): value for key, value in tree["state"].items()}
+        state = {key: _ordered(found[key]) for key in sorted(found, key=lambda key: (type(key) is not int, key))}
         groups, at = [], 0
         for group, own in zip(tree["param_groups"], self._optimizer.param_groups, strict=True):
             groups.append({**group, "params": list(range(at, at := at + len(own["params"])))})
@@ -104,6 +108,11 @@ class OptimizerState:
                 loaded[key] = value
 
 
+def _ordered(values: object) -> object:
+    """The same dict with its keys in an order that all ranks have: some gather tensors in the order of the state."""
+    return {key: values[key] for key in sorted(values, key=str)} if isinstance(values, dict) else values
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters in the order of the groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -117,7 +126,9 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Mapping[str, Mappi
     """
     parameters = parameters_of(optimizer)
     around = [
-        (len(names), name) for name, names in models.items() if len(names) and all(id(parameter) in names for parameter in parameters)
+        (len(names), name)
+        for name, names in models.items()
+        if len(names) and all(id(parameter) in names for parameter in parameters)
     ]
     if around:
         names = models[min(around)[1]]

@@ -135,7 +135,9 @@ def _as_saved(version: Version, leaf: Leaf, match: NameMatch, fill: Fill, option
             parts[within] = value = load(part)
             if within[-1:] == (DESCRIPTION,) and isinstance(value, str) and value.startswith(WRAPPER):
                 what = "AsSaved cannot make a tensor that consists of others"
-                raise StateError(what, subject=show((*leaf.path, *within[:-1]), "into"), remedy="pass one like the one that was saved")
+                raise StateError(
+                    what, subject=show((*leaf.path, *within[:-1]), "into"), remedy="pass one like the one that was saved"
+                )
             continue
         first = part[0]
         own = None if taken.merges or first.kind == SCALAR else marker._memory(within, first.dtype, first.shape)

@@ -176,7 +176,14 @@ def test_modules_may_differ_between_ranks(tmp_path: Path, rank: Any) -> None:
         into = made(5)
         raystow.restore(version, into)
         for name in ("net", "optim"):
-            assert same(*(one["part"].value[name].state_dict()["state"] if name == "optim" else dict(one["part"].value[name].state_dict()) for one in (into, states[number])))
+            assert same(
+                *(
+                    one["part"].value[name].state_dict()["state"]
+                    if name == "optim"
+                    else dict(one["part"].value[name].state_dict())
+                    for one in (into, states[number])
+                )
+            )
 
 
 def test_a_sharded_tensor_is_refused(tmp_path: Path) -> None:

@@ -59,7 +59,20 @@ def equal(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
     name: functools.partial(getattr(torch.optim, name), lr=0.01)
-    for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop")
+    for name in (
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "Adamax",
+        "AdamW",
+        "ASGD",
+        "LBFGS",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+    )
 }
 OPTIMIZERS |= {
     "SGD": functools.partial(torch.optim.SGD, lr=0.01),
@@ -70,24 +83,24 @@ OPTIMIZERS |= {
 }
 
 
-@pytest.mark.parametrize("stepped", [0, 1])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_bit_for_bit(tmp_path: Path, name: str, stepped: int) -> None:
+def test_an_optimizer_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     net = model(0)
     optimizer = OPTIMIZERS[name](net.parameters())
     for i in range(3):
         step(net, optimizer, i)
     version = saved(tmp_path, {"model": net, "optim": optimizer})
     losses = [step(net, optimizer, i) for i in range(3, 6)]
-    again = model(1)
-    new = OPTIMIZERS[name](again.parameters())
-    for i in range(stepped):
-        step(again, new, i)
-    places = [value.data_ptr() for value in again.state_dict().values()]
-    raystow.restore(version, {"model": again, "optim": new})
-    assert places == [value.data_ptr() for value in again.state_dict().values()]
-    assert [step(again, new, i) for i in range(3, 6)] == losses
-    assert equal(weights(again), weights(net))
+    for stepped in range(2):
+        again = model(1)
+        new = OPTIMIZERS[name](again.parameters())
+        for i in range(stepped):
+            step(again, new, i)
+        places = [value.data_ptr() for value in again.state_dict().values()]
+        raystow.restore(version, {"model": again, "optim": new})
+        assert places == [value.data_ptr() for value in again.state_dict().values()]
+        assert [step(again, new, i) for i in range(3, 6)] == losses
+        assert equal(weights(again), weights(net))
 
 
 def test_names_are_those_of_torch_in_both_directions(tmp_path: Path) -> None:
@@ -294,7 +307,7 @@ def test_an_optimizer_without_its_module_is_refused(tmp_path: Path) -> None:
     net, other = model(0), model(1)
     with pytest.raises(raystow.StateError, match=r'state\["optim"\]: parameter 0 of 6, of shape \(4, 4\), is in no module'):
         saved(tmp_path, {"model": other, "optim": torch.optim.SGD(net.parameters())})
-    with pytest.raises(raystow.StateError, match='is the object state'):
+    with pytest.raises(raystow.StateError, match="is the object state"):
         saved(tmp_path, {"a": net, "b": [net]})
 
 
