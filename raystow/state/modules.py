@@ -1,4 +1,4 @@
-"""The tensors of a module by their plain names: without the parts that DDP, ``torch.compile`` and activation checkpointing add."""
+"""The tensors of a module by plain names, without the parts that DDP, ``torch.compile`` and activation checkpointing add."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..storage.errors import StateError
+from .tree import State
 from .write_check import SMALL
 
 if TYPE_CHECKING:
@@ -40,28 +41,28 @@ class ModuleState:
             state = module.state_dict()
             parameters = [name for name, _ in module.named_parameters(remove_duplicate=False) if name in state]
             own = [*parameters, *(name for name, _ in module.named_buffers(remove_duplicate=False) if name in state)]
-        self._state: Mapping[str, Any] = state
+        self._state: Mapping[str, object] = state
         self._plain = plain_names(module, state)
         self.tree = {self._plain[name]: value for name, value in state.items()}
         self.own = {self._plain[name] for name in own}
         self.buffers = self.own.difference(self._plain[name] for name in parameters)
 
-    def saved(self) -> dict[str, Any]:
-        """The tree with copies of buffers that ``save`` does not copy: unlike parameters, they change before the optimizer step."""
+    def saved(self) -> State:
+        """The tree with copies of large buffers: unlike parameters, they change before the optimizer step."""
         changing = [name for name in self.buffers if self.tree[name].is_cuda or self.tree[name].nbytes > SMALL]
         return {**self.tree, **{name: self.tree[name].detach().clone() for name in changing}} if changing else self.tree
 
     def names(self) -> dict[int, str]:
         """The plain name of each parameter by its ``id``; the first of several."""
         if _keeps_variables(self.module):
-            found: Iterable[tuple[str, Any]] = self.tree.items()
+            found: Iterable[tuple[str, object]] = self.tree.items()
         else:
             parameters = dict(self.module.named_parameters())
             plain = plain_names(self.module, parameters)
             found = [(plain[name], parameter) for name, parameter in parameters.items()]
         return {id(value): name for name, value in reversed(list(found))}
 
-    def load(self, tree: Mapping[str, Any]) -> None:
+    def load(self, tree: Mapping[str, object]) -> None:
         """Load a tree of the same names. Tensors that are the module's own are not copied."""
         state = OrderedDict((name, tree[plain]) for name, plain in self._plain.items() if plain in tree)
         if hasattr(self._state, "_metadata"):

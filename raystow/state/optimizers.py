@@ -7,12 +7,12 @@ restored: memory for what was saved is made like its parameter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..storage.errors import StateError
 from .dtensor_layout import is_dtensor
 from .lossy.tensor_values import dtype_name
-from .tree import Path, part_of, show
+from .tree import Path, State, part_of, show
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ class OptimizerState:
             **dict(zip(names, parameters, strict=True)),
         }
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> State:
         """The tree to save; its tensors are those of the optimizer."""
         whole, names = self._optimizer.state_dict(), self._names
         state = {names[key] if type(key) is int else key: value for key, value in whole["state"].items()}
@@ -55,7 +55,7 @@ class OptimizerState:
         if tuple(parameter.shape) == shape:
             return torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
         if is_dtensor(parameter) and shape:
-            what = f"the version has {shape} for a sharded parameter of {tuple(parameter.shape)}, and it is not known who has which part"
+            what = f"has {shape} for a sharded parameter of {tuple(parameter.shape)}: how it is sharded is not known"
             raise StateError(what, subject=show(path, self._where), remedy="make one optimizer step before the restore")
         return None
 
@@ -83,7 +83,7 @@ class OptimizerState:
                 subject = f'{self._where}.param_groups[{number}]["params"]'
                 raise StateError(what, subject=subject, remedy="give the optimizer the same parameters in the same groups")
 
-    def load(self, tree: Mapping[str, Any]) -> None:
+    def load(self, tree: State) -> None:
         """Load a tree that ``check`` has accepted. Its tensors become those of the optimizer."""
         numbers: dict[object, int] = {name: i for i, name in enumerate(self._names)}
         found = {numbers.get(key, key): value for key, value in tree["state"].items()}
@@ -97,7 +97,7 @@ class OptimizerState:
             if type(key) is int and isinstance(values, dict):
                 self._keep_dtypes(parameters[key], values)
 
-    def _keep_dtypes(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
+    def _keep_dtypes(self, parameter: torch.Tensor, values: Mapping[str, object]) -> None:
         """Undo that torch casts the state of a parameter to the dtype of the parameter: the bits are those that were saved."""
         import torch
 

@@ -158,20 +158,26 @@ def plan_save(
     on_gpu: bool = True,
     planner: Planner | None = None,
     save: int = 1,
-    tensors_only: bool = False,
 ) -> SavePlan:
     """Plan a save, and copy tensors of the host that may change at once. ``planner``: the same for all saves of a rank.
-    ``save``: its number. ``tensors_only``: of the objects in the state, only modules and optimizers are asked for their state.
+    ``save``: its number.
 
     Raises ``StateError`` with the path of anything that cannot be stored.
     """
     planner, objects = planner or Planner(), ObjectTree(state, what="state")
-    tree = objects.saved(rank, tensors_only=tensors_only)
+    tree = objects.saved(rank)
     with objects.named():
         views, rows = _leaves(planner, tree, rank)
     ready = {device: _record_event(device) for device in {view.shard.device for view in views} if device is not None}
     views, writes = copy_unguarded(views)
     return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, writes)
+
+
+def plan_tensors(state: object, *, rank: int, world_size: int, on_gpu: bool) -> SavePlan:
+    """Plan a save that is not made. Of the objects in the state, only modules and optimizers are asked for theirs: that of a
+    data loader may start its workers."""
+    tree = ObjectTree(state, what="state").saved(rank, tensors_only=True)
+    return plan_save(tree, rank=rank, world_size=world_size, on_gpu=on_gpu)
 
 
 def _leaves(planner: Planner, tree: object, rank: int) -> tuple[tuple[TensorView, ...], tuple[tuple[str, str, str], ...]]:

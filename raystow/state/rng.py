@@ -6,12 +6,17 @@ import logging
 import random  # noqa: TID251  nothing is drawn: states are read and set
 import sys
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from ..storage.coding.digest import stored_digest
 from ..storage.errors import StateError
+from .tree import State
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +31,7 @@ class Rng:
         >>> state = {"model": model, "optimizer": optimizer, "rng": raystow.Rng()}
     """
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the states of the generators, as plain values.
 
         Returns:
@@ -34,14 +39,14 @@ class Rng:
             ``numpy.random.get_state(legacy=False)`` returns, arrays of uint32 as bytes; with torch ``torch`` (bytes of
             ``get_rng_state``) and ``cuda``, a list of the same for each device of this process, the current one first.
         """
-        states: dict[str, Any] = {"python": _python(random.getstate()), "numpy": _plain(np.random.get_state(legacy=False))}
+        states: State = {"python": _python(random.getstate()), "numpy": _plain(np.random.get_state(legacy=False))}
         torch = sys.modules.get("torch")
         if torch is not None:
             states["torch"] = torch.get_rng_state().numpy().tobytes()
             states["cuda"] = [torch.cuda.get_rng_state(device).numpy().tobytes() for device in _devices(torch)]
         return states
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Set the generators.
 
         Args:
@@ -64,7 +69,7 @@ class Rng:
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise StateError(f"not the state of random generators: {error}", subject="raystow.Rng") from error
 
-    def load_rank_states(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> None:
+    def load_rank_states(self, states: Sequence[State], rank: int, world_size: int) -> None:
         """Set the generators from those of another number of ranks: each rank gets its own, a new rank a stream of its own.
 
         Args:
@@ -80,7 +85,7 @@ class Rng:
         self.load_state_dict(states[rank] if rank < len(states) else _derived(states[0], rank))
 
 
-def _derived(state: dict[str, Any], rank: int) -> dict[str, Any]:
+def _derived(state: State, rank: int) -> State:
     """A state of generators that depends on this one and the rank only."""
     digest = stored_digest(repr(sorted(state.items())).encode(), b"rank %d" % rank)
     seeds = [int(seed) for seed in np.frombuffer(digest, "<u4")]
@@ -100,12 +105,12 @@ def _derived(state: dict[str, Any], rank: int) -> dict[str, Any]:
     return made
 
 
-def _python(state: tuple[Any, ...]) -> dict[str, Any]:
+def _python(state: tuple[object, ...]) -> State:
     version, words, gauss = state
     return {"version": version, "state": np.array(words, "<u4").tobytes(), "gauss": gauss}
 
 
-def _plain(state: Any) -> Any:
+def _plain(state: object) -> object:
     """A state of numpy with bytes in place of arrays."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
@@ -114,23 +119,23 @@ def _plain(state: Any) -> Any:
     return state.item() if isinstance(state, np.generic) else state
 
 
-def _arrays(state: dict[str, Any]) -> Any:
-    return _array(state, "<u8" if state["bit_generator"] in ("Philox", "SFC64") else "<u4")
+def _arrays(state: State) -> State:
+    return cast(State, _array(state, "<u8" if state["bit_generator"] in ("Philox", "SFC64") else "<u4"))
 
 
-def _array(value: Any, wide: str) -> Any:
+def _array(value: object, wide: str) -> object:
     if isinstance(value, dict):
         return {key: _array(inner, wide) for key, inner in value.items()}
     return np.frombuffer(value, wide).copy() if isinstance(value, bytes) else value
 
 
-def _tensor(content: bytes) -> Any:
+def _tensor(content: bytes) -> torch.Tensor:
     import torch
 
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _devices(torch: Any, *, start: bool = False) -> list[int]:
+def _devices(torch: ModuleType, *, start: bool = False) -> list[int]:
     """The GPUs that this process sees, the current one first; none if CUDA is not in use. ``start``: CUDA may be started."""
     if not torch.cuda.is_available() or not (start or torch.cuda.is_initialized()):
         return []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from ...state.lossy.profiles import Lossy
-from ...state.planner import Planner, plan_save
+from ...state.planner import Planner, plan_save, plan_tensors
 from ...state.tree import State, contains_placeholders
 from ...storage.arguments import integer
 from ...storage.errors import RaystowError, StateError
@@ -428,9 +428,7 @@ class Checkpointer:
         """
         self._check_open()
         if not self._node.made:
-            on_gpu = self._codec != "cpu"
-            plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, tensors_only=True)
-            self._node.prepare(plan)
+            self._node.prepare(plan_tensors(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu"))
 
     def wait(self) -> None:
         """Wait until all saves in flight are durable or have failed, each until its ``timeout``.

@@ -143,7 +143,7 @@ def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: S
             what = "ranks %d to %d are new: these values, which may differ between ranks, are those of the lowest rank: %s"
             logger.warning(what, seeker.saved, seeker.world_size - 1, _with_ranks(given))
         if match.lost:
-            what = "ranks %d to %d are new and get none of these, which differ between ranks; version.per_rank(name) returns them: %s"
+            what = "ranks %d to %d are new, and get none of these values of other ranks; version.per_rank(name) returns them: %s"
             logger.warning(what, seeker.saved, seeker.world_size - 1, _with_ranks(match.lost))
 
 

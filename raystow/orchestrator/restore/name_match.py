@@ -29,8 +29,8 @@ class NameMatch:
     names that this rank leaves unused.
 
     ``new``: values and containers that replace parts of ``into``; ``whole``: leaves that are replaced by a tensor or by a
-    numpy scalar; ``marked``: what is in the place of each marker; ``lost``: see ``SavedParts``. ``places``: the containers and plain values
-    in ``into``, by name. ``elsewhere``: names that this rank neither restores nor leaves unused, and names around those: the
+    numpy scalar; ``marked``: what is in the place of each marker; ``lost``: see ``SavedParts``. ``places``: the containers and
+    plain values in ``into``, by name. ``elsewhere``: names that this rank neither restores nor leaves unused, and names around those: the
     descriptions of tensors, which are compared, and tensors of other ranks.
     """
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from ...state.as_saved import AsSaved
-from ...state.objects import ObjectMarker
+from ...state.object_marker import ObjectMarker
 from ...state.tree import Elements, Leaf
 from ...storage.coding import dtypes
 from ...storage.errors import StateError, Unsupported

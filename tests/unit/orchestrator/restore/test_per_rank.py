@@ -285,7 +285,7 @@ def test_a_state_of_something_else_is_refused() -> None:
             Rng().load_state_dict(bad)
 
 
-def test_generators_are_saved_after_and_restored_before_what_others_draw(tmp_path: Path) -> None:
+def test_generators_are_saved_and_restored_last(tmp_path: Path) -> None:
     class Drawing(Loader):
         def state_dict(self) -> Any:
             torch.rand(1)

@@ -384,7 +384,7 @@ def test_a_scaler_and_extra_state_are_restored(tmp_path: Path) -> None:
     assert same(again["model"].extra, state["model"].extra)
 
 
-def test_what_is_left_out_by_the_caller_is_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_objects_that_may_be_missing_are_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     version = saved(tmp_path, {"model": model(0)})
     own = Own({"n": 0})
     with caplog.at_level(logging.WARNING):
