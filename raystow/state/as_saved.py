@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,10 @@ class AsSaved(Placeholder):
 
     def _device(self, path: Path) -> str | torch.device:
         return self.device
+
+    def _like(self) -> Mapping[str, Elements]:
+        """By the name beneath the marker, tensors that are sharded as those right beneath it."""
+        return {}
 
     def _check(self, whole: object) -> None:
         """Raise what the restore raises if it cannot use what was saved. Called before anything is filled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
@@ -30,6 +30,8 @@ class MarkerTarget(Protocol):
 
     def device(self, path: Path) -> str | torch.device: ...
 
+    def like(self) -> Mapping[str, Elements]: ...
+
     def check(self, whole: object) -> None: ...
 
 
@@ -50,6 +52,9 @@ class ObjectMarker(AsSaved):
 
     def _device(self, path: Path) -> str | torch.device:
         return self.target.device(path)
+
+    def _like(self) -> Mapping[str, Elements]:
+        return self.target.like()
 
     def _check(self, whole: object) -> None:
         if not isinstance(whole, RankStates):
@@ -86,6 +91,9 @@ class Template:
             return own.device
         found = _first_device(own if is_tensor(own) else self.tree)
         return "cpu" if found is None or found.type == "meta" else found
+
+    def like(self) -> Mapping[str, Elements]:
+        return {}
 
     def check(self, whole: object) -> None:
         pass

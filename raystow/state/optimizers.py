@@ -64,6 +64,10 @@ class OptimizerState:
         parameter = self._parameters.get(path[1]) if path[0] == "state" else None
         return "cpu" if parameter is None or path[-1] == "step" else parameter.device
 
+    def like(self) -> Mapping[str, torch.Tensor]:
+        """The parameters by the names of their states: most tensors there are sharded as they are."""
+        return {f"state.{name}": self._parameters[name] for name in self._names}
+
     def check(self, whole: object) -> None:
         """``StateError`` unless a tree has the groups and parameters of this optimizer."""
         if not isinstance(whole, dict) or not isinstance(whole.get("param_groups"), list):

@@ -30,8 +30,8 @@ class NameMatch:
 
     ``new``: values and containers that replace parts of ``into``; ``whole``: leaves that are replaced by a tensor or by a
     numpy scalar; ``marked``: what is in the place of each marker; ``lost``: see ``SavedParts``. ``places``: the containers and
-    plain values in ``into``, by name. ``elsewhere``: names that this rank neither restores nor leaves unused, and names around those: the
-    descriptions of tensors, which are compared, and tensors of other ranks.
+    plain values in ``into``, by name. ``elsewhere``: names that this rank neither restores nor leaves unused, and names around
+    those: the descriptions of tensors, which are compared, and tensors of other ranks.
     """
 
     used: set[str] = field(default_factory=set)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +79,8 @@ def plan_restore(
                 shards[leaf.name] = error  # raised only if the version holds a tensor of this name
     nodes, seeker = plain_nodes(leaves), Seeker(options.rank, options.world_size, version.world_size)
     finder = version.finder(seeker)
-    sought = {leaf.name: _sought(leaf, shards.get(leaf.name), seeker) for leaf in leaves if leaf.is_tensor}
+    spread = len(version.record.fragments) > 1
+    sought = {leaf.name: _sought(leaf, shards.get(leaf.name), seeker, spread=spread) for leaf in leaves if leaf.is_tensor}
     found = finder.find(sought | {leaf.name: Sought(container=node.name) for node in nodes for leaf in node.leaves})
     check_filled(version, found, filled)
     if wants_all_names(finder, seeker, options.names):
@@ -168,18 +169,27 @@ def _is_empty_here(targets: list[Shard] | StateError | None) -> bool:
     return isinstance(targets, list) and bool(targets) and all(0 in one.extent and 0 not in one.shape for one in targets)
 
 
-def _sought(leaf: Leaf, targets: list[Shard] | StateError | None, seeker: Seeker) -> Sought:
+def _sought(leaf: Leaf, targets: list[Shard] | StateError | None, seeker: Seeker, *, spread: bool) -> Sought:
+    """What is sought for a leaf. ``spread``: the manifest has several fragments, of which some may not be needed."""
     if isinstance(leaf.value, CheckedAsSaved):
         return Sought(container=leaf.name)
     if is_per_rank(leaf.value):
         every = seeks_every_rank(leaf.value, seeker)
         return Sought(beneath=True, own=not every, every=every)
     if isinstance(leaf.value, AsSaved):
-        return Sought(beneath=True)
+        like = leaf.value._like() if spread else {}
+        parts = [boxes(Leaf(leaf.path, f"{leaf.name}.{name}", one, True), "into") for name, one in like.items()]
+        found = {within[0].name: [shard_of(box, rank=seeker.rank, what="into") for box in within] for within in parts}
+        return Sought(beneath=True, like={name: _sought_box(shards) for name, shards in found.items()})
     if isinstance(targets, list) and targets:
-        around = bounds([(shard.offset, shard.extent) for shard in targets])
-        return Sought(True, targets[0].shape, around, targets[0].holders)
+        return _sought_box(targets)
     return Sought(tensor=leaf.is_tensor)
+
+
+def _sought_box(targets: Sequence[Shard]) -> Sought:
+    """What is sought of a tensor for these parts of it."""
+    around = bounds([(shard.offset, shard.extent) for shard in targets])
+    return Sought(True, targets[0].shape, around, targets[0].holders)
 
 
 def _targets(shards: Mapping[str, list[Shard] | StateError], leaf: Leaf) -> list[Shard]:

@@ -107,10 +107,11 @@ def _of_all_ranks(
 
 
 def _content(part: Part) -> object:
-    """Equal for equal values, and for tensors of equal digests."""
+    """Equal for equal values, and only for equal tensors: those that are stored otherwise are named, and not given to others."""
     if isinstance(part, Value):
         return part.text
-    return part[0].kind, part[0].dtype, part[0].shape, sorted((chunk.offset, chunk.extent, chunk.raw_digest) for chunk in part)
+    first = part[0]
+    return first.kind, first.dtype, first.shape, {chunk.offset: (chunk.raw_digest, chunk.proof) for chunk in part}
 
 
 def _tensors(name: str, found: FoundRows) -> Iterator[tuple[Path, list[Chunk]]]:

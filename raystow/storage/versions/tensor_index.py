@@ -16,7 +16,7 @@ from ..coding import dtypes
 from ..errors import Damaged
 from ..format.boxes import overlap, span, tile
 from ..format.manifest import Chunk, Value, parse_path
-from ..format.selection import Selection, Sought
+from ..format.selection import Selection, Sought, sought_like
 from ..format.version_record import FragmentInfo
 from .value_tree import RankValues, containers
 
@@ -179,16 +179,31 @@ class Finder:
     def _settled(self, name: str, wanted: Sought) -> bool:
         rows = self.found.chunks.get(name)
         if wanted.beneath:
-            return wanted.own and not self._of({self._seeker.rank})  # a node's fragment has all that its ranks have saved alone
+            own = wanted.own and not self._of({self._seeker.rank})  # a node's fragment has all that its ranks have saved alone
+            return own or self._has_all_beneath(name, wanted)
         if name in self.found.values and not wanted.tensor:
             return self._is_known(name)
         if not rows:
             return False
-        if wanted.box is None:
-            return sum(math.prod(row.extent) for row in rows) >= math.prod(rows[0].shape)
-        if rows[0].shape != wanted.shape:
+        if wanted.box is not None and rows[0].shape != wanted.shape:
             return True  # the caller reports it
-        return tile([part for row in rows if (part := overlap(wanted.box, row.box)) is not None], wanted.box)
+        return _has(wanted, rows)
+
+    def _has_all_beneath(self, name: str, wanted: Sought) -> bool:
+        """Whether all is found that is like something known. Empty tensors are not counted by ``complete``."""
+        if (
+            not wanted.like
+            or any(0 in one.shape for one in wanted.like.values())
+            or not self._is_known(name)
+            or not self.complete
+        ):
+            return False
+        within = f"{name}."
+        return all(
+            _has(sought_like(tensor, rows[0].shape, wanted.like), rows)
+            for tensor, rows in self.found.chunks.items()
+            if rows and tensor.startswith(within)
+        )
 
     def _guessed(self) -> set[int]:
         """The fragments from the one that should contain the beginning of an open box to the one with its end, interpolated from
@@ -200,6 +215,13 @@ class Finder:
                 ends = [_near(spans, at, len(self._fragments), math.prod(wanted.shape)) for at in span(wanted.box, wanted.shape)]
                 guessed.update(range(ends[0], ends[1] + 1))
         return guessed & self._unread
+
+
+def _has(wanted: Sought, rows: Sequence[Chunk]) -> bool:
+    """Whether rows of one tensor cover what is sought of it."""
+    if wanted.box is None:
+        return sum(math.prod(row.extent) for row in rows) >= math.prod(rows[0].shape)
+    return tile([part for row in rows if (part := overlap(wanted.box, row.box)) is not None], wanted.box)
 
 
 def _near(spans: Sequence[tuple[int, int, int]], at: int, count: int, size: int) -> int:
