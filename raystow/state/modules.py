@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..storage.errors import StateError
 from .tree import State
+from .wrapper_tensors import is_composed
 from .write_check import SMALL
 
 if TYPE_CHECKING:
@@ -63,11 +64,16 @@ class ModuleState:
         return {id(value): name for name, value in reversed(list(found))}
 
     def load(self, tree: Mapping[str, object]) -> None:
-        """Load a tree of the same names. Tensors that are the module's own are not copied."""
-        state = OrderedDict((name, tree[plain]) for name, plain in self._plain.items() if plain in tree)
+        """Load a tree of the same names. Tensors that are the module's own are not copied; those that consist of others are left
+        out, as their copy may be another one."""
+        named = [(name, tree[plain]) for name, plain in self._plain.items() if plain in tree]
+        state = OrderedDict((name, value) for name, value in named if value is not self._state[name] or not is_composed(value))
         if hasattr(self._state, "_metadata"):
             state._metadata = self._state._metadata  # type: ignore[attr-defined]
-        self.module.load_state_dict(state)
+        if len(state) < len(named):
+            self.module.load_state_dict(state, strict=False)
+        else:
+            self.module.load_state_dict(state)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -13,9 +13,12 @@ import torch
 from helpers.local_cluster import LocalCluster
 from helpers.state_equality import same
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import raystow
 from raystow import PerRank, Rng
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 
 
 def saved(folder: Path, *states: Any) -> raystow.Version:
@@ -303,3 +306,25 @@ def test_generators_are_saved_and_restored_last(tmp_path: Path) -> None:
     seed(2)
     raystow.restore(version, made())
     assert draws() == expected
+
+
+def test_a_data_loader_of_each_rank_goes_on(tmp_path: Path, rank: Any) -> None:
+    def made(number: int) -> StatefulDataLoader[Any]:
+        torch.manual_seed(number)
+        return StatefulDataLoader(list(range(20)), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+
+    states, expected = [], []
+    for number in range(2):
+        loader = made(number)
+        batches = iter(loader)
+        next(batches)
+        states.append(
+            {"w": torch.ones(8), "loader": PerRank(Frozen(loader.state_dict())), "rng": PerRank(Frozen(Rng().state_dict()))}
+        )
+        expected.append([batch.tolist() for batch in [*batches, *loader]])
+    version = saved(tmp_path, *states)
+    for number in range(2):
+        rank(number, 2)
+        loader = made(7)
+        raystow.restore(version, {"w": torch.zeros(8), "loader": PerRank(loader), "rng": Rng()})
+        assert [batch.tolist() for _ in range(2) for batch in loader] == expected[number]

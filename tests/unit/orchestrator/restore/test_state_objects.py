@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.local_cluster import LocalCluster
 from helpers.state_equality import same
+from helpers.wrapper_classes import Quantized
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import lr_scheduler as schedulers
@@ -382,6 +383,18 @@ def test_a_scaler_and_extra_state_are_restored(tmp_path: Path) -> None:
     raystow.restore(saved(tmp_path, state), again)
     assert again["scaler"].state_dict() == state["scaler"].state_dict()
     assert same(again["model"].extra, state["model"].extra)
+
+
+def test_parameters_that_consist_of_tensors_are_filled(tmp_path: Path) -> None:
+    def made() -> nn.Module:
+        net = nn.Linear(4, 4)
+        net.register_parameter("codes", nn.Parameter(Quantized.random((4, 4)), requires_grad=False))
+        return net
+
+    net, again = made(), made()
+    raystow.restore(saved(tmp_path, {"model": net}), {"model": again})
+    assert again.codes.same(net.codes)  # type: ignore[operator, union-attr]
+    assert torch.equal(again.weight, net.weight)  # type: ignore[arg-type]
 
 
 def test_objects_that_may_be_missing_are_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
