@@ -19,16 +19,16 @@ from .tree import Path, PathPart, Placeholder, part_of, replace, show
 _DEEPEST = 100
 
 
-class Place(NamedTuple):
+class ObjectPlace(NamedTuple):
     """An object of a state, or a value right below ``PerRank`` without objects. ``per_rank``: each rank has its own."""
 
     node: object
     per_rank: bool
 
 
-def places(state: object, what: str) -> dict[Path, Place]:
+def places(state: object, what: str) -> dict[Path, ObjectPlace]:
     """The objects of a state and its other values below ``PerRank``, by path. ``StateError`` for an object in two places."""
-    found = dict[Path, Place]()
+    found = dict[Path, ObjectPlace]()
     _find(state, (), found, per_rank=False, depth=0)
     first = dict[int, Path]()
     for path, (node, _) in found.items():
@@ -38,13 +38,13 @@ def places(state: object, what: str) -> dict[Path, Place]:
     return found
 
 
-def _find(node: object, path: Path, found: dict[Path, Place], *, per_rank: bool, depth: int) -> None:
+def _find(node: object, path: Path, found: dict[Path, ObjectPlace], *, per_rank: bool, depth: int) -> None:
     if isinstance(node, PerRank):
         node, per_rank = node.value, True
     if is_object(node):
-        found[path] = Place(node, per_rank or isinstance(node, Rng))
+        found[path] = ObjectPlace(node, per_rank or isinstance(node, Rng))
     elif per_rank and not _has_objects(node, depth):
-        found[path] = Place(node, True)
+        found[path] = ObjectPlace(node, True)
     elif depth <= _DEEPEST and _may_have(node):
         for part, child in _parts(node):
             if per_rank or not _is_leaf(type(child)):

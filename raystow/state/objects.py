@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 from ..storage.errors import StateError
 from ..storage.versions.value_tree import part_text
 from .object_marker import MarkerTarget, ObjectMarker
-from .object_places import Place, built, is_object, places, settled
+from .object_places import ObjectPlace, built, is_object, places, settled
 from .optimizers import OptimizerState, parameter_names
 from .per_rank import RankStates, rank_form
 from .rng import Rng
@@ -127,6 +127,6 @@ class ObjectTree:
         return found
 
 
-def _mark(place: Place, target: MarkerTarget) -> ObjectMarker:
+def _mark(place: ObjectPlace, target: MarkerTarget) -> ObjectMarker:
     merges = place.per_rank and hasattr(place.node, "load_rank_states")
     return ObjectMarker(target=target, per_rank=place.per_rank, merges=merges)

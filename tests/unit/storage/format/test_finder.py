@@ -198,7 +198,7 @@ def test_contradictory_rows_are_damage():
         version.find(0, 1)
 
 
-def test_what_is_beneath_a_name_is_found_without_all_fragments() -> None:
+def test_few_fragments_are_read_for_optimizers() -> None:
     """The states of parameters, whose names a new optimizer does not know."""
     saved = Saved({"w": 640, "optim.state.w.m": 640, "optim.state.w.v": 640}, 64)
     for node, ranks in enumerate(saved.nodes):
@@ -217,7 +217,7 @@ def test_what_is_beneath_a_name_is_found_without_all_fragments() -> None:
             assert len(rows) <= 4
 
 
-def test_more_beneath_a_name_is_found_in_any_fragment() -> None:
+def test_other_tensors_of_optimizers_are_found() -> None:
     saved = Saved({"w": 640, "optim.state.w.m": 640}, 64)
     box = (0,), (3,)
     saved.rows[20].append(row("optim.state.w.rows", 3, box, 20))
@@ -230,7 +230,7 @@ def test_more_beneath_a_name_is_found_in_any_fragment() -> None:
     assert found["optim.state.empty.m"]
 
 
-def test_what_a_rank_has_for_itself_is_with_its_node() -> None:
+def test_parts_of_a_rank_are_with_its_node() -> None:
     saved = Saved({"w": 640}, 64)
     for rank in range(64):
         saved.rows[rank // 2].append(row(f"own.[rank {rank}]", 2, ((0,), (2,)), rank // 2))
