@@ -256,8 +256,8 @@ def restore(
     Args:
         source: A repository, see ``open``, or a ``Version``.
         into: A state like the one saved. Tensors and arrays are filled in place, of DTensors this rank's shards; other values are
-            replaced in the dicts and lists that hold them, and containers of such values as a whole. ``AsSaved`` stands for a
-            part of another structure.
+            replaced in the dicts and lists that hold them, and containers of such values as a whole. Objects are loaded at the
+            end. ``AsSaved`` stands for a part of another structure.
         version: Of a repository, an id, the name of a pin, ``"step:60"`` (the newest version of that step), or ``"latest"``: the
             newest one. If that is damaged and this process is alone, the newest whole one before it is restored, with an error
             in the log.

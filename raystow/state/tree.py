@@ -56,10 +56,8 @@ def flatten(state: object, *, what: str = "state", placeholders: bool = False) -
     array or plain value, for a container that contains itself, for two leaves of one name, and for a name that is too long.
     """
     if not isinstance(state, dict):
-        by_name = "a dict of its state_dict(), and load_state_dict() that after a restore"
-        raise StateError(
-            f"{_type(state)} is not a dict", subject=what, remedy=f"pass {by_name if hasattr(state, 'state_dict') else 'a dict'}"
-        )
+        remedy = 'pass it in a dict, such as {"model": model}' if hasattr(state, "state_dict") else "pass a dict"
+        raise StateError(f"{_type(state)} is not a dict", subject=what, remedy=remedy)
     leaves = list[Leaf]()
     _walk(state, (), "", what, (), leaves)
     for leaf in () if placeholders else leaves:

@@ -204,8 +204,9 @@ class Checkpointer:
         plain values are stored for each rank.
 
         Args:
-            state: A dict with string or integer keys of tensors, numpy arrays, numbers, strings, bytes, None, and dicts, lists
-                and tuples of these.
+            state: A dict with string or integer keys of objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers,
+                loaders), ``PerRank``, ``Rng``, tensors, numpy arrays, numbers, strings, bytes, None, and dicts, lists and tuples
+                of these.
             step: The training step, from 0 to 2**63 - 1.
             metrics: Plain values by name. The version has those of rank 0; a warning names what other ranks pass otherwise.
 
