@@ -22,7 +22,7 @@ _WRAPPED = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 
 
 class ModuleState:
-    """A module's state dict. ``module``: unwrapped.
+    """A module's state dict. ``module``: unwrapped. ``where``: names it in errors.
 
     Attributes:
         tree: Parameters, buffers and other entries by plain name; tensors share the memory of the module.
@@ -30,10 +30,11 @@ class ModuleState:
         buffers: Those of its buffers.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, where: str) -> None:
         import torch
 
         self.module = module = unwrapped(module)
+        _check_kind(module, where)
         if _keeps_variables(module):  # parameters as they are: recognized, and loaded without a copy
             state = module.state_dict(keep_vars=True)
             parameters = [name for name, value in state.items() if isinstance(value, torch.nn.Parameter)]
@@ -106,19 +107,23 @@ _kept: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDiction
 
 
 def _keeps_variables(module: torch.nn.Module) -> bool:
-    """Whether only ``nn.Module`` makes the state dict, which then has the parameters themselves. ``StateError`` for FSDP of
-    version 1, which makes it by collectives."""
+    """Whether only ``nn.Module`` makes the state dict, which then has the parameters themselves."""
     import torch
 
     if module not in _kept:
-        fully_sharded = sys.modules.get("torch.distributed.fsdp")
-        for name, within in module.named_modules():
-            if fully_sharded is not None and isinstance(within, fully_sharded.FullyShardedDataParallel):
-                remedy = "use fully_shard, or pass get_state_dict(model, optimizer) and call set_state_dict after a restore"
-                raise StateError(f"{name or 'the module'} is FullyShardedDataParallel", remedy=remedy)
         plain = torch.nn.Module
         changed = ("state_dict", "_save_to_state_dict")
         _kept[module] = all(
             getattr(type(within), name) is getattr(plain, name) for within in module.modules() for name in changed
         )
     return _kept[module]
+
+
+def _check_kind(module: torch.nn.Module, where: str) -> None:
+    """``StateError`` for FSDP of version 1, which makes a state dict by collectives."""
+    fully_sharded = sys.modules.get("torch.distributed.fsdp")
+    if fully_sharded is None or module in _kept:
+        return
+    if any(isinstance(within, fully_sharded.FullyShardedDataParallel) for within in module.modules()):
+        remedy = "use fully_shard, or pass get_state_dict(model, optimizer) and call set_state_dict after a restore"
+        raise StateError("has FullyShardedDataParallel in it", subject=where, remedy=remedy)

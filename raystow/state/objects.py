@@ -103,7 +103,7 @@ class ObjectTree:
             others, generators = dict[Path, StateObject](), dict[Path, StateObject]()
             for path, (node, per_rank) in self._places.items():
                 if loaded is not None and isinstance(node, loaded.nn.Module):
-                    modules[path] = ModuleObject(node, per_rank=per_rank)
+                    modules[path] = ModuleObject(node, show(path, self._what), per_rank=per_rank)
                 elif loaded is not None and isinstance(node, loaded.optim.Optimizer):
                     optimizers[path] = node
                 elif isinstance(node, Rng):

@@ -77,11 +77,11 @@ class Rng:
             rank: This rank.
             world_size: The number of ranks now.
         """
-        if rank == 0 and world_size > len(states):
-            which = f"{len(states)} to {world_size - 1}" if world_size > len(states) + 1 else f"{len(states)}"
-            logger.warning("random streams of the new ranks %s are derived from the version and the rank", which)
-        elif rank == 0 and world_size < len(states):
-            logger.warning("the random streams of ranks %d to %d end: %d ranks restore", world_size, len(states) - 1, world_size)
+        low, high = sorted((len(states), world_size))
+        if rank == 0 and low < high:
+            which = f"ranks {low} to {high - 1}" if low < high - 1 else f"rank {low}"
+            how = "are derived from the version and the rank" if high == world_size else "end"
+            logger.warning("%d ranks have saved, %d restore: the random streams of %s %s", len(states), world_size, which, how)
         self.load_state_dict(states[rank] if rank < len(states) else _derived(states[0], rank))
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
+from ..storage.errors import StateError
 from .as_saved import AsSaved
 from .modules import ModuleState
 from .object_marker import MarkerTarget, Template
@@ -41,17 +42,17 @@ class StateObject(Protocol):
 
 
 class ModuleObject:
-    """A module. ``per_rank``: see ``ObjectMarker``."""
+    """A module. ``where``: names it in errors. ``per_rank``: see ``ObjectMarker``."""
 
-    def __init__(self, module: torch.nn.Module, *, per_rank: bool) -> None:
-        self.state, self._per_rank = ModuleState(module), per_rank
+    def __init__(self, module: torch.nn.Module, where: str, *, per_rank: bool) -> None:
+        self.state, self._where, self._per_rank = ModuleState(module, where), where, per_rank
 
     def saved(self) -> object:
         return self.state.saved()
 
     def into(self, mark: Mark) -> object:
         if self._per_rank:
-            return mark(Template(lambda: self.state.tree))
+            return mark(_ModuleTemplate(self.state, self._where))
         own = self.state.own
         return {
             name: one if name in own else mark(Template(functools.partial(_same, one))) for name, one in self.state.tree.items()
@@ -60,6 +61,20 @@ class ModuleObject:
     def load(self, restored: State) -> object:
         self.state.load({n: self.state.tree.get(n) if isinstance(one, Placeholder) else one for n, one in restored.items()})
         return None
+
+
+class _ModuleTemplate(Template):
+    """A module that each rank has for itself."""
+
+    def __init__(self, state: ModuleState, where: str) -> None:
+        super().__init__(lambda: state.tree)
+        self._names, self._where = state.tree.keys(), where
+
+    def check(self, whole: object) -> None:
+        saved = whole.keys() if isinstance(whole, dict) else set[str]()
+        if differ := sorted(map(str, saved ^ self._names)):
+            more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+            raise StateError(f"only this module or the saved one has {', '.join(differ[:3])}{more}", subject=self._where)
 
 
 class OptimizerObject:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from ray.cluster_utils import Cluster
+from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import raystow
 from integration.layouts import STEPS, ProcessGroup, build, state_of, train, whole
+from raystow.state.planner import plan_save
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,21 @@ def restore(rank: int, n: int, uri: str, layout: str, tag: str) -> dict[str, Any
         digests = whole(state_of(state["model"], state["optim"], flat=False))
         own = state["own"].value
         return {"whole": digests, "after": go_on(state), "own": (own["seen"].tolist(), own["n"])}
+
+
+def refused(rank: int, n: int) -> str:
+    """Return the error for FSDP of version 1."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    net = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
+    with pytest.raises(raystow.StateError) as error:
+        plan_save({"model": net}, rank=rank, world_size=n)
+    return str(error.value)
+
+
+def test_modules_that_need_collectives_are_refused(world: ProcessGroup) -> None:
+    (text,) = world.call("do", 1, refused)
+    assert text.startswith('state["model"]: has FullyShardedDataParallel in it')
 
 
 @pytest.mark.parametrize(

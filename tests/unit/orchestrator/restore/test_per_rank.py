@@ -189,6 +189,13 @@ def test_modules_may_differ_between_ranks(tmp_path: Path, rank: Any) -> None:
             )
 
 
+def test_another_module_is_refused_before_any_is_loaded(tmp_path: Path) -> None:
+    version = saved(tmp_path, {"net": PerRank(nn.Linear(2, 2)), "loader": Loader(1)})
+    with pytest.raises(raystow.StateError, match=r'into\["net"\]: only this module or the saved one has bias'):
+        raystow.restore(version, {"net": PerRank(nn.Linear(2, 2, bias=False)), "loader": (loader := Loader())})
+    assert loader.loaded == []
+
+
 def test_a_sharded_tensor_is_refused(tmp_path: Path) -> None:
     box = raystow.Box(torch.ones(2), shape=(4,), offset=(2,))
     with pytest.raises(raystow.StateError, match=r'state\["a"\]\["b"\]: a Box'):
@@ -249,7 +256,9 @@ def test_generators_of_each_rank_go_on(tmp_path: Path, rank: Any, caplog: pytest
     rank(0, 1)
     raystow.restore(version, {"rng": Rng(), "w": torch.zeros(8)})
     assert draws() == expected[0]
-    assert [record.getMessage() for record in caplog.records] == ["the random streams of ranks 1 to 1 end: 1 ranks restore"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 ranks have saved, 1 restore: the random streams of rank 1 end"
+    ]
 
 
 def test_new_ranks_have_streams_of_their_own(tmp_path: Path, rank: Any, caplog: pytest.LogCaptureFixture) -> None:
