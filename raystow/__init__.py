@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from .orchestrator.client.options import Compression, Interval, Memory, Replication
     from .orchestrator.client.pending import Pending
     from .orchestrator.journal.journal import Journal
-    from .orchestrator.restore.as_saved import AsSaved
     from .orchestrator.sensitivity import Proposal, Sensitivity, Trial, sensitivity
+    from .state.as_saved import AsSaved
     from .state.box import Box, Boxes
     from .state.lossy.rules import Blockwise, MantissaBits
     from .state.lossy.sqnr import Sqnr
+    from .state.per_rank import PerRank
+    from .state.rng import Rng
     from .state.tree import State
     from .storage.errors import (
         ClusterError,
@@ -75,6 +77,7 @@ __all__ = [
     "NotFound",
     "OutcomeUnknown",
     "Pending",
+    "PerRank",
     "Policy",
     "PreconditionFailed",
     "Proposal",
@@ -82,6 +85,7 @@ __all__ = [
     "Replication",
     "Repository",
     "RetentionPlan",
+    "Rng",
     "SaveFailed",
     "Sensitivity",
     "Sqnr",
@@ -103,7 +107,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsSaved": "orchestrator.restore.as_saved",
+    "AsSaved": "state.as_saved",
     "Blockwise": "state.lossy.rules",
     "Box": "state.box",
     "Boxes": "state.box",
@@ -117,11 +121,13 @@ _MODULES = {
     "Interval": "orchestrator.client.options",
     "Memory": "orchestrator.client.options",
     "Pending": "orchestrator.client.pending",
+    "PerRank": "state.per_rank",
     "Policy": "storage.retention.policy",
     "Proposal": "orchestrator.sensitivity",
     "Replication": "orchestrator.client.options",
     "Repository": "storage.repository",
     "RetentionPlan": "storage.retention.plan",
+    "Rng": "state.rng",
     "Sensitivity": "orchestrator.sensitivity",
     "Sqnr": "state.lossy.sqnr",
     "TensorInfo": "storage.versions.version",
@@ -250,8 +256,8 @@ def restore(
     Args:
         source: A repository, see ``open``, or a ``Version``.
         into: A state like the one saved. Tensors and arrays are filled in place, of DTensors this rank's shards; other values are
-            replaced in the dicts and lists that hold them, and containers of such values as a whole. ``AsSaved`` stands for a
-            part of another structure.
+            replaced in the dicts and lists that hold them, and containers of such values as a whole. Objects are loaded at the
+            end. ``AsSaved`` stands for a part of another structure.
         version: Of a repository, an id, the name of a pin, ``"step:60"`` (the newest version of that step), or ``"latest"``: the
             newest one. If that is damaged and this process is alone, the newest whole one before it is restored, with an error
             in the log.

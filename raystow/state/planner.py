@@ -18,6 +18,7 @@ from .assignment import ChunkAssignment, assign_chunks
 from .derived_tensors import DerivedTensors
 from .lossy import rounded_chunk
 from .lossy.profiles import Lossy
+from .objects import ObjectTree
 from .planned_chunk import DeviceChunks, PlannedChunk, PlannedDerived
 from .shard_cache import ShardCache, TensorView
 from .shard_rules import ShardRules
@@ -150,15 +151,37 @@ class SavePlan:
 
 @uncollected()
 def plan_save(
-    state: object, *, rank: int, world_size: int, on_gpu: bool = True, planner: Planner | None = None, save: int = 1
+    state: object,
+    *,
+    rank: int,
+    world_size: int,
+    on_gpu: bool = True,
+    planner: Planner | None = None,
+    save: int = 1,
 ) -> SavePlan:
     """Plan a save, and copy tensors of the host that may change at once. ``planner``: the same for all saves of a rank.
     ``save``: its number.
 
     Raises ``StateError`` with the path of anything that cannot be stored.
     """
-    planner = planner or Planner()
-    leaves = planner.structure.leaves(state)
+    planner, objects = planner or Planner(), ObjectTree(state, what="state")
+    tree = objects.saved(rank)
+    with objects.named():
+        views, rows = _leaves(planner, tree, rank)
+    ready = {device: _record_event(device) for device in {view.shard.device for view in views} if device is not None}
+    views, writes = copy_unguarded(views)
+    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, writes)
+
+
+def tensors_of(state: object, rank: int) -> object:
+    """Return a tree to prepare a save with. Of the objects in the state, only modules and optimizers are asked for theirs: that of
+    a data loader may start its workers."""
+    return ObjectTree(state, what="state").saved(rank, tensors_only=True)
+
+
+def _leaves(planner: Planner, tree: object, rank: int) -> tuple[tuple[TensorView, ...], tuple[tuple[str, str, str], ...]]:
+    """The tensors and the plain values of a state without objects."""
+    leaves = planner.structure.leaves(tree)
     rows = tuple((leaf.name, path_text(leaf.path), values.dumps(leaf.value)) for leaf in leaves if not leaf.is_tensor)
     if sum(len(text) for _, _, text in rows) > MAX_VALUES:
         largest = max((leaf for leaf in leaves if not leaf.is_tensor), key=lambda leaf: len(values.dumps(leaf.value)))
@@ -167,10 +190,7 @@ def plan_save(
     if len(rows) > MAX_ROWS:
         (around, _), *_ = Counter(leaf.path[:-1] for leaf in leaves if not leaf.is_tensor).most_common(1)
         raise StateError(f"more than {MAX_ROWS:,} plain values", subject=show(around), remedy="make them an array")
-    views = planner.shards.look([box for leaf in leaves if leaf.is_tensor for box in boxes(leaf)], rank)
-    ready = {device: _record_event(device) for device in {view.shard.device for view in views} if device is not None}
-    views, writes = copy_unguarded(views)
-    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, writes)
+    return planner.shards.look([box for leaf in leaves if leaf.is_tensor for box in boxes(leaf)], rank), rows
 
 
 def _record_event(device: int) -> torch.cuda.Event:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _DEEPEST = 100  # containers around a leaf, far below Python's recursion limit
 _SIMPLE = (np.ndarray, np.memmap)
+_SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 _LONG = MAX_NAME // 16  # characters of a name; the path of a shorter one, whose characters JSON may escape, fits the format
 
 State: TypeAlias = dict[str, Any]
@@ -55,10 +56,8 @@ def flatten(state: object, *, what: str = "state", placeholders: bool = False) -
     array or plain value, for a container that contains itself, for two leaves of one name, and for a name that is too long.
     """
     if not isinstance(state, dict):
-        by_name = "a dict of its state_dict(), and load_state_dict() that after a restore"
-        raise StateError(
-            f"{_type(state)} is not a dict", subject=what, remedy=f"pass {by_name if hasattr(state, 'state_dict') else 'a dict'}"
-        )
+        remedy = 'pass it in a dict, such as {"model": model}' if hasattr(state, "state_dict") else "pass a dict"
+        raise StateError(f"{_type(state)} is not a dict", subject=what, remedy=remedy)
     leaves = list[Leaf]()
     _walk(state, (), "", what, (), leaves)
     for leaf in () if placeholders else leaves:
@@ -78,9 +77,27 @@ def flatten(state: object, *, what: str = "state", placeholders: bool = False) -
     return leaves
 
 
-def contains_placeholders(into: State) -> bool:
+def contains_placeholders(into: object) -> bool:
     """Whether there is a placeholder anywhere in ``into``."""
-    return any(isinstance(leaf.value, Placeholder) for leaf in flatten(into, what="into", placeholders=True))
+    return _contains(into, Placeholder, 0)
+
+
+def _contains(node: object, kind: type, depth: int) -> bool:
+    if isinstance(node, kind):
+        return True
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+    return depth <= _DEEPEST and any(_contains(child, kind, depth + 1) for child in children)
+
+
+def part_of(node: object, path: Path) -> object:
+    """What is at a path below a node; None if nothing is."""
+    for part in path:
+        kind, key = (_SEQUENCES[part[0]], part[1]) if isinstance(part, tuple) else (dict, part)
+        try:
+            node = node[key] if isinstance(node, kind) else None  # type: ignore[index]
+        except (KeyError, IndexError):
+            return None
+    return node
 
 
 def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...], leaves: list[Leaf]) -> None:

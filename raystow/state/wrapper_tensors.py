@@ -67,6 +67,11 @@ def inner_tensors(node: object, where: str) -> Mapping[str, object] | None:
     return _parts(node, None, where) if _is_wrapper(node) else None
 
 
+def is_composed(tensor: object) -> bool:
+    """Whether a tensor, or the local tensor of a DTensor, consists of others."""
+    return _is_wrapper(tensor._local_tensor if is_dtensor(tensor) else tensor)
+
+
 def _is_wrapper(tensor: object) -> TypeGuard[torch.Tensor]:
     if not hasattr(type(tensor), "__tensor_flatten__") or not hasattr(type(tensor), "__tensor_unflatten__"):
         return False

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...orchestrator.restore.as_saved import CheckedAsSaved
 from ...state import value_text
+from ...state.as_saved import CheckedAsSaved
 from ...state.tree import State
 from ...storage.errors import Damaged, StateError
 from ...storage.format.values import is_plain

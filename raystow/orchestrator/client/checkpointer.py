@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from ...state.lossy.profiles import Lossy
-from ...state.planner import Planner, SavePlan, plan_save
+from ...state.planner import Planner, SavePlan, plan_save, tensors_of
 from ...state.tree import State, contains_placeholders
 from ...storage.arguments import integer
 from ...storage.errors import RaystowError, StateError
@@ -206,8 +206,9 @@ class Checkpointer:
         plain values are stored for each rank.
 
         Args:
-            state: A dict with string or integer keys of tensors, numpy arrays, numbers, strings, bytes, None, and dicts, lists
-                and tuples of these.
+            state: A dict with string or integer keys of objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers,
+                loaders), ``PerRank``, ``Rng``, tensors, numpy arrays, numbers, strings, bytes, None, and dicts, lists and tuples
+                of these.
             step: The training step, from 0 to 2**63 - 1.
             metrics: Plain values by name. The version has those of rank 0; a warning names what other ranks pass otherwise.
 
@@ -371,7 +372,8 @@ class Checkpointer:
         if restored is not None:
             self._in_flight.restored = restored
         if not self._node.made:
-            self._node.prepare(lambda: None if contains_placeholders(into) else self._plan(into))
+            tree = tensors_of(into, self.rank)  # here, since the training changes objects
+            self._node.prepare(lambda: None if contains_placeholders(tree) else self._plan(tree))
         return restored
 
     def restore_latest(
@@ -416,7 +418,7 @@ class Checkpointer:
         """
         self._check_open()
         if not self._node.made:
-            plan = self._plan(state)
+            plan = self._plan(tensors_of(state, self.rank))
             self._node.prepare(lambda: plan)
 
     def wait(self) -> None:
@@ -477,9 +479,9 @@ class Checkpointer:
     def _open(self, address: str) -> ObjectStore:
         return open_store(address)
 
-    def _plan(self, state: State) -> SavePlan:
+    def _plan(self, tree: object) -> SavePlan:
         """Return a plan that prepares saves of a state like this one."""
-        return plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu")
+        return plan_save(tree, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu")
 
     def _check_open(self) -> None:
         if self._closed:

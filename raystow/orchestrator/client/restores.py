@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from ...state.objects import ObjectTree
 from ...state.tree import State
 from ...storage.repository import Repository
 from ...storage.runtime.clock import SYSTEM
@@ -35,16 +36,19 @@ class Restores:
         progress: Callable[[int], None] | None,
     ) -> Version | None:
         """Fill ``into`` from the version that is ``asked`` for; see ``Checkpointer.restore``."""
-        begun, member = SYSTEM.monotonic(), self._startup.member
+        begun, member, objects = SYSTEM.monotonic(), self._startup.member, ObjectTree(into, what="into")
+        tree = objects.into()
         vote = RestoreVote(
             *(options.rank, options.world_size, member.incarnation, next(self._numbers), self._timeout),
             allow_uncommitted=allow_uncommitted,
             version=asked,
-            names=names_digest(into) if options.world_size > 1 else 0,
+            names=names_digest(tree) if options.world_size > 1 else 0,
         )
         here, address = self._startup.connection.node, self._startup.node_address
         agreement = ClusterAgreement(repository, self._startup.port, vote, self._numbers, address, here=here)
-        restored = restore_agreed(repository, into, agreement, options, progress=progress)
+        with objects.named():
+            restored = restore_agreed(repository, tree, agreement, options, progress=progress)
         if restored is not None:
+            objects.load(options.rank, options.world_size)
             record(RESTORE, SYSTEM.monotonic() - begun, repository=repository.uri)
         return restored

@@ -132,14 +132,19 @@ def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: S
         return
     if seeker.world_size < seeker.saved:
         gone = {name: ranks for name, ranks in found.ranks.lost().items() if not is_within(name, match.elsewhere)}
-        if lost := {name: ranks for name, ranks in gone.items() if name in match.used or name not in rules.unused}:
+        lost = {name: ranks for name, ranks in gone.items() if name in match.used or name not in rules.unused}
+        if lost := {**lost, **match.lost}:
             what = "%d ranks restore version %d of %d ranks, and not these values; version.per_rank(name) returns them: %s"
             logger.warning(what, seeker.world_size, version.id, seeker.saved, _with_ranks(lost))
     elif seeker.world_size > seeker.saved:
         differing = found.ranks.differing(seeker.saved) if seeker.saved > 1 else {name: [0] for name in found.values}
-        if given := {name: ranks for name, ranks in differing.items() if name in match.used}:
+        given = {name: ranks for name, ranks in differing.items() if name in match.used and not is_within(name, match.elsewhere)}
+        if given:
             what = "ranks %d to %d are new: these values, which may differ between ranks, are those of the lowest rank: %s"
             logger.warning(what, seeker.saved, seeker.world_size - 1, _with_ranks(given))
+        if match.lost:
+            what = "ranks %d to %d are new, and get none of these values of other ranks; version.per_rank(name) returns them: %s"
+            logger.warning(what, seeker.saved, seeker.world_size - 1, _with_ranks(match.lost))
 
 
 def _parts(missing: Sequence[str], unused: Sequence[str]) -> list[str]:

@@ -8,16 +8,16 @@ from itertools import accumulate
 
 import numpy as np
 
+from ...state.as_saved import AsSaved
 from ...state.tree import Leaf, Path, State, flatten, show
 from ...state.wrapper_tensors import ShardPart, WrapperText
 from ...storage.coding.digest import stored_digest
 from ...storage.errors import StateError
-from ...storage.format.manifest import Chunk, Value
+from ...storage.format.manifest import Value
 from ...storage.versions.tensor_index import Finder, Seeker
-from ...storage.versions.value_tree import Path as ValuePath
 from ...storage.versions.value_tree import part_text
-from .as_saved import AsSaved, load, rows_beneath
 from .plain_containers import PlainNode, by_container, is_same, match_values
+from .saved_parts import SavedParts, is_per_rank, load, saved_parts
 
 _PLACES = 3  # containers that an advice names
 
@@ -29,9 +29,9 @@ class NameMatch:
     names that this rank leaves unused.
 
     ``new``: values and containers that replace parts of ``into``; ``whole``: leaves that are replaced by a tensor or by a
-    numpy scalar; ``marked``: what is in the place of each marker, by path from there. ``places``: the containers and plain values
-    in ``into``, by name. ``elsewhere``: names that this rank neither restores nor leaves unused, and names around those: the
-    descriptions of tensors, which are compared, and tensors of other ranks.
+    numpy scalar; ``marked``: what is in the place of each marker; ``lost``: see ``SavedParts``. ``places``: the containers and
+    plain values in ``into``, by name. ``elsewhere``: names that this rank neither restores nor leaves unused, and names around
+    those: the descriptions of tensors, which are compared, and tensors of other ranks.
     """
 
     used: set[str] = field(default_factory=set)
@@ -41,7 +41,8 @@ class NameMatch:
     values: set[str] = field(default_factory=set)
     new: dict[Path, object] = field(default_factory=dict)
     whole: list[Leaf] = field(default_factory=list)
-    marked: dict[Path, dict[ValuePath, Value | list[Chunk]]] = field(default_factory=dict)
+    marked: dict[Path, SavedParts] = field(default_factory=dict)
+    lost: dict[str, list[int]] = field(default_factory=dict)
     places: dict[str, Path] = field(default_factory=dict)
     elsewhere: set[str] = field(default_factory=set)
 
@@ -80,13 +81,16 @@ def match_names(
         around = by_container(finder.read_all().values.values())
     for leaf in leaves:
         if isinstance(leaf.value, AsSaved):
-            parts = dict(rows_beneath(leaf.name, found, around, seeker.rank))
-            match.marked[leaf.path] = parts
-            restored = [row for row in parts.values() if isinstance(row, Value)]
-            match.rows.extend(restored)
-            match.used.update(row[0].name for row in parts.values() if not isinstance(row, Value))
-            match.used.update(row.name for row in around.get(leaf.name, ()) if restored)
-            if not parts:
+            match.marked[leaf.path] = taken = saved_parts(leaf, found, around, seeker)
+            restored = [row for row in taken.parts.values() if isinstance(row, Value)]
+            match.used.update(taken.used)
+            match.used.update(row.name for row in around.get(leaf.name, ()) if restored or taken.absent)
+            if is_per_rank(leaf.value):
+                match.elsewhere.add(leaf.name)  # what other ranks have there is theirs
+                match.lost.update(taken.lost)
+            else:
+                match.rows.extend(restored)
+            if not taken.parts and not taken.absent:
                 match.missing.append(leaf)
         elif leaf.is_tensor and found.chunks.get(leaf.name):
             match.used.add(leaf.name)

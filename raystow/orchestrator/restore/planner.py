@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ...state.as_saved import AsSaved, CheckedAsSaved
+from ...state.per_rank import RankStates
 from ...state.shards import Shard, shard_of
-from ...state.tree import Leaf, Path, State, boxes, flatten, show
+from ...state.tree import Leaf, State, boxes, flatten, show
 from ...state.wrapper_tensors import DESCRIPTION, WRAPPER, ShardPart, WrapperText
 from ...storage.errors import StateError
 from ...storage.format.boxes import bounds
-from ...storage.format.manifest import Chunk, Value
+from ...storage.format.manifest import SCALAR, Chunk, Value
 from ...storage.format.selection import Sought
 from ...storage.runtime.gc_pause import uncollected
 from ...storage.versions.tensor_index import Seeker
 from ...storage.versions.value_tree import Path as ValuePath
 from ...storage.versions.value_tree import nested
 from ...storage.versions.version import Version
-from .as_saved import AsSaved, CheckedAsSaved, load, target
 from .fill import Fill
 from .name_check import (
     ALONE,
@@ -37,6 +38,7 @@ from .name_patterns import STRICT, NameRules
 from .numbers import element, number
 from .plain_containers import plain_nodes
 from .plan import FROM_STORE, RestorePlan, Sources, build
+from .saved_parts import is_per_rank, load, seeks_every_rank, target
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,8 @@ def plan_restore(
                 shards[leaf.name] = error  # raised only if the version holds a tensor of this name
     nodes, seeker = plain_nodes(leaves), Seeker(options.rank, options.world_size, version.world_size)
     finder = version.finder(seeker)
-    sought = {leaf.name: _sought(leaf, shards.get(leaf.name)) for leaf in leaves if leaf.is_tensor}
+    spread = len(version.record.fragments) > 1
+    sought = {leaf.name: _sought(leaf, shards.get(leaf.name), seeker, spread=spread) for leaf in leaves if leaf.is_tensor}
     found = finder.find(sought | {leaf.name: Sought(container=node.name) for node in nodes for leaf in node.leaves})
     check_filled(version, found, filled)
     if wants_all_names(finder, seeker, options.names):
@@ -91,8 +94,8 @@ def plan_restore(
     for leaf in leaves:
         chunks = found.chunks.get(leaf.name)
         if isinstance(leaf.value, AsSaved):
-            if match.marked[leaf.path]:
-                fill.values[leaf.path] = _as_saved(version, leaf.path, leaf.value, match, fill)
+            if match.marked[leaf.path].parts:
+                fill.values[leaf.path] = _as_saved(version, leaf, match, fill, options)
         elif isinstance(leaf.value, WrapperText):
             if leaf.path in match.new or leaf in match.whole:
                 check_wrapper(leaf, version, fill.values.pop(leaf.path, None))
@@ -123,22 +126,34 @@ def _is_replaced(leaf: Leaf) -> bool:
     return not leaf.is_tensor or isinstance(leaf.value, np.generic | AsSaved)
 
 
-def _as_saved(version: Version, path: Path, marker: AsSaved, match: NameMatch, fill: Fill) -> object:
+def _as_saved(version: Version, leaf: Leaf, match: NameMatch, fill: Fill, options: RestoreOptions) -> object:
     """What a marker is replaced by: plain values, and tensors that ``fill`` fills."""
+    marker, taken = leaf.value, match.marked[leaf.path]
+    assert isinstance(marker, AsSaved)
     parts = dict[ValuePath, object]()
-    for within, part in match.marked[path].items():
+    for within, part in taken.parts.items():
         if isinstance(part, Value):
             parts[within] = value = load(part)
             if within[-1:] == (DESCRIPTION,) and isinstance(value, str) and value.startswith(WRAPPER):
                 what = "AsSaved cannot make a tensor that consists of others"
-                raise StateError(what, subject=show((*path, *within[:-1]), "into"), remedy="pass one like the one that was saved")
+                raise StateError(
+                    what, subject=show((*leaf.path, *within[:-1]), "into"), remedy="pass one like the one that was saved"
+                )
             continue
-        parts[within] = made = target(version, part, marker.device)
-        if not isinstance(made, np.generic):
-            fill.add(shard_of(Leaf((*path, *within), part[0].name, made, True), what="into"), part)
+        first = part[0]
+        own = None if taken.merges or first.kind == SCALAR else marker._memory(within, first.dtype, first.shape)
+        parts[within] = made = own if own is not None else target(version, part, marker._device(within[taken.merges :]))
+        if isinstance(made, np.generic):
+            continue
+        place = Leaf((*leaf.path, *within), first.name, made, True)
+        for shard in [shard_of(box, rank=options.rank, what="into") for box in boxes(place, "into")]:
+            check_target(place, shard, version, first, cast=options.cast)
+            fill.add(shard, part)
     whole = nested(parts)
-    if isinstance(marker, CheckedAsSaved):
-        marker.check(whole)
+    if taken.merges:
+        assert isinstance(whole, dict)
+        whole = RankStates(tuple(whole.get(rank) for rank in range(version.world_size)))
+    marker._check(whole)
     return whole
 
 
@@ -154,15 +169,27 @@ def _is_empty_here(targets: list[Shard] | StateError | None) -> bool:
     return isinstance(targets, list) and bool(targets) and all(0 in one.extent and 0 not in one.shape for one in targets)
 
 
-def _sought(leaf: Leaf, targets: list[Shard] | StateError | None) -> Sought:
+def _sought(leaf: Leaf, targets: list[Shard] | StateError | None, seeker: Seeker, *, spread: bool) -> Sought:
+    """What is sought for a leaf. ``spread``: the manifest has several fragments, of which some may not be needed."""
     if isinstance(leaf.value, CheckedAsSaved):
         return Sought(container=leaf.name)
+    if is_per_rank(leaf.value):
+        every = seeks_every_rank(leaf.value, seeker)
+        return Sought(beneath=True, own=not every, every=every)
     if isinstance(leaf.value, AsSaved):
-        return Sought(beneath=True)
+        like = leaf.value._like() if spread else {}
+        parts = [boxes(Leaf(leaf.path, f"{leaf.name}.{name}", one, True), "into") for name, one in like.items()]
+        found = {within[0].name: [shard_of(box, rank=seeker.rank, what="into") for box in within] for within in parts}
+        return Sought(beneath=True, like={name: _sought_box(shards) for name, shards in found.items()})
     if isinstance(targets, list) and targets:
-        around = bounds([(shard.offset, shard.extent) for shard in targets])
-        return Sought(True, targets[0].shape, around, targets[0].holders)
+        return _sought_box(targets)
     return Sought(tensor=leaf.is_tensor)
+
+
+def _sought_box(targets: Sequence[Shard]) -> Sought:
+    """What is sought of a tensor for these parts of it."""
+    around = bounds([(shard.offset, shard.extent) for shard in targets])
+    return Sought(True, targets[0].shape, around, targets[0].holders)
 
 
 def _targets(shards: Mapping[str, list[Shard] | StateError], leaf: Leaf) -> list[Shard]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from ...state.objects import ObjectTree
 from ...state.tree import State
 from ...storage.arguments import refused
 from ...storage.format import key_files
@@ -42,4 +43,10 @@ def restore(
     names = NameRules.of(strict, allow_missing, allow_unused)
     rank, world_size = process_group() or placement()  # a replica group of torchft is a world of its own: see placement
     agreement = LocalAgreement(repository, version, fall_back=world_size == 1)
-    return restore_agreed(repository, into, agreement, RestoreOptions(rank, world_size, names, cast), progress=progress)
+    objects, options = ObjectTree(into, what="into"), RestoreOptions(rank, world_size, names, cast)
+    tree = objects.into()
+    with objects.named():
+        restored = restore_agreed(repository, tree, agreement, options, progress=progress)
+    if restored is not None:
+        objects.load(rank, world_size)
+    return restored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,7 +22,9 @@ _BOX = ("name", "kind", "shape", "offset", "extent")
 class Sought:
     """What a rank reads under a name: a ``box`` of a tensor of ``shape``; without a box all of it, whatever its shape.
     ``tensor``: it must be a tensor, not a plain value. ``holders``: the ranks that read the same box; none: all. ``beneath``:
-    also all tensors whose names begin with this one and a dot. ``container``: of a plain value, the outermost container around
+    also all tensors whose names begin with this one and a dot. ``own``: what this rank has saved itself is enough. ``every``: the
+    values of all ranks are sought. ``like``: by a name beneath, what is read of tensors right beneath that which have its shape;
+    all of others. ``container``: of a plain value, the outermost container around
     it that is replaced as a whole."""
 
     tensor: bool = False
@@ -29,6 +32,9 @@ class Sought:
     box: Box | None = None
     holders: tuple[int, ...] = ()
     beneath: bool = False
+    own: bool = False
+    every: bool = False
+    like: Mapping[str, Sought] = field(default_factory=dict, hash=False)
     container: str = ""
 
 
@@ -68,15 +74,22 @@ def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought]) -> Se
     return selection
 
 
+def sought_like(name: str, shape: tuple[int, ...], like: Mapping[str, Sought]) -> Sought:
+    """What is read of a tensor that is not sought by its own name. ``like``: see ``Sought``."""
+    around = like.get(name.rpartition(".")[0]) if like else None
+    return around if around is not None and around.shape == shape else _WHOLE
+
+
 def _kept(rows: pa.Table, sought: Mapping[str, Sought], spans: dict[str, tuple[int, int]]) -> list[int]:
     """The numbers of the rows to keep."""
     kept, alone = list[int](), set[str]()
+    like = ChainMap(*(dict(one.like) for one in sought.values() if one.like))
     for i, (name, kind, *of) in enumerate(zip(*(rows[column].to_pylist() for column in _BOX), strict=True)):
         if kind == VALUE:
             kept.append(i)
             continue
-        one = sought.get(name, _WHOLE)
         shape, offset, extent = map(tuple, of)
+        one = sought.get(name) or sought_like(name, shape, like)
         if not len(shape) == len(offset) <= MAX_DIMENSIONS:
             raise Damaged(f"row {name!r:.80}: shape and offset of different lengths, or of more than {MAX_DIMENSIONS}")
         low, high = span((offset, extent), shape)

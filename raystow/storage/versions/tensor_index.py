@@ -16,7 +16,7 @@ from ..coding import dtypes
 from ..errors import Damaged
 from ..format.boxes import overlap, span, tile
 from ..format.manifest import Chunk, Value, parse_path
-from ..format.selection import Selection, Sought
+from ..format.selection import Selection, Sought, sought_like
 from ..format.version_record import FragmentInfo
 from .value_tree import RankValues, containers
 
@@ -41,12 +41,14 @@ class Seeker:
 @dataclass
 class FoundRows:
     """Chunk rows that overlap the sought boxes, and value rows, by name: the rank's own value, else that of the lowest rank that
-    was read. ``names``: of all tensors that were read. ``ranks``: what is known of the values of all ranks."""
+    was read. ``names``: of all tensors that were read. ``ranks``: what is known of the values of all ranks. ``every``: the values
+    of all ranks where they are sought."""
 
     ranks: RankValues
     chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
     values: dict[str, Value] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
+    every: list[Value] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +72,7 @@ class Finder:
         self._read_one, self._seeker, self._raw = read, seeker, raw
         self._unread = set(range(len(fragments)))
         self._open: dict[str, Sought] = {}
+        self._every: set[str] = set()
         self._spans: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)  # name -> place of a fragment -> what it holds
         self._lowest: dict[str, int] = {}  # name of a value or container -> -1 if it is the rank's own, else the lowest rank
         self.found = FoundRows(RankValues(seeker.world_size))
@@ -78,6 +81,7 @@ class Finder:
         """Read until everything that is sought is covered, or everything is read. What is not found is not in the version, or not
         completely. ``Damaged`` if rows contradict each other."""
         self._open = dict(sought)
+        self._every = {name for name, wanted in sought.items() if wanted.every}
         for wave in filter(None, self._waves()):
             self._read(wave)
             self._open = {name: wanted for name, wanted in self._open.items() if not self._settled(name, wanted)}
@@ -153,12 +157,16 @@ class Finder:
 
     def _take(self, value: Value) -> None:
         """Keep the rank's own value if it has saved one, else that of the lowest rank."""
-        self.found.ranks.take(value)
-        holder, known = self._holder(value), self.found.values.get(value.name)
+        found = self.found
+        found.ranks.take(value)
+        holder, known = self._holder(value), found.values.get(value.name)
         if known is None or holder < self._holder(known):
-            self.found.values[value.name] = value
-        for name in containers(parse_path(value.path)):
+            found.values[value.name] = value
+        around = list(containers(parse_path(value.path)))
+        for name in around:
             self._lowest[name] = min(holder, self._lowest.get(name, holder))
+        if not self._every.isdisjoint(around):
+            found.every.append(value)
 
     def _holder(self, value: Value) -> int:
         return -1 if self._seeker.rank in value.ranks else min(value.ranks)
@@ -171,16 +179,31 @@ class Finder:
     def _settled(self, name: str, wanted: Sought) -> bool:
         rows = self.found.chunks.get(name)
         if wanted.beneath:
-            return False
+            own = wanted.own and not self._of({self._seeker.rank})  # a node's fragment has all that its ranks have saved alone
+            return own or self._has_all_beneath(name, wanted)
         if name in self.found.values and not wanted.tensor:
             return self._is_known(name)
         if not rows:
             return False
-        if wanted.box is None:
-            return sum(math.prod(row.extent) for row in rows) >= math.prod(rows[0].shape)
-        if rows[0].shape != wanted.shape:
+        if wanted.box is not None and rows[0].shape != wanted.shape:
             return True  # the caller reports it
-        return tile([part for row in rows if (part := overlap(wanted.box, row.box)) is not None], wanted.box)
+        return _has(wanted, rows)
+
+    def _has_all_beneath(self, name: str, wanted: Sought) -> bool:
+        """Whether all is found that is like something known. Empty tensors are not counted by ``complete``."""
+        if (
+            not wanted.like
+            or any(0 in one.shape for one in wanted.like.values())
+            or not self._is_known(name)
+            or not self.complete
+        ):
+            return False
+        within = f"{name}."
+        return all(
+            _has(sought_like(tensor, rows[0].shape, wanted.like), rows)
+            for tensor, rows in self.found.chunks.items()
+            if rows and tensor.startswith(within)
+        )
 
     def _guessed(self) -> set[int]:
         """The fragments from the one that should contain the beginning of an open box to the one with its end, interpolated from
@@ -192,6 +215,13 @@ class Finder:
                 ends = [_near(spans, at, len(self._fragments), math.prod(wanted.shape)) for at in span(wanted.box, wanted.shape)]
                 guessed.update(range(ends[0], ends[1] + 1))
         return guessed & self._unread
+
+
+def _has(wanted: Sought, rows: Sequence[Chunk]) -> bool:
+    """Whether rows of one tensor cover what is sought of it."""
+    if wanted.box is None:
+        return sum(math.prod(row.extent) for row in rows) >= math.prod(rows[0].shape)
+    return tile([part for row in rows if (part := overlap(wanted.box, row.box)) is not None], wanted.box)
 
 
 def _near(spans: Sequence[tuple[int, int, int]], at: int, count: int, size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from ..errors import Damaged, NotFound, StateError
 from ..format import key_files, keys, manifest, values
 from ..format.boxes import Box
 from ..format.manifest import Chunk, Fragment, parse_path
+from ..format.rank_parts import rank_of
 from ..format.root import Entry
 from ..format.selection import Selection, Sought, select
 from ..format.signature import Trust
@@ -36,7 +38,7 @@ from .runs import Run
 from .tensor_index import Finder, Seeker
 from .tensor_slice import Index, resolved
 from .torch_tensor import as_torch
-from .value_tree import beneath, container, rows_of_one_rank
+from .value_tree import Path, beneath, nested
 
 
 @dataclass(frozen=True)
@@ -288,25 +290,39 @@ class Version:
         yield from {row.name: row for row in rows}.values()
 
     def per_rank(self, name: str) -> dict[int, object]:
-        """Read what each rank has saved as a plain value, also ranks that a restore on fewer ranks leaves out.
+        """Read what each rank has saved for itself, also ranks that a restore on fewer ranks leaves out.
 
         Args:
-            name: The name of a value, as ``values`` lists it, or of a dict, list or tuple of plain values.
+            name: The name of a plain value, as ``values`` lists it, of a container of such values, or of what is in ``PerRank``.
 
         Returns:
-            The value or container of each rank that has saved one.
+            The value, tensor or container of each rank that has saved one.
 
         Raises:
-            StateError: No rank has saved a plain value of this name, or the container holds tensors, too.
+            StateError: No rank has saved such a thing, or the container holds tensors of all ranks.
         """
         if not isinstance(name, str):
-            raise refused("name", name, "the name of a plain value or of a container of such values")
+            raise refused("name", name, "the name of a value or container")
         rows = [row for part in self.fragments for row in part.values if beneath(name, parse_path(row.path)) is not None]
-        if not rows or any(tensor == name or tensor.startswith(f"{name}.") for tensor in self.chunks):
+        tensors = [
+            (path, chunks)
+            for tensor, chunks in self.chunks.items()
+            if tensor.startswith(f"{name}.") and (path := beneath(name, parse_path(chunks[0].path))) is not None
+        ]
+        if name in self.chunks or any(rank_of(path[-1]) is None for path, _ in tensors) or not (rows or tensors):
             what = f"version {self.id} holds {'a container of tensors' if rows else 'no plain value'} {name!r}"
             raise StateError(what, remedy="values() lists the names of plain values, read() reads tensors")
-        ranks = sorted({rank for row in rows for rank in row.ranks})
-        return {rank: container(name, rows_of_one_rank(rows, rank)) for rank in ranks}
+        found: dict[int, dict[Path, object]] = defaultdict(dict)
+        for row in rows:
+            path, value = beneath(name, parse_path(row.path)), values.loads(row.text)
+            assert path is not None
+            for rank in row.ranks:
+                found[rank][path] = value
+        for path, chunks in tensors:
+            owner = rank_of(path[-1])
+            assert owner is not None
+            found[owner][path[:-1]] = self.assemble(chunks[0].name, chunks)
+        return {rank: nested(parts) for rank, parts in sorted(found.items())}
 
     def read(self, name: str, index: Index | None = None) -> Any:
         """Read a tensor or a part of it. Reads only the chunks that overlap.

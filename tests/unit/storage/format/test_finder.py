@@ -50,9 +50,9 @@ class Saved:
         self.values: list[list[Value]] = [[] for _ in self.nodes]
         self.read: list[int] = []
 
-    def finder(self, rank: int, world: int) -> Finder:
+    def finder(self, rank: int, world: int, raw: int = -1) -> Finder:
         infos = [FragmentInfo(node, 0, "", tuple(of), len(self.rows[node]), 0, 0) for node, of in enumerate(self.nodes)]
-        return Finder(infos, self.read_fragment, Seeker(rank, world, self.ranks))
+        return Finder(infos, self.read_fragment, Seeker(rank, world, self.ranks), raw)
 
     def find(self, rank: int, world: int) -> FoundRows:
         sought = {name: Sought(True, (size,), part(size, rank, world)) for name, size in self.sizes.items()}
@@ -196,3 +196,45 @@ def test_contradictory_rows_are_damage():
     version.rows[7] = [row("a", 160, chunk.box, 7, dtype="int8") for chunk in version.rows[7]]
     with pytest.raises(Damaged, match="disagree"):
         version.find(0, 1)
+
+
+def test_few_fragments_are_read_for_optimizers() -> None:
+    """The states of parameters, whose names a new optimizer does not know."""
+    saved = Saved({"w": 640, "optim.state.w.m": 640, "optim.state.w.v": 640}, 64)
+    for node, ranks in enumerate(saved.nodes):
+        saved.values[node].append(Value("optim.lr", path_text(("optim", "lr")), "1", tuple(ranks)))
+    for world in (64, 128, 48):
+        saved.read.clear()
+        mine = Sought(True, (640,), part(640, 5, world))
+        sought = {"w": mine, "optim": Sought(beneath=True, like={"optim.state.w": mine})}
+        found = saved.finder(5, world, 3 * 640).find(sought).chunks
+        assert len(saved.read) <= 6
+        assert found.keys() == saved.sizes.keys()
+        for rows in found.values():
+            assert mine.box is not None
+            parts = [common for chunk in rows if (common := overlap(mine.box, chunk.box)) is not None]
+            assert sum(extent[0] for _, extent in parts) == mine.box[1][0]
+            assert len(rows) <= 4
+
+
+def test_other_tensors_of_optimizers_are_found() -> None:
+    saved = Saved({"w": 640, "optim.state.w.m": 640}, 64)
+    box = (0,), (3,)
+    saved.rows[20].append(row("optim.state.w.rows", 3, box, 20))
+    saved.rows[30].append(row("optim.state.empty.m", 0, ((0,), (0,)), 30))
+    mine = Sought(True, (640,), part(640, 5, 64))
+    nothing = Sought(True, (0,), ((0,), (0,)))
+    for like in ({"optim.state.w": mine}, {"optim.state.w": mine, "optim.state.empty": nothing}):
+        found = saved.finder(5, 64, 2 * 640 + 3).find({"w": mine, "optim": Sought(beneath=True, like=like)}).chunks
+        assert [chunk.box for chunk in found["optim.state.w.rows"]] == [box]
+    assert found["optim.state.empty.m"]
+
+
+def test_parts_of_a_rank_are_with_its_node() -> None:
+    saved = Saved({"w": 640}, 64)
+    for rank in range(64):
+        saved.rows[rank // 2].append(row(f"own.[rank {rank}]", 2, ((0,), (2,)), rank // 2))
+    mine = Sought(True, (640,), part(640, 5, 64))
+    found = saved.finder(5, 64).find({"w": mine, "own": Sought(beneath=True, own=True)})
+    assert saved.read == [2]
+    assert {"own.[rank 4]", "own.[rank 5]"} < found.chunks.keys()

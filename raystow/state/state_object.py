@@ -1,0 +1,131 @@
+"""The objects of a state by kind: what is saved of them, what stands for them in the tree to restore into, and how they load."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, cast
+
+from ..storage.errors import StateError
+from .as_saved import AsSaved
+from .modules import ModuleState
+from .object_marker import MarkerTarget, Template
+from .optimizers import OptimizerState
+from .tree import Placeholder, State, replace
+
+if TYPE_CHECKING:
+    import torch
+
+Mark = Callable[[MarkerTarget], AsSaved]
+"""Makes the marker of an object."""
+
+
+class Stateful(Protocol):
+    """An object that a state may contain."""
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> object: ...
+
+
+class StateObject(Protocol):
+    """An object of a state, or a value that each rank has for itself."""
+
+    def saved(self) -> object:
+        """What is saved of it."""
+
+    def into(self, mark: Mark) -> object:
+        """What stands for it in the tree to restore into."""
+
+    def load(self, restored: State) -> object:
+        """Load what a restore has put there, and return what takes its place in the state."""
+
+
+class ModuleObject:
+    """A module. ``where``: names it in errors. ``per_rank``: see ``ObjectMarker``."""
+
+    def __init__(self, module: torch.nn.Module, where: str, *, per_rank: bool) -> None:
+        self.state, self._where, self._per_rank = ModuleState(module, where), where, per_rank
+
+    def saved(self) -> object:
+        return self.state.saved()
+
+    def into(self, mark: Mark) -> object:
+        if self._per_rank:
+            return mark(_ModuleTemplate(self.state, self._where))
+        own = self.state.own
+        return {
+            name: one if name in own else mark(Template(functools.partial(_same, one))) for name, one in self.state.tree.items()
+        }
+
+    def load(self, restored: State) -> object:
+        self.state.load({n: self.state.tree.get(n) if isinstance(one, Placeholder) else one for n, one in restored.items()})
+        return None
+
+
+class _ModuleTemplate(Template):
+    """A module that each rank has for itself."""
+
+    def __init__(self, state: ModuleState, where: str) -> None:
+        super().__init__(lambda: state.tree)
+        self._names, self._where = state.tree.keys(), where
+
+    def check(self, whole: object) -> None:
+        saved = whole.keys() if isinstance(whole, dict) else set[str]()
+        if differ := sorted(map(str, saved ^ self._names)):
+            more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+            raise StateError(f"only this module or the saved one has {', '.join(differ[:3])}{more}", subject=self._where)
+
+
+class OptimizerObject:
+    """An optimizer."""
+
+    def __init__(self, state: OptimizerState) -> None:
+        self.state = state
+
+    def saved(self) -> object:
+        return self.state.saved()
+
+    def into(self, mark: Mark) -> object:
+        return mark(self.state)
+
+    def load(self, restored: State) -> object:
+        self.state.load(restored)
+        return None
+
+
+class OtherObject:
+    """Any other object."""
+
+    def __init__(self, node: Stateful) -> None:
+        self._node, self._template = node, Template(node.state_dict)
+
+    def saved(self) -> object:
+        return self._node.state_dict()
+
+    def into(self, mark: Mark) -> object:
+        return mark(self._template)
+
+    def load(self, restored: State) -> object:
+        self._node.load_state_dict(cast(State, replace(self._template.tree, {(): restored})))
+        return None
+
+
+class RankValue:
+    """A value, tensor or container without objects, which each rank has for itself."""
+
+    def __init__(self, node: object) -> None:
+        self._node, self._template = node, Template(functools.partial(_same, node))
+
+    def saved(self) -> object:
+        return self._node
+
+    def into(self, mark: Mark) -> object:
+        return mark(self._template)
+
+    def load(self, restored: State) -> object:
+        return replace(self._node, {(): restored})
+
+
+def _same(node: object) -> object:
+    return node
