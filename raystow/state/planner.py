@@ -174,8 +174,8 @@ def plan_save(
 
 
 def tensors_of(state: object, rank: int) -> object:
-    """Return a tree to prepare a save with. Of the objects in the state, only modules and optimizers are asked for theirs: that of
-    a data loader may start its workers."""
+    """Return a tree to prepare a save with. Of the objects in the state, only modules and optimizers are asked for theirs: a data
+    loader may start its workers."""
     return ObjectTree(state, what="state").saved(rank, tensors_only=True)
 
 
