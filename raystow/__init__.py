@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
 
+    from .integrations.run.run import Run
     from .orchestrator.client.checkpointer import Checkpointer
     from .orchestrator.client.failures import Failures
     from .orchestrator.client.options import Compression, Interval, Memory, Replication
@@ -86,6 +87,7 @@ __all__ = [
     "Repository",
     "RetentionPlan",
     "Rng",
+    "Run",
     "SaveFailed",
     "Sensitivity",
     "Sqnr",
@@ -128,6 +130,7 @@ _MODULES = {
     "Repository": "storage.repository",
     "RetentionPlan": "storage.retention.plan",
     "Rng": "state.rng",
+    "Run": "integrations.run.run",
     "Sensitivity": "orchestrator.sensitivity",
     "Sqnr": "state.lossy.sqnr",
     "TensorInfo": "storage.versions.version",

@@ -49,6 +49,13 @@ def connect(address: str = "auto") -> RayConnection:
     return RayConnection.here()
 
 
+def start_here() -> RayConnection:
+    """Start a cluster on this machine, which ends with this process."""
+    with same_random_state():
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
+    return RayConnection.here()
+
+
 @contextlib.contextmanager
 def connected() -> Iterator[RayConnection]:
     """``connect``, and close a connection that was made for this alone."""

@@ -19,7 +19,7 @@ from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.derived import derive
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.versions.reader import PackReader, Request
-from raystow.storage.versions.runs import Run
+from raystow.storage.versions.runs import ByteRun
 from raystow.workers.gpu.decode.lane_plan import Assembly, LaneMemory, LanePlan, plan
 from raystow.workers.gpu.stream_layout import compute_tables
 
@@ -28,7 +28,7 @@ def fill(reader: PackReader, requests: Sequence[Request]) -> list[int]:
     """Fill the targets like ``Decoder.fill``. The targets are torch tensors of words in host memory, and a lane must be able
     to decode all of them. Return the bytes of each piece in the order of completion.
     """
-    others = list[Run]()
+    others = list[ByteRun]()
     plans = list(plan(reader.runs(requests), others))
     assert not others
     return [nbytes for one in plans for nbytes in _decode(reader, one)]

@@ -17,7 +17,7 @@ from torch import nn
 
 import raystow
 from raystow.storage.versions.reader import PackReader
-from raystow.storage.versions.runs import Run
+from raystow.storage.versions.runs import ByteRun
 
 STEPS = 2
 PATIENCE = datetime.timedelta(seconds=30)
@@ -118,7 +118,7 @@ class Reads:
         self.ranges: list[tuple[str, int, int]] = []
         read = PackReader.read
 
-        def spied(reader: PackReader, run: Run, *args: Any) -> Any:
+        def spied(reader: PackReader, run: ByteRun, *args: Any) -> Any:
             self.ranges.append((run.key, run.start, run.length))
             return read(reader, run, *args)
 

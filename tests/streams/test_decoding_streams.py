@@ -26,7 +26,7 @@ from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, StateError
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.versions.reader import PackReader, Request
-from raystow.storage.versions.runs import Run
+from raystow.storage.versions.runs import ByteRun
 from raystow.storage.versions.version import Version
 from raystow.workers.gpu.decode import decoder, lane, lane_plan
 from raystow.workers.gpu.kernels import blake3_kernels
@@ -185,7 +185,7 @@ def test_a_target_that_is_changed_while_it_is_filled_is_named(saved: tuple[Versi
 def test_an_error_of_a_thread_that_reads_is_raised(saved: tuple[Version, State], monkeypatch: pytest.MonkeyPatch) -> None:
     read, runs = PackReader.read, itertools.count()
 
-    def missing(self: PackReader, run: Run, into: memoryview | None) -> Any:
+    def missing(self: PackReader, run: ByteRun, into: memoryview | None) -> Any:
         if next(runs) == 7:
             raise Damaged("the pack is missing", subject=run.key)
         return read(self, run, into)

@@ -1,4 +1,4 @@
-"""Finds the rank and world size of this process: from the caller, Ray Train, torch.distributed or the environment."""
+"""Finds the rank and world size of this process: from the caller, Ray Train, torch.distributed, the environment or Slurm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def placement(rank: int | None = None, world_size: int | None = None) -> Placeme
     if (rank is None) != (world_size is None):
         given, missing = ("world_size", "rank") if rank is None else ("rank", "world_size")
         raise StateError(f"{given}= is given without {missing}=", remedy="pass both, or neither")
-    found = {"Ray Train": _train(), "torch.distributed": process_group(), "RANK and WORLD_SIZE": _environment()}
+    found = {"Ray Train": train_worker(), "torch.distributed": process_group(), "RANK and WORLD_SIZE": _environment()}
     if rank is not None and world_size is not None:
         given_here = Placement(integer("rank", rank, least=0), integer("world_size", world_size, least=1))
         found = {"the arguments": given_here, **found}
@@ -41,7 +41,7 @@ def placement(rank: int | None = None, world_size: int | None = None) -> Placeme
         sources = "; ".join(f"{source}: {_text(place)}" for source, place in found.items())
         remedy = "pass the rank and world size that Ray Train or torch.distributed has, or unset RANK and WORLD_SIZE"
         raise StateError(f"contradictory ranks ({sources})", remedy=remedy)
-    return next(iter(known.values()), Placement(0, 1))
+    return next(iter(known.values()), None) or _slurm() or Placement(0, 1)
 
 
 def process_group() -> Placement | None:
@@ -56,7 +56,8 @@ def _text(place: Placement | None) -> str:
     return "none" if place is None else f"rank {place.rank} of {place.world_size}"
 
 
-def _train() -> Placement | None:
+def train_worker() -> Placement | None:
+    """Return what Ray Train tells its worker; None in any other process."""
     train = sys.modules.get("ray.train")
     if train is None:
         return None
@@ -65,6 +66,16 @@ def _train() -> Placement | None:
         return Placement(int(context.get_world_rank()), int(context.get_world_size()))
     except (RuntimeError, AttributeError):
         return None  # not in a Ray Train worker
+
+
+def _slurm() -> Placement | None:
+    """What srun tells each task of a step: used if nothing else tells the rank. Workers of a Ray cluster that srun has started
+    inherit it, but are no such tasks."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray._private.worker.global_worker.mode == ray.WORKER_MODE:
+        return None
+    texts = [os.environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
+    return None if None in texts else Placement(*(int(text or "") for text in texts[1:]))
 
 
 def _environment() -> Placement | None:

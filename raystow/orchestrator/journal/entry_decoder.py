@@ -16,7 +16,7 @@ from ...storage.coding.chunk import Coding
 from ...storage.coding.kernels import Bytes
 from ...storage.format.manifest import Chunk
 from ...storage.object_store import Buffer
-from ...storage.versions.runs import Piece, Run, coalesced
+from ...storage.versions.runs import ByteRun, Piece, coalesced
 from ...workers.journal.entry_bytes import POOL
 from ...workers.protocol.messages import CodedPart, RecordedTensor
 from .gradient_coding import SMALL, WITHOUT_BYTES, checked_dtype, decode, from_values, without_bytes
@@ -68,7 +68,7 @@ class EntryDecoder:
         if device not in self._decoders:
             self._decoders[device] = Decoder(device)
 
-        def read(run: Run, into: memoryview | None) -> Buffer:
+        def read(run: ByteRun, into: memoryview | None) -> Buffer:
             found = data[run.start : run.start + run.length]
             if into is None:
                 return found.data

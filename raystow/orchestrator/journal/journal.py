@@ -64,7 +64,7 @@ class Journal:
         self._recorder.record(step, text)
         record(STALL, SYSTEM.monotonic() - start, repository=self._recorder.identity.uri, call="journal")
 
-    def replay(self, after_step: Callable[[], None] | None = None) -> Any:
+    def replay(self, after_step: Callable[[], None] | None = None, *, fixed: str = "") -> Any:
         """Replay the recorded steps after the version that was restored.
 
         Every rank calls it once, after the restored state was loaded into model and optimizers, also if there was no version.
@@ -74,6 +74,7 @@ class Journal:
 
         Args:
             after_step: What the training does between ``optimizer.step()`` and ``record``, such as copying master weights.
+            fixed: Why steps that another number of ranks has recorded must not be replayed; empty if they may.
 
         Returns:
             The values that were recorded with the last replayed step; None if no step was replayed.
@@ -90,7 +91,7 @@ class Journal:
             *(identity.rank, identity.world_size, identity.incarnation, self._replays, identity.timeout),
             base=base,
             nothing=not recorder.replayable,
-            fixed=fixed_ranks(recorder.state),
+            fixed=fixed or fixed_ranks(recorder.state),
         )
         heartbeat = Heartbeat(port.reading)
 

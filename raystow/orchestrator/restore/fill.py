@@ -18,7 +18,7 @@ from ...storage.errors import StateError, Unsupported
 from ...storage.format.boxes import overlap
 from ...storage.format.manifest import Chunk
 from ...storage.versions.reader import PackReader, Request
-from ...storage.versions.runs import Run
+from ...storage.versions.runs import ByteRun
 from .plan import Progress, silent
 from .shared_containers import check_containers
 from .targets import RestoreTarget, StoredElements, distinct
@@ -41,7 +41,7 @@ class Fill:
         self._tensors = dict[RestoreTarget, tuple[Shard, list[Chunk]]]()
         self._numbers = dict[RestoreTarget, Elements]()
         self._requests: dict[int | None, list[Request]] = defaultdict(list)  # by CUDA device; None: host memory
-        self._runs: dict[int | None, list[Run]] = {}
+        self._runs: dict[int | None, list[ByteRun]] = {}
         self._converted: list[tuple[Shard, list[Chunk]]] = []
 
     def add(self, shard: Shard, chunks: list[Chunk]) -> None:
@@ -53,7 +53,7 @@ class Fill:
         """Fill a tensor without dimensions with one of the same dtype in host memory."""
         self._numbers[self._target(shard, lambda: bits(number).tobytes())] = number
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[ByteRun]:
         """The ranges of packs that are read. ``StateError`` if targets share memory or values a place, ``Damaged`` unless
         the chunks hold each element of the targets once."""
         check_containers(self._into, self.values, self._what)
@@ -118,7 +118,7 @@ def _batches(converted: Iterable[tuple[Shard, list[Chunk]]]) -> Iterator[list[tu
         yield batch
 
 
-def fill_on_gpu(reader: PackReader, device: int, requests: list[Request], runs: list[Run], progress: Progress) -> None:
+def fill_on_gpu(reader: PackReader, device: int, requests: list[Request], runs: list[ByteRun], progress: Progress) -> None:
     """Fill tensors of a GPU by decoding on it, or through host memory if nvCOMP is not installed or the GPU is too old. ``runs``:
     of the requests."""
     import torch

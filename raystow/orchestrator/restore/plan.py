@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...storage.coding.digest import stored_digest
-from ...storage.versions.runs import Run
+from ...storage.versions.runs import ByteRun
 
 MEMORY, PEER, STORE = "memory", "peer", "store"
 """Sources: this node's memory, that of another node, and the store."""
@@ -121,7 +121,7 @@ class RestorePlan:
 
 
 def build(
-    runs: Iterable[Run],
+    runs: Iterable[ByteRun],
     sources: Sources,
     *,
     version: int,
@@ -129,7 +129,7 @@ def build(
     execute: Callable[..., None] = silent,
 ) -> RestorePlan:
     """The plan to read these runs of packs, of ``version`` and of those that it refers to, and the bases of their deltas."""
-    of: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    of: dict[tuple[int, int], list[ByteRun]] = defaultdict(list)
     raw = 0
     for run in runs:
         of[run.version if run.version != version else 0, run.pieces[0].chunk.node].append(run)

@@ -17,7 +17,7 @@ from ..format import keys
 from ..format.boxes import Box, overlap, tile, within
 from ..format.manifest import Chunk
 from ..object_store import Buffer, ObjectStore
-from .runs import RUN, Piece, Run, Target, coalesced
+from .runs import RUN, ByteRun, Piece, Target, coalesced
 
 _Pack = tuple[int, str, int, str, int]  # version, attempt, node, group, number
 
@@ -37,7 +37,7 @@ class Request:
 class BaseChunks(Protocol):
     """Finds the chunks of earlier versions that a version needs."""
 
-    def run(self, chunk: Chunk) -> Run:
+    def run(self, chunk: Chunk) -> ByteRun:
         """What must be fetched for a chunk that is a delta."""
 
     def referenced(self, chunk: Chunk) -> tuple[PackReader, Chunk]:
@@ -69,7 +69,7 @@ class PackReader:
         """Fill every request's target; see ``complete``."""
         self.complete(self.runs(requests), progress)
 
-    def complete(self, runs: Sequence[Run], progress: Callable[[int], None] = lambda nbytes: None) -> None:
+    def complete(self, runs: Sequence[ByteRun], progress: Callable[[int], None] = lambda nbytes: None) -> None:
         """Fill the targets of ``runs``; ``progress`` is called with the decoded bytes of each chunk.
 
         Raises ``Damaged`` naming pack and tensor, ``StateError`` if a target was changed while it was filled, or the store's
@@ -80,7 +80,7 @@ class PackReader:
         if self._range_bytes < RUN:
             runs = [part for run in runs for part in coalesced(run.key, run.pieces, self._range_bytes)]
         threads = max(1, min(self.threads, len(runs)))
-        left = deque[Run | None]([*runs, *[None] * threads])
+        left = deque[ByteRun | None]([*runs, *[None] * threads])
         longest = max((run.length for run in runs), default=0)
 
         def work() -> None:
@@ -98,12 +98,12 @@ class PackReader:
         for other in others:
             other.result()
 
-    def check(self, runs: Sequence[Run], progress: Callable[[int], None], *, memory: int) -> Iterator[Run]:
+    def check(self, runs: Sequence[ByteRun], progress: Callable[[int], None], *, memory: int) -> Iterator[ByteRun]:
         """Read and decode runs and check each chunk's digests; yields each whole run, in order. As many threads read as fit into
         ``memory`` bytes, at least one."""
         fitting = memory // max([1, *(run.cost for run in runs)])  # empty tensors take none
 
-        def decoded(run: Run) -> Run:
+        def decoded(run: ByteRun) -> ByteRun:
             self._decode(run, progress)
             return run
 
@@ -113,11 +113,11 @@ class PackReader:
         with ThreadPoolExecutor(max(1, min(self.threads, fitting, len(runs))), "raystow-read") as pool:
             yield from pool.map(decoded, runs)  # an error, or the caller's end, cancels the rest
 
-    def whole(self, parts: Iterable[Chunk]) -> list[Run]:
+    def whole(self, parts: Iterable[Chunk]) -> list[ByteRun]:
         """The runs to fetch to read chunks whole."""
         return self._runs([self._piece(chunk) for chunk in parts])
 
-    def runs(self, requests: Iterable[Request]) -> list[Run]:
+    def runs(self, requests: Iterable[Request]) -> list[ByteRun]:
         """The runs to fetch to fill the requests. Raises ``Damaged`` unless the manifest's chunks tile each of them."""
         pieces = list[tuple[_Pack, Piece]]()
         for request in requests:
@@ -134,7 +134,7 @@ class PackReader:
                 raise Damaged(what, subject=request.name)
         return self._runs(pieces)
 
-    def read(self, run: Run, into: memoryview | None) -> Buffer:
+    def read(self, run: ByteRun, into: memoryview | None) -> Buffer:
         """A run's bytes: a ``ReadRun``."""
         try:
             if into is None:
@@ -155,7 +155,7 @@ class PackReader:
         pack = reader._version, reader._attempt, chunk.node, chunk.group, chunk.pack
         return pack, Piece(chunk, source, target, direct, base)
 
-    def _runs(self, pieces: list[tuple[_Pack, Piece]]) -> list[Run]:
+    def _runs(self, pieces: list[tuple[_Pack, Piece]]) -> list[ByteRun]:
         packs: dict[_Pack, list[Piece]] = defaultdict(list)
         for pack, piece in pieces:
             packs[pack].append(piece)
@@ -163,7 +163,7 @@ class PackReader:
         first = int(len(runs) * self._turn)
         return runs[first:] + runs[:first]
 
-    def _decode(self, run: Run, progress: Callable[[int], None], memory: memoryview | None = None) -> None:
+    def _decode(self, run: ByteRun, progress: Callable[[int], None], memory: memoryview | None = None) -> None:
         """Read a run, check it, and fill the targets of its pieces. ``memory``: for its stored bytes."""
         for piece, raw in run.elements(self.read, _own_memory, memory=memory):
             chunk, target = piece.chunk, piece.target

@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     source: tuple[slice, ...] = ()
     target: Target = None
     direct: bool = False
-    base: Run | None = None
+    base: ByteRun | None = None
 
 
 class Place(NamedTuple):
@@ -60,7 +60,7 @@ class Place(NamedTuple):
         return self.pieces[0].chunk
 
     @property
-    def base(self) -> Run | None:
+    def base(self) -> ByteRun | None:
         """What the stored bytes are a delta to, if they are one."""
         return self.pieces[0].base
 
@@ -73,7 +73,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class ByteRun:
     """Pieces of one pack that are fetched together: ``length`` bytes of the object ``key`` from ``start``."""
 
     key: str
@@ -88,7 +88,7 @@ class Run:
         return self.length + max(map(_cost, self.pieces))
 
     @property
-    def bases(self) -> Iterator[Run]:
+    def bases(self) -> Iterator[ByteRun]:
         """What else is fetched, of other versions."""
         if all(piece.base is None for piece in self.pieces):
             return  # the common case
@@ -200,12 +200,12 @@ class Run:
         return raw
 
 
-ReadRun = Callable[[Run, "memoryview | None"], Buffer]
+ReadRun = Callable[[ByteRun, "memoryview | None"], Buffer]
 """Returns the bytes of a run, in new memory or in the memory that it is given, without checks. Raises ``Damaged`` if there is no
 such object."""
 
 
-def coalesced(key: str, pieces: Sequence[Piece], most: int = RUN) -> Iterator[Run]:
+def coalesced(key: str, pieces: Sequence[Piece], most: int = RUN) -> Iterator[ByteRun]:
     """The pieces of one object in runs of one request each, of ``most`` bytes unless one chunk is larger.
 
     A run is one thread's work, so the bytes of bases count as well.
@@ -217,7 +217,7 @@ def coalesced(key: str, pieces: Sequence[Piece], most: int = RUN) -> Iterator[Ru
         again = bool(run) and start == run[-1].chunk.start  # the same bytes: of what is derived from another piece
         more = 0 if again or piece.base is None else piece.base.nbytes
         if run and not again and (start > end + _GAP or start + size - begin + beneath + more > most):
-            yield Run(key, begin, end - begin, tuple(run))
+            yield ByteRun(key, begin, end - begin, tuple(run))
             run = []
         if not run:
             begin, end, beneath = start, start, 0
@@ -225,7 +225,7 @@ def coalesced(key: str, pieces: Sequence[Piece], most: int = RUN) -> Iterator[Ru
         beneath += more
         end = max(end, start + size)
     if run:
-        yield Run(key, begin, end - begin, tuple(run))
+        yield ByteRun(key, begin, end - begin, tuple(run))
 
 
 def _cost(piece: Piece) -> int:

@@ -34,7 +34,7 @@ from ..root.root_register import RootRegister
 from ..runtime.clock import SYSTEM
 from ..runtime.memory_budget import MemoryBudget
 from .reader import PackReader, Request
-from .runs import Run
+from .runs import ByteRun
 from .tensor_index import Finder, Seeker
 from .tensor_slice import Index, resolved
 from .torch_tensor import as_torch
@@ -424,7 +424,7 @@ class Bases:
         self._collect(found)
         yield from found.values()
 
-    def run(self, chunk: Chunk) -> Run:
+    def run(self, chunk: Chunk) -> ByteRun:
         """What is fetched for a delta: the chunk with the same elements in its base, whole."""
         base, found = self._same(chunk)
         (run,) = base.reader().whole([found])

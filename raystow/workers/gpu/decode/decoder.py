@@ -24,7 +24,7 @@ import torch
 
 from ....storage.coding.chunk import DEFLATE
 from ....storage.errors import Damaged
-from ....storage.versions.runs import Piece, ReadRun, Run, changed_target
+from ....storage.versions.runs import ByteRun, Piece, ReadRun, changed_target
 from .. import kernel_args
 from ..kernel_args import Addressed, Table, part
 from ..kernels import blake3_kernels, copy_kernels, word_kernels
@@ -113,7 +113,7 @@ class Decoder:
             lane.close()
         self._lanes.clear()
 
-    def fill(self, runs: Sequence[Run], read: ReadRun, progress: Progress, *, threads: int = THREADS) -> None:
+    def fill(self, runs: Sequence[ByteRun], read: ReadRun, progress: Progress, *, threads: int = THREADS) -> None:
         """Decode byte ranges into their targets, which are tensors of words on this device.
 
         Earlier work of the current stream on the targets is waited for. Runs that no lane can decode are decoded on the CPU.
@@ -126,7 +126,7 @@ class Decoder:
             Damaged: Bytes do not have their digests; the error names the tensor.
             StateError: A target was changed while it was filled.
         """
-        others = list[Run]()
+        others = list[ByteRun]()
         with torch.cuda.device(self._device), contextlib.closing(LaneFetcher(read, threads)) as fetcher:
             try:
                 planned = enumerate(map(_Work, plan(runs, others), self._in_turn()))
@@ -217,7 +217,7 @@ class Decoder:
         if any(wrong or status for _, wrong, status in work.decoded()):
             raise Damaged("not every stream decodes to its size", subject=work.plan.fetches[0].run.key)
 
-    def _decode_apart(self, read: ReadRun, run: Run) -> None:
+    def _decode_apart(self, read: ReadRun, run: ByteRun) -> None:
         """Decode a run into memory that nobody else can change. Raises ``Damaged`` if its stored bytes are wrong."""
         decoder = Decoder(self._device, shared=False)
         try:
@@ -335,7 +335,7 @@ def _copy_part(piece: Piece, raw: torch.Tensor) -> None:
         target.copy_(words[piece.source + (Ellipsis,)])
 
 
-def _through_host(read: ReadRun, run: Run, progress: Progress) -> None:
+def _through_host(read: ReadRun, run: ByteRun, progress: Progress) -> None:
     for piece, raw in run.elements(read):
         _copy_part(piece, torch.from_numpy(raw).to(piece.target.device))
         progress(piece.chunk.nbytes)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ....storage.coding import chunk as chunks
 from ....storage.coding.digest import finish
 from ....storage.errors import Damaged, Unsupported
-from ....storage.versions.runs import Piece, Place, Run
+from ....storage.versions.runs import ByteRun, Piece, Place
 from .. import kernel_args
 from ..nvcomp import ALIGN, STREAM
 from ..stream_layout import Streams, aligned, spread
@@ -55,9 +55,9 @@ _CODECS = frozenset({chunks.RAW, chunks.PACK7, *STREAM})  # others are decoded o
 class Fetch(NamedTuple):
     """A run that is fetched to ``start`` of a lane's memory. ``users``: the deltas to a base, the nearest first."""
 
-    run: Run
+    run: ByteRun
     start: int
-    users: tuple[tuple[Run, Piece], ...] = ()
+    users: tuple[tuple[ByteRun, Piece], ...] = ()
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
@@ -112,7 +112,7 @@ class LanePlan:
     made: dict[Assembly, DecodeBatch] = field(default_factory=lambda: defaultdict(DecodeBatch))
     copies: list[tuple[Piece, int]] = field(default_factory=list)  # pieces not decoded to their target, and their address
 
-    def add(self, run: Run, needs: LaneMemory) -> None:
+    def add(self, run: ByteRun, needs: LaneMemory) -> None:
         """Add a run and its bases."""
         end = self.needs.stored
         for one, users in _with_bases(run):
@@ -223,7 +223,7 @@ class LanePlan:
             if not fetch.users:
                 yield piece.chunk.nbytes
 
-    def requested(self, sums: npt.NDArray[np.int64]) -> tuple[Run, Piece]:
+    def requested(self, sums: npt.NDArray[np.int64]) -> tuple[ByteRun, Piece]:
         """Return what was requested of the first wrong piece: that piece, or the one that is a delta to it. ``sums``: see
         ``check``, which raises for them."""
         fetch, piece = next((fetch, piece) for fetch, piece, right in self._compared(sums) if not right)
@@ -240,7 +240,7 @@ class LanePlan:
             yield fetch, piece, same
 
 
-def plan(runs: Iterable[Run], others: list[Run]) -> Iterator[LanePlan]:
+def plan(runs: Iterable[ByteRun], others: list[ByteRun]) -> Iterator[LanePlan]:
     """Yield plans for runs, as many in each as fit into a lane. Runs that do not fit into any are appended to ``others``."""
     made = LanePlan()
     for run, needs in itertools.chain.from_iterable(map(parts, runs)):
@@ -255,7 +255,7 @@ def plan(runs: Iterable[Run], others: list[Run]) -> Iterator[LanePlan]:
         yield made
 
 
-def parts(run: Run) -> Iterator[tuple[Run, LaneMemory | None]]:
+def parts(run: ByteRun) -> Iterator[tuple[ByteRun, LaneMemory | None]]:
     """Split a run that does not fit into a lane. Yield each part with its needs, None if it cannot be decoded in a lane."""
     needs = _needs(run)
     if needs.within(ROOM) and all(_decodable(place.pieces[0]) for place in run.places):
@@ -268,10 +268,10 @@ def parts(run: Run) -> Iterator[tuple[Run, LaneMemory | None]]:
     for half in (run.places[:middle], run.places[middle:]):
         pieces = [piece for place in half for piece in place.pieces]
         start, end = pieces[0].chunk.start, max(place.chunk.start + place.size for place in half)
-        yield from parts(Run(run.key, start, end - start, tuple(pieces)))
+        yield from parts(ByteRun(run.key, start, end - start, tuple(pieces)))
 
 
-def _needs(run: Run) -> LaneMemory:
+def _needs(run: ByteRun) -> LaneMemory:
     """Return the memory that a run and its bases need, with alignment of every stream and plane for nvCOMP."""
     stored = planes = streams = words = 0
     for one, users in _with_bases(run):
@@ -289,7 +289,9 @@ def _needs(run: Run) -> LaneMemory:
     return LaneMemory(stored, planes, streams, words)
 
 
-def _with_bases(run: Run, users: tuple[tuple[Run, Piece], ...] = ()) -> Iterator[tuple[Run, tuple[tuple[Run, Piece], ...]]]:
+def _with_bases(
+    run: ByteRun, users: tuple[tuple[ByteRun, Piece], ...] = ()
+) -> Iterator[tuple[ByteRun, tuple[tuple[ByteRun, Piece], ...]]]:
     """Yield a run and all bases of its pieces, each with its users."""
     yield run, users
     for place in run.places:

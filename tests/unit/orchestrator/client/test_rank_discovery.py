@@ -16,7 +16,7 @@ from raystow.storage.errors import StateError
 
 @pytest.fixture(autouse=True)
 def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for module in ("ray.train", "torch.distributed"):
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -40,6 +40,22 @@ def test_the_environment_is_used_without_a_process_group(monkeypatch: pytest.Mon
     environment(monkeypatch, "2", "4")
     assert placement() == Placement(2, 4)
     assert placement(2, 4) == Placement(2, 4)
+
+
+def test_a_task_of_slurm_has_its_rank_if_nothing_else_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch script and an allocation are no tasks of a step; in workers of Ray, the step is that of the raylet."""
+    for name, value in (("SLURM_PROCID", "3"), ("SLURM_STEP_NUM_TASKS", "8")):
+        monkeypatch.setenv(name, value)
+    assert placement() == Placement(0, 1)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert placement() == Placement(3, 8)
+    environment(monkeypatch, "1", "2")
+    assert placement() == Placement(1, 2)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    worker = SimpleNamespace(global_worker=SimpleNamespace(mode=1))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(_private=SimpleNamespace(worker=worker), WORKER_MODE=1))
+    assert placement() == Placement(0, 1)
 
 
 @pytest.mark.parametrize("given", [{"rank": 1}, {"world_size": 2}])

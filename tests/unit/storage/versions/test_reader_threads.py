@@ -12,7 +12,7 @@ from helpers.scripted_store import ScriptedStore, script
 
 from raystow.storage.errors import StoreUnavailable
 from raystow.storage.versions.reader import Request
-from raystow.storage.versions.runs import Run
+from raystow.storage.versions.runs import ByteRun
 
 
 def test_an_error_ends_the_other_threads() -> None:
@@ -20,7 +20,7 @@ def test_an_error_ends_the_other_threads() -> None:
         version = cluster.save({f"w{i:03}": torch.full((100,), i) for i in range(500)}, step=1)
     reader = version.reader(threads=2)
     found = reader.whole(chunk for rows in version.chunks.values() for chunk in rows)
-    runs = [Run(run.key, piece.chunk.start, piece.chunk.coding.size, (piece,)) for run in found for piece in run.pieces]
+    runs = [ByteRun(run.key, piece.chunk.start, piece.chunk.coding.size, (piece,)) for run in found for piece in run.pieces]
     calls, read = itertools.count(), version.store.get_range
 
     def first_fails(key: str, start: int, length: int) -> object:
@@ -43,7 +43,7 @@ def test_a_thread_reads_all_runs_into_the_same_memory() -> None:
     found = reader.runs(
         Request(name, version.chunks[name], ((0,), one.shape), one.view(np.uint32)) for name, one in targets.items()
     )
-    runs = [Run(run.key, piece.chunk.start, piece.chunk.coding.size, (piece,)) for run in found for piece in run.pieces]
+    runs = [ByteRun(run.key, piece.chunk.start, piece.chunk.coding.size, (piece,)) for run in found for piece in run.pieces]
     read, places = version.store.get_range_into, set[int]()
 
     def noted(key: str, start: int, target: memoryview) -> None:

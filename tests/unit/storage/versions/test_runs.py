@@ -8,7 +8,7 @@ from raystow.storage.coding.chunk import Coding
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.stores.memory import MemoryStore
 from raystow.storage.versions.reader import PackReader
-from raystow.storage.versions.runs import Piece, Run
+from raystow.storage.versions.runs import ByteRun, Piece
 
 MIB = 1 << 20
 
@@ -19,18 +19,18 @@ def raw_chunk(number: int, size: int, base: int | None = None) -> Chunk:
     return coded_row(number, "uint8", size, coding)
 
 
-def chain(one: Chunk, below: int) -> Run | None:
+def chain(one: Chunk, below: int) -> ByteRun | None:
     """Return the chain of delta bases of a chunk. Each base is as large as the chunk."""
     if not below:
         return None
-    return Run(f"versions/{below:08d}", 0, one.coding.size, (Piece(one, base=chain(one, below - 1)),))
+    return ByteRun(f"versions/{below:08d}", 0, one.coding.size, (Piece(one, base=chain(one, below - 1)),))
 
 
-def runs(size: int, count: int, below: int) -> list[Run]:
+def runs(size: int, count: int, below: int) -> list[ByteRun]:
     """Return the runs of ``count`` chunks, each at the end of such a chain."""
 
     class Chain:
-        def run(self, chunk: Chunk) -> Run:
+        def run(self, chunk: Chunk) -> ByteRun:
             found = chain(raw_chunk(0, size, 1), below)
             assert found is not None
             return found

@@ -18,7 +18,7 @@ from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged
 from raystow.storage.format.boxes import Box
 from raystow.storage.versions.reader import Request
-from raystow.storage.versions.runs import Run
+from raystow.storage.versions.runs import ByteRun
 from raystow.storage.versions.version import Version
 from raystow.workers.gpu.decode import lane_plan
 
@@ -130,6 +130,6 @@ def test_chunks_without_a_kernel_are_left_to_the_host() -> None:
     reader = versions[1].reader()
     for row, left in ((f4, 0), (plain, 1), (stray, 1), (new, 1)):
         target = torch.zeros(row.extent, dtype=WORDS[np.dtype(row.dtype).itemsize])
-        others = list[Run]()
+        others = list[ByteRun]()
         plans = list(lane_plan.plan(reader.runs([Request(row.name, [row], row.box, target)]), others))
         assert (len(plans), len(others)) == (1 - left, left)

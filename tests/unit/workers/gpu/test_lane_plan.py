@@ -8,7 +8,7 @@ from helpers.builders import coded_row
 
 from raystow.storage.coding.chunk import Coding, Plane, packed
 from raystow.storage.format.manifest import Chunk
-from raystow.storage.versions.runs import Piece, Run
+from raystow.storage.versions.runs import ByteRun, Piece
 from raystow.workers.gpu.decode import lane_plan
 from raystow.workers.gpu.nvcomp import ALIGN
 from raystow.workers.gpu.stream_layout import Streams, compute_tables
@@ -22,10 +22,10 @@ def float_chunk(number: int, nbytes: int, stored: int) -> Chunk:
     return coded_row(number, "float32", nbytes // 4, coding)
 
 
-def run_of(*chunks: Chunk) -> Run:
+def run_of(*chunks: Chunk) -> ByteRun:
     last = chunks[-1]
     pieces = tuple(Piece(one, target=torch.empty(0), direct=True) for one in chunks)
-    return Run("key", chunks[0].start, last.start + last.coding.size - chunks[0].start, pieces)
+    return ByteRun("key", chunks[0].start, last.start + last.coding.size - chunks[0].start, pieces)
 
 
 def test_a_run_too_large_for_a_lane_is_split() -> None:
@@ -38,7 +38,7 @@ def test_a_run_too_large_for_a_lane_is_split() -> None:
         (part.pieces[0].chunk.start, sum(piece.chunk.coding.size for piece in part.pieces)) for part in parts
     ]
     assert len(parts) < 8, "several chunks share a part"
-    others = list[Run]()
+    others = list[ByteRun]()
     plans = list(lane_plan.plan([run], others))
     assert [fetch.run for plan in plans for fetch in plan.fetches] == parts
     assert not others
@@ -51,7 +51,7 @@ def test_chunks_too_large_for_the_gpu_go_to_the_host() -> None:
         run_of(float_chunk(0, 256 * MIB, 2 * MIB)),
     )
     assert [part for part, _ in lane_plan.parts(small)] == [small]
-    others = list[Run]()
+    others = list[ByteRun]()
     (plan,) = lane_plan.plan([huge, small], others)
     assert [fetch.run for fetch in plan.fetches] == [small]
     assert others == [huge]

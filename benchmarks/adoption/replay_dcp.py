@@ -1,0 +1,105 @@
+"""Train an agent that walks to the right: two optimizers, and a replay buffer that grows. It
+continues after each failure, by DCP.
+
+python benchmarks/adoption/replay_dcp.py [STEPS]
+"""
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+EVERY, FOLDER = 10, Path("runs/replay-dcp")
+STEPS = int(sys.argv[-1]) if sys.argv[-1].isdecimal() else 60
+
+
+class ReplayBuffer:
+    """All transitions so far."""
+
+    def __init__(self) -> None:
+        self.rows = torch.empty(0, 6)  # position, velocity, action, reward, next position, next velocity
+
+    def add(self, row: torch.Tensor) -> None:
+        """Append a transition."""
+        self.rows = torch.cat([self.rows, row[None]])
+
+    def sample(self, size: int) -> torch.Tensor:
+        """Draw transitions."""
+        return self.rows[torch.randint(len(self.rows), (size,))]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the transitions."""
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Replace the transitions."""
+        self.rows = state["rows"]
+
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+actor = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1), nn.Tanh())
+critic = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1))
+actor_optimizer = torch.optim.Adam(actor.parameters(), lr=1e-3)
+critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3)
+buffer = ReplayBuffer()
+world = {"place": torch.zeros(2)}  # position and velocity of the agent
+
+
+def state_of() -> dict[str, object]:
+    """Return all that belongs to the training."""
+    actor_state = get_state_dict(actor, actor_optimizer)
+    critic_state = get_state_dict(critic, critic_optimizer)
+    generators = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    return {"actor": actor_state, "critic": critic_state, "buffer": buffer, "world": world, "generators": generators}
+
+
+def resume() -> int:
+    """Load the newest checkpoint, and return its step."""
+    done = [int(one.parent.name) for one in FOLDER.glob("*/.metadata")]
+    if not done:
+        for optimizer in (actor_optimizer, critic_optimizer):
+            optimizer.state.clear()  # get_state_dict would have counted a step
+        return 0
+    folder = str(FOLDER / str(max(done)))
+    rows = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata["buffer.rows"].size
+    buffer.rows = torch.empty(rows)  # DCP fills tensors of the size saved
+    state = state_of()
+    dcp.load(state, checkpoint_id=folder)
+    for model, optimizer, name in ((actor, actor_optimizer, "actor"), (critic, critic_optimizer, "critic")):
+        weights, moments = state[name]
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    torch.set_rng_state(state["generators"]["torch"])
+    np.random.set_state(state["generators"]["numpy"])
+    random.setstate(state["generators"]["python"])
+    return max(done)
+
+
+for step in range(resume() + 1, STEPS + 1):
+    with torch.no_grad():
+        action = actor(world["place"]) + 0.3 * torch.randn(1)
+    velocity = 0.9 * world["place"][1:] + 0.1 * action
+    place = torch.cat([world["place"][:1] + velocity, velocity])
+    buffer.add(torch.cat([world["place"], action, velocity, place]))
+    world["place"].copy_(place)
+
+    rows = buffer.sample(32)
+    with torch.no_grad():
+        goal = rows[:, 3:4] + 0.95 * critic(torch.cat([rows[:, 4:], actor(rows[:, 4:])], 1))
+    critic_loss = (critic(rows[:, :3]) - goal).square().mean()
+    critic_loss.backward()
+    critic_optimizer.step()
+    critic_optimizer.zero_grad()
+    actor_loss = -critic(torch.cat([rows[:, :2], actor(rows[:, :2])], 1)).mean()
+    actor_loss.backward()
+    actor_optimizer.step()
+    actor_optimizer.zero_grad()
+    critic_optimizer.zero_grad()
+    if step % EVERY == 0 or step == STEPS:
+        dcp.save(state_of(), checkpoint_id=str(FOLDER / str(step)))
+    print(f"step {step}: {len(buffer.rows)} transitions, loss {critic_loss.item():.6f}", flush=True)

@@ -1,0 +1,110 @@
+"""What a run has named: models, optimizers, and the rest, whose values the journal records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ...storage.errors import StateError
+
+_REMEDY = "put it in a dict, which is filled in place"
+
+
+class Members:
+    """The objects of a run.
+
+    Attributes:
+        models: Modules, by path.
+        optimizers: Optimizers, in the order of their paths.
+        own: Says that each rank has objects of its own; empty if none has.
+    """
+
+    def __init__(self, shared: Mapping[str, object], per_rank: Mapping[str, object]) -> None:
+        self._whole = {**shared, **per_rank}
+        self.own = f"each rank has {', '.join(per_rank)} of its own" if per_rank else ""
+        found = list(_objects(self._whole, ""))
+        self.models = {path: one for path, one in found if isinstance(one, torch.nn.Module)}
+        self.optimizers = [one for _, one in found if isinstance(one, torch.optim.Optimizer)]
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that the journal checks: all modules as one, if there are several."""
+        if len(self.models) == 1:
+            return next(iter(self.models.values()))
+        return torch.nn.ModuleDict({path.replace(".", "/"): one for path, one in self.models.items()})
+
+    def values(self) -> object:
+        """Return what the journal must record of the objects besides models and optimizers."""
+        return _values(self._whole)
+
+    def load(self, values: object) -> None:
+        """Load what ``values`` returned."""
+        _load(self._whole, values)
+
+
+def check(name: str, value: object) -> None:
+    """Raise ``StateError`` for an object that a restore cannot change in place."""
+    if isinstance(value, torch.Tensor | dict | list) or _is_stateful(value) or _is_array(value):
+        return
+    raise StateError(f"a {type(value).__name__} cannot change in place", subject=name, remedy=_REMEDY)
+
+
+def _objects(node: object, path: str) -> Iterator[tuple[str, object]]:
+    for key, value in _items(node):
+        yield from _objects(value, f"{path}.{key}" if path else str(key))
+    if _is_stateful(node):
+        yield path, node
+
+
+def _items(node: object) -> Iterator[tuple[object, object]]:
+    if isinstance(node, dict):
+        yield from node.items()
+    elif isinstance(node, list | tuple):
+        yield from enumerate(node)
+
+
+def _values(node: Any) -> object:
+    if isinstance(node, torch.nn.Module | torch.optim.Optimizer):
+        return None
+    if isinstance(node, dict):
+        return {key: _values(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_values(value) for value in node]
+    return node.state_dict() if _is_stateful(node) else node
+
+
+def _load(node: Any, values: Any) -> Any:
+    """Load values into a node, and return what stands at its place afterwards."""
+    if isinstance(node, torch.nn.Module | torch.optim.Optimizer):
+        return node
+    if isinstance(node, dict):
+        node.update({key: _load(node.get(key), value) for key, value in values.items()})
+        for key in node.keys() - values.keys():
+            del node[key]
+        return node
+    if isinstance(node, list):
+        node[:] = [_load(node[i] if i < len(node) else None, value) for i, value in enumerate(values)]
+        return node
+    if isinstance(node, tuple):
+        return type(node)(_load(one, value) for one, value in zip(node, values, strict=True))
+    if _is_stateful(node):
+        node.load_state_dict(values)
+        return node
+    if isinstance(node, torch.Tensor):
+        with torch.no_grad():
+            node.copy_(values)
+        return node
+    if _is_array(node):
+        node[...] = values
+        return node
+    return values
+
+
+def _is_stateful(node: object) -> bool:
+    return isinstance(getattr(node, "state_dict", None), Callable) and hasattr(node, "load_state_dict")  # type: ignore[arg-type]
+
+
+def _is_array(node: object) -> bool:
+    return type(node).__module__ == "numpy" and type(node).__name__ == "ndarray"
