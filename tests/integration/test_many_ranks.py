@@ -26,5 +26,5 @@ def test_more_than_ten_thousand_ranks_agree(tmp_path: Path) -> None:
     ray.kill(coordinator_actor(tmp_path.as_uri()))
     coordinator = coordinator_actor(tmp_path.as_uri())
     votes = [messages.encode(RestoreVote(rank, RANKS, f"process {rank}", 1, 60.0)) for rank in range(RANKS)]
-    answers = ray.get([coordinator.handle_vote.remote(PROTOCOL, vote) for vote in votes], timeout=50)
+    answers = ray.get([coordinator.handle.remote(PROTOCOL, vote) for vote in votes], timeout=50)
     assert {messages.decode(data, RestoreChoice).entry.id for data, _ in answers} == {1}

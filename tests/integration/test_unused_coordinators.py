@@ -70,7 +70,7 @@ def test_a_coordinator_that_cannot_start_ends(tmp_path: Path) -> None:
     uri = (tmp_path / "file" / "run").as_uri()
     coordinator_actor(uri, unused=UNUSED)
     with pytest.raises(raystow.StoreError):
-        RayCoordinatorClient(uri).start(StartRun("1"), 60)
+        RayCoordinatorClient(uri).ask(StartRun("1"), timeout=60)
     wait_until(lambda: has_ended(uri), "the end of the coordinator")
 
 
@@ -78,9 +78,9 @@ def test_a_training_can_start_while_the_coordinator_ends(tmp_path: Path) -> None
     """Processes that know it, and new ones, which may find the dying one, get another one."""
     uri = tmp_path.as_uri()
     known = RayCoordinatorClient(uri)
-    known.start(StartRun("1"), 60)
+    known.ask(StartRun("1"), timeout=60)
     for n in range(2):
         ray.kill(ray.get_actor(coordinator_name(uri), NAMESPACE))
-        RayCoordinatorClient(uri).start(StartRun("1"), 60)
+        RayCoordinatorClient(uri).ask(StartRun("1"), timeout=60)
         ray.kill(ray.get_actor(coordinator_name(uri), NAMESPACE))
-        known.join(JoinRun(0, f"process {n}", 1))
+        known.ask(JoinRun(0, f"process {n}", 1))

@@ -15,6 +15,7 @@ from ...storage.runtime import background
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import DURABLE, record
 from ...storage.versions.version import Version
+from ...workers.protocol.messages import FindOutcome
 from ...workers.staging.plan import SaveOrder
 from .failure_reports import FailureReports
 from .failures import Failures
@@ -65,7 +66,11 @@ class SaveOutcomes:
 
     def find(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown, patience: float = SOON) -> None:
         """Ask the root and the coordinator, up to ``patience`` seconds, for the outcome of a save that is unknown so far."""
-        ask = functools.partial(self._startup.port.outcome, timeout=patience)
+        port = self._startup.port
+
+        def ask(id: int, attempt: str) -> Entry:
+            return port.ask(FindOutcome(id, attempt), timeout=patience).entry
+
         self.conclude(pending, find_outcome(self._startup.repository(), ask, order.attempt, unknown))
 
     def close(self) -> None:

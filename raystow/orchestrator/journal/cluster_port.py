@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from ...storage.errors import ClusterError
 from ...workers.journal.client import JournalClient
 from ...workers.journal.entry_writer import EntryWriter, entry_ring
+from ...workers.protocol.coordinator_client import CoordinatorClient
 from ...workers.protocol.messages import (
     START,
     EntryInfo,
@@ -24,18 +24,10 @@ from ...workers.protocol.messages import (
 _SAVES = 16  # newest saves of which one may still be under way or durable; older ones do not matter
 
 
-class JournalCoordinator(Protocol):
-    """The part of the coordinator that replays use: see ``rounds``."""
-
-    def settle_journal(self, vote: JournalVote) -> JournalChoice: ...
-
-    def reading(self, rank: RankReading) -> None: ...
-
-
 class ClusterPort:
     """A ``JournalPort``. ``address``: returns that of this node's worker, which is asked for again if the worker has died."""
 
-    def __init__(self, opening: OpenJournal, address: Callable[[], str], coordinator: JournalCoordinator) -> None:
+    def __init__(self, opening: OpenJournal, address: Callable[[], str], coordinator: CoordinatorClient) -> None:
         self._opening, self._address, self._coordinator = opening, address, coordinator
         self._lock = threading.Lock()
         self._client: JournalClient | None = None
@@ -75,10 +67,10 @@ class ClusterPort:
             self._saves.clear()
             self._saves.append(vote.base)
             self._single = START
-        return self._coordinator.settle_journal(vote)
+        return self._coordinator.ask(vote)
 
     def reading(self, rank: RankReading) -> None:
-        self._coordinator.reading(rank)
+        self._coordinator.send(rank)
 
     def close(self) -> None:
         with self._lock:

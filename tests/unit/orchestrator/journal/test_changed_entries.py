@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 from helpers.peer_path import PeerPath
@@ -19,7 +20,8 @@ from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.runtime import background
 from raystow.storage.runtime.clock import SYSTEM
-from raystow.workers.protocol.messages import EntryInfo, JournalChoice, JournalVote, OpenJournal, RankReading
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
+from raystow.workers.protocol.messages import EntryInfo, JournalVote, Message, OpenJournal, Request
 from raystow.workers.protocol.unix_channel import Listener
 
 STEPS = 3
@@ -53,20 +55,21 @@ class Line:
         return found
 
 
-class Run(JournalRounds):
+class Run(JournalRounds, CoordinatorClient):
     """One rank that records steps on a node, which is restarted, and the agreement of the coordinator."""
 
     def __init__(self, cluster: Cluster, replicas: int) -> None:
         super().__init__(SYSTEM)
         self._cluster, self._replicas = cluster, replicas
 
-    def settle_journal(self, vote: JournalVote) -> JournalChoice:
-        return self.vote(vote, self.survey).answer(vote)
+    def call(self, request: Request[Any], timeout: float) -> Message:
+        assert isinstance(request, JournalVote)
+        return self.vote(request, self.survey).answer(request)
+
+    def send(self, request: Request[Any]) -> None: ...
 
     def survey(self) -> Mapping[str, Sequence[EntryInfo]]:
         return {name: worker.journal.store.holdings("r") for name, worker in self._cluster.workers.items()}
-
-    def reading(self, rank: RankReading) -> None: ...
 
     def serve(self, worker: Worker, stack: ExitStack) -> str:
         """Let processes connect to the journal of a node; return its address."""

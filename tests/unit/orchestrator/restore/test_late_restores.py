@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,7 +16,8 @@ from raystow.orchestrator.restore.round import RestoreRound
 from raystow.orchestrator.restore.rounds import RestoreRounds
 from raystow.storage.errors import ClusterError, DeadlineExceeded
 from raystow.storage.format.root import Entry
-from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
+from raystow.workers.protocol.messages import Message, RankReading, Request, RestoreChoice, RestoreVote, UnusedNames
 
 
 @pytest.fixture
@@ -183,7 +185,7 @@ def test_a_warning_ends_when_the_rank_comes(run):
     assert not round.warns(RestoreVote(0, 2, "a0", 1, 60.0, entry))
     run.clock.time += 31
     run.rounds.tick()
-    assert round.waits(RestoreVote(0, 2, "a0", 1, 60.0, entry)).warning.startswith("rank 1 (another process) has read nothing")
+    assert round.waits(RestoreVote(0, 2, "a0", 1, 60.0, entry)).text.startswith("rank 1 (another process) has read nothing")
 
 
 def test_a_rank_that_compares_names_has_the_warning(run):
@@ -194,8 +196,8 @@ def test_a_rank_that_compares_names_has_the_warning(run):
     round = run.rounds.compare(reported)
     run.clock.time += 31
     run.rounds.tick()
-    assert round.waits(reported).warning == "rank 0 (another process) has read nothing for 31 s; rank 1 waits"
-    assert not round.warns(replace(reported, last_warning=1))
+    assert round.waits(told).text == "rank 0 (another process) has read nothing for 31 s; rank 1 waits"
+    assert not round.warns(replace(told, told=1))
 
 
 def test_ranks_that_read_are_not_late_for_a_new_coordinator(run):
@@ -231,17 +233,18 @@ def test_a_rank_that_reads_again_is_not_blamed(run):
     assert waiting.answer(entry) == entry
 
 
-class HangingPort:
+class HangingPort(CoordinatorClient):
     """A coordinator that chooses a version, and receives what a rank tells while it reads."""
 
     def __init__(self, choice: RestoreChoice) -> None:
         self._choice, self.reports, self.heard = choice, list[RankReading](), threading.Semaphore(0)
 
-    def settle(self, vote: RestoreVote) -> RestoreChoice:
+    def call(self, request: Request[Any], timeout: float) -> Message:
         return self._choice
 
-    def reading(self, rank: RankReading) -> None:
-        self.reports.append(rank)
+    def send(self, request: Request[Any]) -> None:
+        assert isinstance(request, RankReading)
+        self.told.append(request)
         self.heard.release()
 
 

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.journal import entry_bytes
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node_peers import NoPeers
+from raystow.workers.node.node import NoPeers
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
 from raystow.workers.protocol.messages import (
     RECORDING,
     EntryInfo,
@@ -30,10 +32,9 @@ from raystow.workers.protocol.messages import (
     EntryPlace,
     FetchEntry,
     Generation,
-    JournalChoice,
-    JournalVote,
+    Message,
     OpenJournal,
-    RankReading,
+    Request,
 )
 from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.shm.ring import Ring
@@ -110,11 +111,9 @@ class Node:
         self.ring.close()
 
 
-class NoCoordinator:
-    def settle_journal(self, vote: JournalVote) -> JournalChoice:
+class NoCoordinator(CoordinatorClient):
+    def call(self, request: Request[Any], timeout: float) -> Message:
         raise AssertionError("the coordinator is asked")
-
-    def reading(self, rank: RankReading) -> None: ...
 
 
 @pytest.fixture

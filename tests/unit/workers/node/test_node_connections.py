@@ -17,11 +17,12 @@ from raystow.storage.stores.settings import JobSettings, StoreAddress
 from raystow.workers.node import actor
 from raystow.workers.node.actor import NODE, RayPeers
 from raystow.workers.node.node import Node
+from raystow.workers.protocol.messages import RankDisconnected
 from raystow.workers.ray_connection import RayConnection
 
 
 class NoCoordinator:
-    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None: ...
+    def ask(self, request: RankDisconnected) -> None: ...
 
 
 def test_a_connection_that_hangs_blocks_nothing_else() -> None:
