@@ -148,8 +148,8 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
     for ticket, (_, node_report, _) in zip(tickets, reports, strict=True):
         await _call(actor.answer(PartStaged(ticket, node_report.info, node_report.packs)))
     sealed = [
-        asyncio.create_task(actor.answer(PartStored(ticket, told.info, told.packs)))
-        for ticket, (_, _, told) in zip(tickets, reports, strict=True)
+        asyncio.create_task(actor.answer(PartStored(ticket, node_report.info, node_report.packs)))
+        for ticket, (_, _, node_report) in zip(tickets, reports, strict=True)
     ]
     return (await asyncio.gather(*sealed))[0].entry
 

@@ -276,7 +276,7 @@ class CoordinatorActor:
             choice = await self._choice(at, entry.attempt, lambda: (entry, b""))
             return replace(choice, group=round.group, alike=round.alike)
 
-    async def _compare(self, told: UnusedNames) -> UnusedByAll | RanksWarning:
+    async def _compare(self, report: UnusedNames) -> UnusedByAll | RanksWarning:
         """Take the names that a rank leaves unused. Returns those that all ranks leave unused."""
         at = await self._started()
         at.core.check_member(report)

@@ -25,13 +25,13 @@ def handle(core: Coordinator, request: Message) -> Answer:
             answer = core.begin(request)
         case messages.RankFinished(ticket, rank, covered):
             core.finished(ticket, rank, covered)
-        case messages.AwaitRanks(ticket, told):
-            return _when(core, ticket, told, lambda attempt: attempt.phase is not Phase.GATHERING, lambda attempt: Acknowledged())
+        case messages.AwaitRanks(ticket, last):
+            return _when(core, ticket, last, lambda attempt: attempt.phase is not Phase.GATHERING, lambda attempt: Acknowledged())
         case messages.PartStaged(ticket, info, packs):
             core.staged(ticket, info, packs)
-        case messages.PartStored(ticket, info, packs, told):
+        case messages.PartStored(ticket, info, packs, last):
             core.fragment(ticket, info, packs)
-            return _when(core, ticket, told, lambda attempt: attempt.phase.over, lambda attempt: Committed(attempt.result()))
+            return _when(core, ticket, last, lambda attempt: attempt.phase.over, lambda attempt: Committed(attempt.result()))
         case messages.PartFailed(ticket, reason):
             core.failed(ticket, reason)
         case messages.RankSaveFailed(rank, incarnation, save, step, reason):
@@ -44,14 +44,14 @@ def handle(core: Coordinator, request: Message) -> Answer:
 
 
 def _when(
-    core: Coordinator, ticket: Ticket, told: int, reached: Callable[[Attempt], bool], make: Callable[[Attempt], Message]
+    core: Coordinator, ticket: Ticket, last: int, reached: Callable[[Attempt], bool], make: Callable[[Attempt], Message]
 ) -> Answer:
-    """Answer when an attempt has reached a phase, or with the warning after the ``told``-th."""
+    """Answer when an attempt has reached a phase, or with the warning after the number ``last``."""
     attempt = core.attempt(ticket)
 
     def answer() -> Message | None:
         if not reached(attempt):
-            return core.late(ticket, told)
+            return core.late(ticket, last)
         if attempt.phase is Phase.ABORTED:
             attempt.result()  # raises
         return make(attempt)

@@ -223,12 +223,12 @@ class ClusterAgreement:
         if len(names) > 8 * MAX_ROWS:  # on all ranks
             return unused.names
         who = vote.rank, vote.world_size, vote.incarnation, vote.number, vote.timeout
-        told = UnusedNames(*who, choice.entry, len(names), name_bits(names, mine))
-        if not told.unused:
-            self._port.send(told)
+        report = UnusedNames(*who, choice.entry, len(names), name_bits(names, mine))
+        if not report.unused:
+            self._port.send(report)
             return named(names, b"")
         self._watch.stop()  # while it waits for other ranks
-        common = self._port.ask(told, self._warn).unused
+        common = self._port.ask(report, self._warn).unused
         self._watch.start()
         return named(names, common)
 

@@ -64,7 +64,7 @@ class RestoreRound:
     def waits(self, rank: RestoreVote | UnusedNames) -> RanksWarning:
         """The answer to a rank that waits on, with the newest warning if it has to log that."""
         warning = self.warning
-        if warning is None or warning.to != rank.rank or warning.number <= rank.told:
+        if warning is None or warning.to != rank.rank or warning.number <= rank.last_warning:
             return RanksWarning()
         return RanksWarning(warning.number, warning.text)
 

@@ -46,12 +46,10 @@ from ..protocol.messages import (
     OpenJournal,
     OpenSession,
     OpenStore,
-    PutEntry,
     RankDisconnected,
     ReadCached,
     RenewSettings,
     Saves,
-    Span,
     Ticket,
 )
 from ..protocol.unix_channel import Connection, Listener

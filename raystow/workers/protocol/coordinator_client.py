@@ -36,7 +36,7 @@ class CoordinatorClient(ABC):
         while isinstance(answer := self.call(request, seconds), RanksWarning):
             if answer.text:
                 warn(answer.text)
-                request = replace(request, told=answer.number)
+                request = replace(request, last_warning=answer.number)
         return cast(_Answer, answer)
 
     @abstractmethod

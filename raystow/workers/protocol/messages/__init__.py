@@ -42,7 +42,7 @@ COORDINATOR_REQUESTS = tuple(Request.__subclasses__())
 MESSAGES = (*(message for message in Message.__subclasses__() if message is not Request), *COORDINATOR_REQUESTS)
 """All messages."""
 
-PROTOCOL = "2.d8dbc58f44d1a8dc"
+PROTOCOL = "2.9f4316d88d52dba1"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -24,7 +24,7 @@ class RanksWarning(Message, frozen=True):
     """The answer while the coordinator waits for other ranks: send the request again.
 
     Args:
-        number: Of the warning, among those of the attempt or of the restore. The next request has it as ``told``.
+        number: Of the warning, among those of the attempt or of the restore. The next request has it as ``last_warning``.
         text: Ranks that are late, or have other metrics; empty if there is no warning.
     """
 
@@ -121,7 +121,7 @@ class RankFinished(Request[Acknowledged], frozen=True):
 
 
 class AwaitRanks(Request[Acknowledged], frozen=True):
-    """Asks for an answer when every rank of the attempt has finished. ``told``: the number of the last ``RanksWarning``."""
+    """Asks for an answer when every rank of the attempt has finished. ``last_warning``: the number of the last ``RanksWarning``."""
 
     ticket: Ticket
     last_warning: int = 0
@@ -146,7 +146,7 @@ class Committed(Message, frozen=True):
 
 
 class PartStored(Request[Committed], frozen=True):
-    """A node's packs and fragment are durable. The answer comes when the attempt is a version. ``told``: see ``AwaitRanks``."""
+    """A node's packs and fragment are durable. The answer comes when the attempt is a version. ``last_warning``: see ``AwaitRanks``."""
 
     ticket: Ticket
     fragment: FragmentInfo

@@ -82,7 +82,7 @@ class RestoreVote(Request[RestoreChoice | NoVersion], frozen=True):
         read: Stored bytes that the rank has read of the version, by source.
         version: The version that the rank asks for, as ``selector_text`` gives it.
         names: A digest of the names of the tensors that the rank restores.
-        told: The number of the last warning that the rank has got.
+        last_warning: The number of the last warning that the rank has got.
     """
 
     rank: int
@@ -99,7 +99,7 @@ class RestoreVote(Request[RestoreChoice | NoVersion], frozen=True):
     whole: bool = False
     version: Text = LATEST
     names: Digest = 0
-    told: int = 0
+    last_warning: int = 0
 
     @property
     def wait(self) -> float:
@@ -107,7 +107,7 @@ class RestoreVote(Request[RestoreChoice | NoVersion], frozen=True):
 
 
 class UnusedByAll(Message, frozen=True):
-    """The answer to ``UnusedNames``: the names that all ranks leave unused; no bits if one rank has told none."""
+    """The answer to ``UnusedNames``: the names that all ranks leave unused; no bits if one rank has reported none."""
 
     unused: NameBits
 

@@ -196,8 +196,8 @@ def test_a_rank_that_compares_names_has_the_warning(run):
     round = run.rounds.compare(reported)
     run.clock.time += 31
     run.rounds.tick()
-    assert round.waits(told).text == "rank 0 (another process) has read nothing for 31 s; rank 1 waits"
-    assert not round.warns(replace(told, told=1))
+    assert round.waits(reported).text == "rank 0 (another process) has read nothing for 31 s; rank 1 waits"
+    assert not round.warns(replace(reported, last_warning=1))
 
 
 def test_ranks_that_read_are_not_late_for_a_new_coordinator(run):
@@ -244,7 +244,7 @@ class HangingPort(CoordinatorClient):
 
     def send(self, request: Request[Any]) -> None:
         assert isinstance(request, RankReading)
-        self.told.append(request)
+        self.reports.append(request)
         self.heard.release()
 
 

@@ -170,14 +170,14 @@ def test_empty_tensors_and_scalars_are_planned():
 
 
 class Port(CoordinatorClient):
-    """A coordinator that lets each rank restore one version. ``told``: that ranks read on."""
+    """A coordinator that lets each rank restore one version. ``reports``: that ranks read on."""
 
     def __init__(self, choice: RestoreChoice) -> None:
         self._choice, self.reports = choice, list[RankReading]()
 
     def send(self, request: Request[Any]) -> None:
         assert isinstance(request, RankReading)
-        self.told.append(request)
+        self.reports.append(request)
 
     def call(self, request: Request[Any], timeout: float) -> Message:
         assert isinstance(request, RestoreVote)

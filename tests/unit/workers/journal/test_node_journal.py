@@ -23,7 +23,7 @@ from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.journal import entry_bytes
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node.node import NoPeers
+from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol.coordinator_client import CoordinatorClient
 from raystow.workers.protocol.messages import (
     RECORDING,
