@@ -305,7 +305,7 @@ class NodeAttempt:
             values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
             key, data, fragment = self._writer.fragment(values, self._rounded)
             info = fragment.info(data, self._ranks, self._stall)
-            self._keep(key, [data])
+            self._keep(key, [data], ())
             self._port.ask(PartStaged(self._ticket, info, packs))
             self._packer.finish(self._left())
             self._store_fragment(key, data)

@@ -121,7 +121,7 @@ class RankFinished(Request[Acknowledged], frozen=True):
 
 
 class AwaitRanks(Request[Acknowledged], frozen=True):
-    """Asks for an answer when every rank of the attempt has finished. ``last_warning``: the number of the last ``RanksWarning``."""
+    """Asks for an answer when every rank of the attempt has finished. ``last_warning``: the number of the last one."""
 
     ticket: Ticket
     last_warning: int = 0
@@ -146,7 +146,8 @@ class Committed(Message, frozen=True):
 
 
 class PartStored(Request[Committed], frozen=True):
-    """A node's packs and fragment are durable. The answer comes when the attempt is a version. ``last_warning``: see ``AwaitRanks``."""
+    """A node's packs and fragment are durable. The answer comes when the attempt is a version.
+    ``last_warning``: see ``AwaitRanks``."""
 
     ticket: Ticket
     fragment: FragmentInfo
