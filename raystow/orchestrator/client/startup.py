@@ -183,7 +183,7 @@ class Startup:
             if before is not None:
                 wait([before], ACTOR_START)
             settings = self._settings()
-            self.port.open_store(settings, ACTOR_START)
+            self.port.open_store(timeout=ACTOR_START)
             answer = self.port.ask(run, timeout=ACTOR_START)
             self._member = JoinRun(self._rank, f"{answer.turn}@{self._process}", self._world_size)
             with self._lock:

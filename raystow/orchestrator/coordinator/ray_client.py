@@ -46,8 +46,9 @@ class RayCoordinatorClient(CoordinatorClient):
         self._uri, self._settings, self._ray = uri, settings, RayConnection.here()
         self._actor: ActorHandle | None = None
 
-    def open_store(self, settings: StoreSettings, timeout: float = ANSWER) -> None:
-        """Send settings of the store, if it needs any."""
+    def open_store(self, settings: StoreSettings | None = None, timeout: float = ANSWER) -> None:
+        """Send settings of the store, if it needs any. None: those that the client was made with."""
+        settings = self._settings() if settings is None else settings
         if settings != LOCAL:
             self.ask(messages.OpenStore(self._uri, settings), timeout=timeout)
 
@@ -67,7 +68,7 @@ class RayCoordinatorClient(CoordinatorClient):
             try:
                 return self._decoded(request, *self._ray.find(answer, forget))
             except SettingsMissing:  # it was started, or started again, by now
-                self.open_store(self._settings())
+                self.open_store()
         return self._decoded(request, *self._ray.find(answer, forget))
 
     def send(self, request: messages.Request[_Answer]) -> None:
