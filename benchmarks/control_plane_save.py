@@ -34,7 +34,7 @@ from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import Repository, create_repository
 from raystow.workers.packing.packer import PACK
-from raystow.workers.protocol.messages import AwaitRanks, Begin, PartStaged, RankFinished, Ticket
+from raystow.workers.protocol.messages import AwaitRanks, Begin, JoinRun, PartStaged, PartStored, RankFinished, Ticket
 from raystow.workers.ray_connection import RayConnection
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
     pipe.send(peak_memory())
     start = time.process_time()
     for rank in range(nodes * RANKS):
-        await _call(actor.join(rank, incarnation(f"process-{rank}", repository), nodes * RANKS))
+        await _call(actor.answer(JoinRun(rank, incarnation(f"process-{rank}", repository), nodes * RANKS)))
     pipe.send(time.process_time() - start)
     while (saves := pipe.recv()) is not None:
         wall, start = time.perf_counter(), time.process_time()
@@ -141,7 +141,7 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
     """
     tickets: list[Ticket] = []
     for begins, _, _ in reports:
-        tickets += [await _call(actor.begin(begin)) for begin in begins][:1]
+        tickets += [await _call(actor.answer(begin)) for begin in begins][:1]
     waiting = [asyncio.create_task(actor.answer(AwaitRanks(ticket))) for ticket in tickets]
     for ticket, (begins, node_report, _) in zip(tickets, reports, strict=True):
         for begin, covered in zip(begins, node_report.covered, strict=True):
@@ -150,12 +150,10 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
     for ticket, (_, node_report, _) in zip(tickets, reports, strict=True):
         await _call(actor.answer(PartStaged(ticket, node_report.info, node_report.packs)))
     sealed = [
-        asyncio.create_task(actor.fragment(ticket, node_report.info, node_report.packs))
+        asyncio.create_task(actor.answer(PartStored(ticket, node_report.info, node_report.packs)))
         for ticket, (_, _, node_report) in zip(tickets, reports, strict=True)
     ]
-    entry = (await asyncio.gather(*sealed))[0]
-    assert isinstance(entry, Entry)
-    return entry
+    return (await asyncio.gather(*sealed))[0].entry
 
 
 async def _call(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -28,6 +28,7 @@ from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, path_text
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
 
 NODES, SMALL = 2048, 300
 REPOSITORY, ATTEMPT = "5e" * 16, "65c5e0a080b634de"
@@ -92,22 +93,18 @@ class Sample:
         return self.get(key, max_bytes=length)[start : start + length]
 
 
-class Coordinator:
+class Coordinator(CoordinatorClient):
     """A coordinator that answers with the record and with the nodes that have each object in memory."""
 
     def __init__(self, entry: Entry, record: bytes) -> None:
         self._entry, self._record = entry, record
 
-    def settle(self, vote: Any) -> Any:
-        """See ``agreement.RestorePort``."""
+    def call(self, request: Any, timeout: float) -> Any:
         from raystow.workers.protocol.messages import RestoreChoice
 
         return RestoreChoice(self._entry, {node: (f"node-{node}",) for node in range(0, NODES, 2)}, self._record)
 
-    def compare(self, report: Any) -> bytes:
-        raise AssertionError("all ranks restore the same names")
-
-    def reading(self, rank: Any) -> None: ...
+    def send(self, request: Any) -> None: ...
 
 
 def plan(folder: str, entry: Entry, rank: int, world: int, pipe: Any) -> None:

@@ -25,20 +25,20 @@ class CoordinatorPort(RayCoordinatorClient):
         super().__init__(str(address))
         self._actor, self._trip = RemotePort(address), trip
 
-    def _call(self, method: str, request: messages.Message, timeout: float) -> Any:
+    def call(self, request: messages.Request[Any], timeout: float) -> messages.Message:
         name, data = type(request).__name__, messages.encode(request)
         self._trip(f"before calling {name}")
         give_up = SYSTEM.monotonic() + _RESTARTS
         while True:
             try:
-                answer = getattr(self._actor, method)(messages.PROTOCOL, data)
+                answer = self._actor.handle(messages.PROTOCOL, data)
                 break
             except (OSError, EOFError) as error:
                 if SYSTEM.monotonic() > give_up:
                     raise ClusterError(f"the coordinator is gone: {error}") from error
                 SYSTEM.sleep(_RETRY)  # the trial replaces the coordinator meanwhile, as Ray restarts an actor
         self._trip(f"after calling {name}")
-        return answer
+        return self._decoded(request, *answer)
 
 
 class Blocking:

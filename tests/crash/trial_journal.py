@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import queue
-from typing import Any
 
 import numpy as np
 
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import ClusterError
 from raystow.workers.journal.client import JournalClient
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
 from raystow.workers.protocol.messages import EntryInfo, EntryKept, JoinRun, JournalVote, OpenJournal
 from raystow.workers.shm.ring import Ring
 
@@ -21,7 +21,7 @@ _SIZE, _SLOT, _PATIENCE = 4000, 1024, 60.0
 class TrialJournal:
     """A journal that replays at construction, like ``Journal.replay``.
 
-    ``coordinator`` has ``settle_journal``. ``member``: the rank and its process. ``base``: the restored step.
+    ``member``: the rank and its process. ``base``: the restored step.
 
     Attributes:
         step: The last step that was replayed or recorded.
@@ -29,15 +29,15 @@ class TrialJournal:
         generation: Token of the entries that it records.
     """
 
-    def __init__(self, opening: OpenJournal, address: str, coordinator: Any, member: JoinRun, base: int) -> None:
+    def __init__(self, opening: OpenJournal, address: str, coordinator: CoordinatorClient, member: JoinRun, base: int) -> None:
         self._opening, self._world_size = opening, member.world_size
         self._client = JournalClient(address, opening, Ring.create(4 * _SLOT, _SLOT))
         vote = (member.rank, member.world_size, member.incarnation, 1, _PATIENCE, base)
-        choice = coordinator.settle_journal(JournalVote(*vote))
+        choice = coordinator.ask(JournalVote(*vote))
         places = [place for place in choice.entries if base < place.info.step <= choice.step]
         self.whole = all(self._client.fetch(place, 0) == content(place.info) for place in places)
         self.step = choice.step
-        self._lineage = coordinator.settle_journal(JournalVote(*vote, reached=choice.step)).lineage
+        self._lineage = coordinator.ask(JournalVote(*vote, reached=choice.step)).lineage
         self.generation = self._lineage[-1].token
 
     def record(self, last: int) -> str:

@@ -15,18 +15,18 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from helpers.node_process import NodeProcess, PortServer
 from helpers.processes import incarnation
 from raystow import __version__
-from raystow.orchestrator.coordinator.attempt import Attempt, Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.orchestrator.coordinator.delta_schedule import Delta
+from raystow.orchestrator.coordinator.requests import handle
 from raystow.state.lossy.profiles import Lossy
 from raystow.state.lossy.rules import RuleSelector
 from raystow.state.planner import Planner, plan_save
@@ -34,84 +34,38 @@ from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import RaystowError
 from raystow.storage.format import values
 from raystow.storage.format.root import Entry
-from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import create_repository
 from raystow.storage.runtime.clock import SYSTEM, Clock
 from raystow.storage.versions.version import Version
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node.node import Node
-from raystow.workers.protocol.messages import (
-    Begin,
-    EntryInfo,
-    Incarnation,
-    OpenSession,
-    RankSaveRequest,
-    SegmentStored,
-    SegmentTicket,
-    Ticket,
-)
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
+from raystow.workers.protocol.messages import JoinRun, Message, OpenSession, RankSaveRequest, Request
 from raystow.workers.shm.ring import SLOT
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
 from raystow.workers.staging.progress import SaveProgress
 
 _TICK = 0.05  # seconds between checks of deadlines
-_Result = TypeVar("_Result")
 
 
-class LocalPort:
+class LocalPort(CoordinatorClient):
     """A coordinator that several threads call directly. The thread that finds a complete attempt commits it."""
 
     def __init__(self, coordinator: Coordinator, committer: Committer) -> None:
         self._core, self._committer = coordinator, committer
         self._changed = threading.Condition()
 
-    def join(self, rank: int, incarnation: Incarnation, world_size: int) -> None:
-        self._apply(lambda core: core.join(rank, incarnation, world_size))
-
-    def begin(self, begin: Begin) -> Ticket:
-        return self._apply(lambda core: core.begin(begin))
-
-    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
-        self._apply(lambda core: core.finished(ticket, rank, covered))
-
-    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
-        self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
-
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        self._apply(lambda core: core.staged(ticket, info, packs))
-
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
-        self._apply(lambda core: core.fragment(ticket, info, packs))
-        return self._until(ticket, lambda attempt: attempt.phase.over).result()
-
-    def failed(self, ticket: Ticket, reason: str) -> None:
-        self._apply(lambda core: core.failed(ticket, reason))
-
-    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
-        self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
-
-    def open_segment(self, newest: EntryInfo) -> SegmentTicket:
-        raise AssertionError("no rank records steps here")
-
-    def segment_stored(self, part: SegmentStored) -> None:
-        raise AssertionError("no rank records steps here")
-
-    def _apply(self, change: Callable[[Coordinator], _Result]) -> _Result:
+    def call(self, request: Request[Any], timeout: float) -> Message:
         with self._changed:
             try:
-                return change(self._core)
+                answer = handle(self._core, request)
             finally:
                 self._keep()
-
-    def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool]) -> Attempt:
-        with self._changed:
-            attempt = self._core.attempt(ticket)
-            while not self._changed.wait_for(lambda: reached(attempt), _TICK):
+            while (found := answer()) is None:
+                self._changed.wait(_TICK)
                 self._keep()
-        if attempt.phase is Phase.ABORTED:
-            attempt.result()
-        return attempt
+        return found
 
     def _keep(self) -> None:
         """Run the coordinator's upkeep under the lock: commits, deadlines, and the objects of abandoned attempts."""
@@ -279,7 +233,7 @@ class LocalCluster:
     def opening(self, rank: int, world_size: int) -> OpenSession:
         """Join as a new process of the rank, and return its opening message to its node worker, for this process or another."""
         who = incarnation(SYSTEM.token(), self.repository.id, number=next(self._processes))
-        self._port.join(rank, who, world_size)
+        self._port.ask(JoinRun(rank, who, world_size))
         half = self._memory // 2
         return OpenSession(self.uri, self.repository.id, rank, world_size, who, os.getpid(), half, SLOT, half)
 

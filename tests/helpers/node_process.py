@@ -92,7 +92,8 @@ class NodeProcess:
 
 
 def _run(name: str, ports: Any, threads: int, leash: Connection) -> None:
-    node = Node(name, lambda *_: RemotePort(ports), threads=threads)
+    port: Any = RemotePort(ports)
+    node = Node(name, lambda *_: port, threads=threads)
     leash.send(node.address)
     try:
         leash.recv()

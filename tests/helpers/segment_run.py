@@ -28,20 +28,24 @@ from raystow.storage.repository import create_repository
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.journal.segment_writer import SegmentWriter, read_entry
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
 from raystow.workers.protocol.messages import (
     STORE,
+    Acknowledged,
     EntryInfo,
     EntryKept,
     EntryPlace,
     Generation,
+    Message,
     OpenJournal,
+    OpenSegment,
+    Request,
     SegmentStored,
-    SegmentTicket,
     StoredEntry,
 )
 
 
-class SegmentRun:
+class SegmentRun(CoordinatorClient):
     """A run with a step journal. ``every``: steps of a segment. ``store``: the store of the nodes' entries, by default the
     repository's."""
 
@@ -74,14 +78,15 @@ class SegmentRun:
         """Return the last steps of the segments."""
         return [one.step for one in self.root.segments]
 
-    def open_segment(self, newest: EntryInfo) -> SegmentTicket:
-        return self.segments.open(newest)
-
-    def segment_stored(self, part: SegmentStored) -> None:
-        self.segments.stored(part)
+    def call(self, request: Request[Any], timeout: float) -> Message:
+        if isinstance(request, OpenSegment):
+            return self.segments.open(request.newest)
+        assert isinstance(request, SegmentStored)
+        self.segments.stored(request)
         if (opened := self.segments.next_commit()) is not None:
             self.segments.commit(opened)
             self.segments.settled(opened)
+        return Acknowledged()
 
     def write(self) -> None:
         """Let all nodes store their due segments, and process the outcomes."""

@@ -21,7 +21,8 @@ from raystow.storage.errors import SaveFailed, StoreUnavailable
 from raystow.storage.retention.policy import Policy
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
+from raystow.workers.protocol.messages import Message, Request, RestoreChoice, RestoreVote
 
 State = dict[str, Any]
 
@@ -156,13 +157,13 @@ def test_a_tensor_with_another_shape_is_stored_whole(uri: str) -> None:
 
 
 def test_memory_restores_a_delta_while_the_store_is_down(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Port:
+    class Port(CoordinatorClient):
         """A port that selects the newest version, with the locations that the coordinator knows."""
 
-        def settle(self, vote: RestoreVote) -> RestoreChoice | None:
+        def call(self, request: Request[Any], timeout: float) -> Message:
             return RestoreChoice.of(newest.entry, known, near, cluster.committer.record)
 
-        def reading(self, rank: RankReading) -> None: ...
+        def send(self, request: Request[Any]) -> None: ...
 
     def down(*_: object, **__: object) -> None:
         raise StoreUnavailable("503", subject="the store")

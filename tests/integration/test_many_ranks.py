@@ -30,5 +30,5 @@ def test_more_than_ten_thousand_ranks_agree(tmp_path: Path) -> None:
     repository = raystow.open(str(tmp_path)).id
     processes = [incarnation(f"process {rank}", repository) for rank in range(RANKS)]
     votes = [messages.encode(RestoreVote(rank, RANKS, process, 1, 60.0)) for rank, process in enumerate(processes)]
-    answers = ray.get([coordinator.handle_vote.remote(PROTOCOL, vote) for vote in votes], timeout=50)
+    answers = ray.get([coordinator.handle.remote(PROTOCOL, vote) for vote in votes], timeout=50)
     assert {messages.decode(data, RestoreChoice).entry.id for data, _ in answers} == {1}

@@ -33,6 +33,7 @@ model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 checkpointer = raystow.Checkpointer(uri, rank=0, world_size=1)
 checkpointer.save(state, step=1).result(60)
+from raystow.workers.protocol.messages import FindOutcome
 port = checkpointer._port
 ray.shutdown()
 address = os.environ.pop("RAY_ADDRESS")
@@ -44,7 +45,7 @@ calls = {
     "prepare": lambda: checkpointer.prepare(state),
     "journal": lambda: checkpointer.journal(model, optimizer),
     "node worker": checkpointer._startup.node_address,
-    "coordinator": lambda: port.outcome(1, "a"),
+    "coordinator": lambda: port.ask(FindOutcome(1, "a")),
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 from helpers.polling import wait_until
+from msgspec.structs import replace
 
 import raystow
 from integration.ranks import Rank, every, save_state, start, take
@@ -20,7 +21,7 @@ from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient, co
 from raystow.storage.commit.committer import Committer
 from raystow.workers.node.actor import NAMESPACE
 from raystow.workers.node.session import Session
-from raystow.workers.protocol.messages import Ticket
+from raystow.workers.protocol.messages import FindOutcome, PartStored, Ticket
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -69,12 +70,13 @@ def test_a_restarted_coordinator_knows_committed_attempts(tmp_path: Path) -> Non
     ray.kill(coordinator_actor(tmp_path.as_uri()), no_restart=False)
     port = RayCoordinatorClient(tmp_path.as_uri())
     ticket = Ticket(version.id, version.entry.attempt, 0, 60.0, 1)
-    entry = _called(lambda: port.fragment(ticket, record.fragments[0], record.packs, print))
+    part = PartStored(ticket, record.fragments[0], record.packs)
+    entry = _called(lambda: port.ask(part).entry)
     assert entry == version.entry
     assert repository.root().epoch == epoch + 1
-    assert port.outcome(version.id, version.entry.attempt) == version.entry
+    assert port.ask(FindOutcome(version.id, version.entry.attempt)).entry == version.entry
     with pytest.raises(raystow.SaveFailed, match="became no version"):
-        port.fragment(Ticket(version.id + 1, "f" * 16, 0, 60.0, 2), record.fragments[0], record.packs, print)
+        port.ask(replace(part, ticket=Ticket(version.id + 1, "f" * 16, 0, 60.0, 2)))
 
 
 def _called(call: Any) -> Any:

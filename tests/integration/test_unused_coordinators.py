@@ -71,7 +71,7 @@ def test_a_coordinator_that_cannot_start_ends(tmp_path: Path) -> None:
     uri = (tmp_path / "file" / "run").as_uri()
     coordinator_actor(uri, unused=UNUSED)
     with pytest.raises(raystow.StoreError):
-        RayCoordinatorClient(uri).start(StartRun("1"), 60)
+        RayCoordinatorClient(uri).ask(StartRun("1"), timeout=60)
     wait_until(lambda: has_ended(uri), "the end of the coordinator")
 
 
@@ -79,9 +79,9 @@ def test_a_training_can_start_while_the_coordinator_ends(tmp_path: Path) -> None
     """Processes that know it, and new ones, which may find the dying one, get another one."""
     uri = tmp_path.as_uri()
     known = RayCoordinatorClient(uri)
-    repository = known.start(StartRun("1"), 60).repository
+    repository = known.ask(StartRun("1"), timeout=60).repository
     for n in range(2):
         ray.kill(ray.get_actor(coordinator_name(uri), NAMESPACE))
-        RayCoordinatorClient(uri).start(StartRun("1"), 60)
+        RayCoordinatorClient(uri).ask(StartRun("1"), timeout=60)
         ray.kill(ray.get_actor(coordinator_name(uri), NAMESPACE))
-        known.join(JoinRun(0, incarnation(f"process {n}", repository, number=n), 1))
+        known.ask(JoinRun(0, incarnation(f"process {n}", repository, number=n), 1))

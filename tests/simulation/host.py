@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raystow.orchestrator.coordinator.attempt import Attempt, Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
+from raystow.orchestrator.coordinator.requests import Answer, handle
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, RaystowError, SaveFailed
 from raystow.storage.format.root import Entry, Root
-from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.storage.format.version_record import VersionRecord
 from raystow.storage.repository import create_repository
 from raystow.storage.retention.policy import Policy
-from raystow.workers.protocol.messages import Begin, Incarnation, RanksWarning, Ticket
+from raystow.workers.protocol.messages import Message, Ticket
 
 from .invariants import Role
 from .journal import Violation
@@ -47,44 +48,26 @@ class Host:
         self._tickets: dict[str, Ticket] = {}
         self.process.spawn(self._main)
 
-    def join(self, rank: int, incarnation: Incarnation, world_size: int) -> None:
-        self._apply(lambda core: core.join(rank, incarnation, world_size))
-
     def restore(self) -> None:
         """Read the root as a round of restores does."""
         self._apply(lambda core: None)
         self._committer.notice(self._committer.catalog.root())
 
-    def begin(self, begin: Begin) -> Ticket:
-        ticket: Ticket = self._apply(lambda core: core.begin(begin))
-        self._tickets[ticket.attempt] = ticket
-        return ticket
+    def handle(self, request: Message) -> Message | None:
+        """Answer a request, as the actor does."""
+        answer: Answer = self._apply(lambda core: handle(core, request))
 
-    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
-        self._apply(lambda core: core.finished(ticket, rank, covered))
+        def answers() -> bool:
+            try:
+                return answer() is not None
+            except RaystowError:
+                return True
 
-    def wait_complete(self, ticket: Ticket, last_warning: int) -> RanksWarning | None:
-        found = self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, last_warning)
-        return found if isinstance(found, RanksWarning) else None
-
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        self._apply(lambda core: core.staged(ticket, info, packs))
-
-    def fragment(
-        self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], last_warning: int
-    ) -> Entry | RanksWarning | None:
-        self._apply(lambda core: core.fragment(ticket, info, packs))
-        found = self._until(ticket, lambda attempt: attempt.phase.over, last_warning)
-        return found if isinstance(found, RanksWarning) else found.entry
-
-    def failed(self, ticket: Ticket, reason: str) -> None:
-        self._apply(lambda core: core.failed(ticket, reason))
-
-    def save_failed(self, rank: int, incarnation: Incarnation, save: int, step: int, reason: str) -> bool:
-        return self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
-
-    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
-        self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
+        while (found := answer()) is None:  # a warning may be out of date before this process goes on
+            self.process.wait(answers, _FOR_EVER)
+        if isinstance(found, Ticket):
+            self._tickets[found.attempt] = found
+        return found
 
     @property
     def in_charge(self) -> bool:
@@ -146,17 +129,6 @@ class Host:
         if self._core.changes != self._notified_changes:
             self._notified_changes = self._core.changes
             self.process.tell()
-
-    def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], last_warning: int) -> Attempt | RanksWarning:
-        attempt: Attempt = self._apply(lambda core: core.attempt(ticket))
-        core = self._core
-        assert core is not None
-        self.process.wait(lambda: reached(attempt) or core.late(ticket, last_warning) is not None, _FOR_EVER)
-        if not reached(attempt) and (warning := core.late(ticket, last_warning)) is not None:
-            return warning
-        if attempt.phase is Phase.ABORTED:
-            attempt.result()
-        return attempt
 
     def _start_housekeeping(self, policy: Policy) -> None:
         assert self._core is not None

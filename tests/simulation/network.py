@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raystow.storage.errors import ClusterError, RaystowError
-from raystow.storage.format.root import Entry
-from raystow.storage.format.version_record import FragmentInfo, PackInfo
-from raystow.workers.protocol.messages import Begin, Incarnation, RanksWarning, Ticket
+from raystow.workers.protocol.coordinator_client import ANSWER, CoordinatorClient
+from raystow.workers.protocol.messages import Message, Request
 
 from .scheduler import Process
 
@@ -16,54 +15,20 @@ if TYPE_CHECKING:
     from .cluster import Cluster
     from .host import Host
 
-_ANSWER = 60.0
 
-
-class SimPort:
-    """A ``CoordinatorClient`` that calls one coordinator and, after its death, its successor."""
+class SimPort(CoordinatorClient):
+    """Calls one coordinator and, after its death, its successor."""
 
     def __init__(self, cluster: Cluster, caller: Process) -> None:
         self._cluster, self._caller = cluster, caller
         self._host = cluster.some_host()
 
-    def begin(self, begin: Begin) -> Ticket:
-        return self._call("begin", _ANSWER, begin)
-
-    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
-        self._call("finished", _ANSWER, ticket, rank, covered)
-
-    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
-        self._wait("wait_complete", ticket.timeout + _ANSWER, warn, ticket)
-
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        self._call("staged", _ANSWER, ticket, info, packs)
-
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
-        return self._wait("fragment", ticket.timeout + 2 * _ANSWER, warn, ticket, info, packs)
-
-    def failed(self, ticket: Ticket, reason: str) -> None:
-        self._call("failed", _ANSWER, ticket, reason)
-
-    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
-        self._call("rank_disconnected", _ANSWER, rank, incarnation, reason)
-
-    def join(self, rank: int, incarnation: Incarnation, world_size: int) -> None:
-        self._call("join", _ANSWER, rank, incarnation, world_size)
+    def call(self, request: Request[Any], timeout: float) -> Message:
+        answer: Message = self._call("handle", timeout, request)
+        return answer
 
     def restore(self) -> None:
-        self._call("restore", _ANSWER)
-
-    def save_failed(self, rank: int, incarnation: Incarnation, save: int, step: int, reason: str) -> bool:
-        return self._call("save_failed", _ANSWER, rank, incarnation, save, step, reason)
-
-    def _wait(self, method: str, timeout: float, warn: Callable[[str], None], *args: object) -> Any:
-        """Call until the answer is no warning; a warning may come late or twice."""
-        answer, told = self._call(method, timeout, *args, 0), 0
-        while isinstance(answer, RanksWarning):
-            told = max(told, answer.number)
-            warn(answer.text)
-            answer = self._call(method, timeout, *args, told)
-        return answer
+        self._call("restore", ANSWER)
 
     def _call(self, method: str, timeout: float, *args: object) -> Any:
         cluster, caller, answers = self._cluster, self._caller, list[Any]()
@@ -82,7 +47,7 @@ class SimPort:
         self._send(method, args, answer)
         while not caller.wait(lambda: bool(answers), min(30.0, end - cluster.scheduler.time)):
             if cluster.scheduler.time >= end:
-                raise ClusterError(f"no answer to {method!r} in {timeout:.0f} s")
+                raise ClusterError(f"no answer to {method} of {args} in {timeout:.0f} s")
             if not self._host.process.alive:
                 self._host = cluster.some_host()
                 self._send(method, args, answer)

@@ -6,7 +6,21 @@ from typing import TYPE_CHECKING
 
 from raystow.storage.errors import ClusterError, RaystowError, StoreError
 from raystow.storage.format import keys
-from raystow.workers.protocol.messages import Begin, Incarnation, RankSaveRequest, SaveContents, Ticket
+from raystow.workers.protocol.messages import (
+    AwaitRanks,
+    Begin,
+    Incarnation,
+    JoinRun,
+    PartFailed,
+    PartStaged,
+    PartStored,
+    RankDisconnected,
+    RankFinished,
+    RankSaveFailed,
+    RankSaveRequest,
+    SaveContents,
+    Ticket,
+)
 
 from . import payload
 from .host import REPOSITORY
@@ -41,8 +55,8 @@ class Node:
             try:
                 port = SimPort(self._cluster, self.process)
                 if former is not None:
-                    port.rank_disconnected(self.rank, former, "it went away before it saved")
-                port.join(self.rank, incarnation, self._cluster.ranks)
+                    port.ask(RankDisconnected(self.rank, former, "it went away before it saved"))
+                port.ask(JoinRun(self.rank, incarnation, self._cluster.ranks))
                 if self._cluster.rolls_back:
                     port.restore()
             except RaystowError:
@@ -72,11 +86,11 @@ class Node:
             delta=cluster.delta,
         )
         try:
-            ticket = port.begin(Begin(self.process.name, request, SaveContents(0, 0)))
+            ticket = port.ask(Begin(self.process.name, request, SaveContents(0, 0)))
         except RaystowError as error:
             self._end(step, error)
             try:
-                port.save_failed(self.rank, incarnation, number, step, str(error))
+                port.ask(RankSaveFailed(self.rank, incarnation, number, step, str(error)))
             except RaystowError:
                 pass
             return
@@ -111,16 +125,16 @@ class Node:
         self.process.spawn(upload)
         reported = False
         try:
-            port.finished(ticket, self.rank, 0)
-            port.wait_complete(ticket, self._warned)
-            port.staged(ticket, part.info, part.packs)
+            port.ask(RankFinished(ticket, self.rank, 0))
+            port.ask(AwaitRanks(ticket), self._warned)
+            port.ask(PartStaged(ticket, part.info, part.packs))
             if not self.process.wait(lambda: bool(uploads), ticket.timeout):
                 raise ClusterError("a pack could not be stored in time")
             if uploads[0] is not None:
                 raise uploads[0]
             self.store.put(fragment, [part.fragment])
             reported = True
-            port.fragment(ticket, part.info, part.packs, self._warned)
+            port.ask(PartStored(ticket, part.info, part.packs), self._warned)
         except RaystowError as error:
             self._tell_failed(port, ticket, error)
             if not reported:
@@ -132,7 +146,7 @@ class Node:
 
     def _tell_failed(self, port: SimPort, ticket: Ticket, error: RaystowError) -> None:
         try:
-            port.failed(ticket, str(error))
+            port.ask(PartFailed(ticket, str(error)))
         except RaystowError:
             pass
 

@@ -312,7 +312,7 @@ class Checkpointer:
         who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._startup.member.incarnation, self._timeout)
         memory, place = (self._replication.replicas, self._memory.journal), place_of(self._store)
         opening = OpenJournal(self.uri, repository, self.rank, *memory, durable_every, place)
-        port = JournalPort(opening, self._startup.node_address, settle=calls.settle_journal, reading=calls.reading)
+        port = JournalPort(opening, self._startup.node_address, settle=calls.ask, reading=calls.send)
         self._recorder = StepRecorder(TrackedState(model, optimizers), port, who)
         self._recorder.restored(*self._restored)
         self._subscribers.save_failed = self._recorder.save_failed

@@ -22,7 +22,7 @@ def next_save(startup: Startup, on_fenced: OnFenced, first: int, interval: Inter
     member, node = startup.member, startup.connection.node
     who = member.rank, member.incarnation, member.world_size
     asked = interval.seconds if interval.steps is None else LONGEST, interval.mtbf, interval.budget
-    return startup.port.next_save(AskNextSave(*who, first, *asked, on_fenced, node, requested))
+    return startup.port.ask(AskNextSave(*who, first, *asked, on_fenced, node, requested))
 
 
 def _on_a_thread(run: Callable[[], None]) -> None:

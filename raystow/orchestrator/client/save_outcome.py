@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from ...storage.repository import Repository
 from ...storage.runtime import background
 from ...storage.runtime.clock import SYSTEM
 from ...storage.versions.version import Version
+from ...workers.protocol.messages import FindOutcome
 from ...workers.staging.progress import SaveProgress
 from .outcome_subscribers import OutcomeSubscribers
 from .startup import Startup
@@ -80,7 +80,11 @@ class SaveOutcome:
 
     def _find(self, unknown: OutcomeUnknown, patience: float) -> None:
         """Ask the root and the coordinator, up to ``patience`` seconds, for an outcome that is unknown so far."""
-        ask = functools.partial(self._startup.port.outcome, timeout=patience)
+        port = self._startup.port
+
+        def ask(id: int, attempt: str) -> Entry:
+            return port.ask(FindOutcome(id, attempt), timeout=patience).entry
+
         self._set(find_outcome(self._startup.repository(), ask, self.progress.attempt, unknown))
 
     def _set(self, outcome: Version | RaystowError) -> None:

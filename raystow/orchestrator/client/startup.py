@@ -20,13 +20,15 @@ from ...workers import ray_metrics
 from ...workers.node.actor import node_actor
 from ...workers.protocol.messages import (
     PROTOCOL,
+    Acknowledged,
     CoordinatorStarted,
     Incarnation,
     JoinRun,
     OnFenced,
     OpenStore,
+    RankSaveFailed,
     StartRun,
-    StoreOpened,
+    shortened,
 )
 from ...workers.protocol.unix_channel import Connection
 from ...workers.ray_connection import RayConnection
@@ -153,7 +155,8 @@ class Startup:
 
     def report_failure(self, number: int, step: int, what: str) -> bool:
         """Tell the coordinator that a save of this rank has failed. Returns whether it did not know."""
-        return self.port.save_failed(self._rank, self.member.incarnation, number, step, f"rank {self._rank}: {what}")
+        reason = shortened(f"rank {self._rank}: {what}")
+        return self.port.ask(RankSaveFailed(self._rank, self.member.incarnation, number, step, reason)).first
 
     def _settings(self, anew: bool = False) -> StoreSettings:
         return settings_of(self.store, anew=anew)
@@ -172,7 +175,7 @@ class Startup:
             return
         with contextlib.closing(Connection.connect(self._node)) as connection:
             connection.send(OpenStore(self.uri, settings))
-            if connection.receive(StoreOpened, timeout=ACTOR_START) is None:
+            if connection.receive(Acknowledged, timeout=ACTOR_START) is None:
                 raise ClusterError("has ended", subject="node worker")
 
     def _run(self, run: StartRun, before: Future[CoordinatorStarted] | None) -> None:
@@ -181,7 +184,8 @@ class Startup:
             if before is not None:
                 wait([before], ACTOR_START)
             settings = self._settings()
-            answer = self.port.start(run, ACTOR_START)
+            self.port.open_store(timeout=ACTOR_START)
+            answer = self.port.ask(run, timeout=ACTOR_START)
             who = Incarnation(answer.repository, answer.epoch, answer.number, *self._process)
             self._member = JoinRun(self._rank, who, self._world_size)
             with self._lock:
@@ -190,7 +194,7 @@ class Startup:
                 self._joining = True
                 if settings != LOCAL:
                     self._renewal = SettingsRenewal(self._settings, settings, self._renew)
-            self.port.join(self._member)
+            self.port.ask(self._member)
             self._started.set_result(answer)
         except BaseException as error:
             self._started.set_exception(error)

@@ -8,7 +8,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import ray
 from msgspec.structs import replace
@@ -18,7 +18,7 @@ from ...storage.commit.catalog import Catalog
 from ...storage.commit.committer import outcome_in
 from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
+from ...storage.format.version_record import VersionRecord
 from ...storage.log import about
 from ...storage.runtime import background
 from ...storage.runtime.clock import SYSTEM
@@ -31,26 +31,25 @@ from ...workers.protocol.messages import (
     CoordinatorStarted,
     CoordinatorStatus,
     EntryInfo,
-    Incarnation,
     JournalChoice,
     JournalVote,
+    Message,
     NoVersion,
     RankReading,
-    RanksReading,
     RanksWarning,
+    Request,
     RestoreChoice,
     RestoreVote,
     StartRun,
     StoredEntry,
-    Ticket,
     UnusedByAll,
     UnusedNames,
 )
 from .. import ray_cluster
-from .attempt import ANOTHER_RUN, Attempt, Phase
-from .attempts import Coordinator
+from .attempt import ANOTHER_RUN, Phase
 from .node_census import NodeCensus
 from .opened import REPLACED, OpenedRepository
+from .requests import handle
 from .save_costs import newest_records
 from .segments import stored_entries
 from .status import failed_attempts, open_attempts
@@ -65,7 +64,7 @@ _FENCED = 3600.0  # the same for one that was fenced: another one would take the
 _TICK = 0.5  # seconds between checks of deadlines and nodes
 _SOON = 5.0  # seconds that a run that starts waits for the store to say whether the repository is still there
 
-_Result = TypeVar("_Result")
+_Answer = TypeVar("_Answer", bound=Message)
 
 
 class CoordinatorActor:
@@ -157,30 +156,90 @@ class CoordinatorActor:
         repository, epoch = at.committer.catalog.id, at.committer.epoch
         return CoordinatorStatus(self._uri, repository, epoch, newest, age, core.aborted_in_a_row, *attempts)
 
-    async def join(self, rank: int, incarnation: Incarnation, world_size: int) -> None:
-        at = await self._started()
-        at.core.join(rank, incarnation, world_size)
-        async with self._restoring:
-            at.rounds.left(rank, incarnation)
-            at.replays.left(rank, incarnation)
-        await self._tell(at)
+    async def handle(self, protocol: str, data: bytes) -> tuple[bytes, ray.ObjectRef | None]:
+        """Answer a request of a rank or node worker: one of ``COORDINATOR_REQUESTS``, encoded.
 
-    async def begin(self, begin: Begin) -> Ticket:
-        if self._fenced is not None and begin.request.on_fenced == "raise":
+        Records that are known here come through the object store: once to each node, and not to each rank.
+        """
+        with self._serving(protocol):
+            answer = await self.answer(messages.decode(data, *messages.COORDINATOR_REQUESTS))
+        if not isinstance(answer, RestoreChoice) or not any(records := answer.records):
+            return messages.encode(answer), None
+        if records != self._shared[0]:
+            self._shared = records, ray.put(records)
+        return messages.encode(answer.with_records(itertools.repeat(b""))), self._shared[1]
+
+    @contextlib.contextmanager
+    def _serving(self, protocol: str) -> Iterator[None]:
+        messages.check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._used = SYSTEM.monotonic()
+
+    async def answer(self, request: Request[_Answer]) -> _Answer:
+        """Answer one of ``COORDINATOR_REQUESTS``; it may be ``RanksWarning``, too."""
+        return cast(_Answer, await self._answer(request))
+
+    async def _answer(self, request: Message) -> Message:
+        match request:
+            case messages.OpenStore(_, settings):
+                self._settings.use(settings)
+            case StartRun():
+                return await self.start(request)
+            case messages.FindOutcome(id, attempt):
+                return messages.Committed(await self._outcome(id, attempt))
+            case messages.OpenSegment(newest):
+                return (await self._started()).segments.open(newest)
+            case messages.SegmentStored():
+                (await self._started()).segments.stored(request)
+                async with self._changed:
+                    self._changed.notify_all()
+            case RestoreVote():
+                return await self._settle(request)
+            case UnusedNames():
+                return await self._compare(request)
+            case JournalVote():
+                return await self._replay(request)
+            case RankReading():
+                at = await self._started()
+                async with self._restoring:
+                    at.rounds.reading(request)
+                    if not request.quiet:
+                        at.replays.reading(request)
+            case _:
+                return await self._handle(request)
+        return messages.Acknowledged()
+
+    async def _handle(self, request: Message) -> Message:
+        """Let the state machine handle a request, and wait for its answer."""
+        if isinstance(request, Begin) and self._fenced is not None and request.request.on_fenced == "raise":
             raise self._fenced[0]
-        return await self._apply(lambda core: core.begin(begin))
+        at = await self._started()
+        match request:
+            case messages.PartStored(ticket) if at.core.find(ticket.attempt) is None:
+                # An earlier coordinator may have committed it.
+                return messages.Committed(await self._outcome(ticket.id, ticket.attempt))
+            case messages.AskNextSave(seconds=None):
+                async with self._recalling:
+                    if not at.core.costs.recalled:  # see ``save_schedule``
+                        at.core.costs.recall(await asyncio.to_thread(newest_records, at.committer.catalog))
+        try:
+            answer = handle(at.core, request)
+            if isinstance(request, messages.JoinRun):
+                async with self._restoring:
+                    at.rounds.left(request.rank, request.incarnation)
+                    at.replays.left(request.rank, request.incarnation)
+        finally:
+            await self._tell(at)
+        while (found := answer()) is None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: answer() is not None)
+        return found
 
-    async def fragment(
-        self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], last_warning: int | None = None
-    ) -> Entry | RanksWarning:
-        """Take a node's fragment, and return when the attempt is a version, or with the warning after number ``last_warning``."""
-        if (await self._started()).core.find(ticket.attempt) is None:  # an earlier coordinator may have committed it
-            return await self.outcome(ticket.id, ticket.attempt)
-        await self._apply(lambda core: core.fragment(ticket, info, packs))
-        found = await self._until(ticket, lambda attempt: attempt.phase.over, last_warning)
-        return found if isinstance(found, RanksWarning) else found.result()
-
-    async def outcome(self, id: int, name: str) -> Entry:
+    async def _outcome(self, id: int, name: str) -> Entry:
         """Return the entry of the version that an attempt has become, once it is over. Raises what ``outcome_in`` raises."""
         at = await self._started()
         attempt, root = at.core.find(name), at.committer.catalog.root
@@ -193,91 +252,7 @@ class CoordinatorActor:
         # This coordinator's epoch has replaced the one that the attempt belongs to: no write of that is under way any more.
         return outcome_in(await asyncio.to_thread(root), id, name, over=True)
 
-    async def next_save(self, ask: messages.AskNextSave) -> messages.NextSave:
-        """See ``save_schedule``. The records of earlier versions are read before the first answer that needs them."""
-        at = await self._started()
-        if ask.seconds is None:
-            async with self._recalling:
-                if not at.core.costs.recalled:
-                    at.core.costs.recall(await asyncio.to_thread(newest_records, at.committer.catalog))
-        return await self._apply(lambda core: core.next_save(ask))
-
-    async def handle(self, protocol: str, data: bytes) -> bytes:
-        """Answer a request of a rank or node worker: one of ``COORDINATOR_REQUESTS``, encoded."""
-        with self._serving(protocol):
-            return messages.encode(await self.answer(messages.decode(data, *messages.COORDINATOR_REQUESTS)))
-
-    @contextlib.contextmanager
-    def _serving(self, protocol: str) -> Iterator[None]:
-        messages.check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
-        self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            self._used = SYSTEM.monotonic()
-
-    async def answer(self, request: messages.Message) -> messages.Message:
-        """Answer one of ``COORDINATOR_REQUESTS``."""
-        match request:
-            case messages.OpenStore(_, settings):
-                self._settings.use(settings)
-            case StartRun():
-                return await self.start(request)
-            case Begin():
-                return await self.begin(request)
-            case messages.PartStored(ticket, info, packs, last_warning):
-                stored = await self.fragment(ticket, info, packs, last_warning)
-                return stored if isinstance(stored, RanksWarning) else messages.Committed(stored)
-            case messages.JoinRun(rank, incarnation, world_size):
-                await self.join(rank, incarnation, world_size)
-            case messages.RankFinished(ticket, rank, covered):
-                await self._apply(lambda core: core.finished(ticket, rank, covered))
-            case messages.AwaitRanks(ticket, last_warning):
-                found = await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, last_warning)
-                if isinstance(found, RanksWarning):
-                    return found
-            case messages.PartStaged(ticket, info, packs):
-                await self._apply(lambda core: core.staged(ticket, info, packs))
-            case messages.PartFailed(ticket, reason):
-                await self._apply(lambda core: core.failed(ticket, reason))
-            case messages.RankSaveFailed(rank, incarnation, save, step, reason):
-                first = await self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
-                return messages.FailureNoted(first)
-            case messages.AskNextSave():
-                return await self.next_save(request)
-            case messages.FindOutcome(id, attempt):
-                return messages.Committed(await self.outcome(id, attempt))
-            case messages.OpenSegment(newest):
-                return (await self._started()).segments.open(newest)
-            case messages.SegmentStored():
-                (await self._started()).segments.stored(request)
-                async with self._changed:
-                    self._changed.notify_all()
-            case messages.RankDisconnected(rank, incarnation, reason):
-                await self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
-            case UnusedNames():
-                return await self.compare(request)
-            case RankReading():
-                at = await self._started()
-                async with self._restoring:
-                    at.rounds.reading(request)
-                    if not request.quiet:
-                        at.replays.reading(request)
-        return messages.Acknowledged()
-
-    async def handle_vote(self, protocol: str, data: bytes) -> tuple[bytes, ray.ObjectRef | None]:
-        """As ``settle``, encoded. Records that are known here come through the object store: once to each node, and not to each
-        rank."""
-        with self._serving(protocol):
-            choice = await self.settle(messages.decode(data, RestoreVote))
-        if not isinstance(choice, RestoreChoice) or not any(records := choice.records):
-            return messages.encode(choice), None
-        if records != self._shared[0]:
-            self._shared = records, ray.put(records)
-        return messages.encode(choice.with_records(itertools.repeat(b""))), self._shared[1]
-
-    async def settle(self, vote: RestoreVote) -> RestoreChoice | RanksReading | NoVersion:
+    async def _settle(self, vote: RestoreVote) -> RestoreChoice | RanksWarning | NoVersion:
         """Take a rank's vote on the version to restore. Returns the version to restore, or the one that all have restored."""
         at = await self._started()
         at.core.check_member(vote)
@@ -300,7 +275,7 @@ class CoordinatorActor:
             choice = await self._choice(at, entry.attempt, lambda: (entry, b""))
             return replace(choice, group=round.group, alike=round.alike)
 
-    async def compare(self, report: UnusedNames) -> UnusedByAll | RanksReading:
+    async def _compare(self, report: UnusedNames) -> UnusedByAll | RanksWarning:
         """Take the names that a rank leaves unused. Returns those that all ranks leave unused."""
         at = await self._started()
         at.core.check_member(report)
@@ -312,13 +287,8 @@ class CoordinatorActor:
             return round.waits(report)
         return UnusedByAll(round.unused_by_all())
 
-    async def handle_journal(self, protocol: str, data: bytes) -> bytes:
-        """As ``replay``, encoded."""
-        with self._serving(protocol):
-            return messages.encode(await self.replay(messages.decode(data, JournalVote)))
-
-    async def replay(self, vote: JournalVote) -> JournalChoice | RanksReading:
-        """Take a rank's vote on the step to replay to, and answer when all ranks have voted, or with ``RanksReading``."""
+    async def _replay(self, vote: JournalVote) -> JournalChoice | RanksWarning:
+        """Take a rank's vote on the step to replay to, and answer when all ranks have voted, or with ``RanksWarning``."""
         at = await self._started()
         at.core.check_member(vote)
         async with self._restoring:
@@ -326,7 +296,7 @@ class CoordinatorActor:
             round = at.replays.vote(vote, lambda: held)
         await self._tell(at)
         if not await self._within(vote.timeout, lambda: round.answers(vote)):
-            return RanksReading()
+            return RanksWarning()
         choice = round.answer(vote)
         return replace(choice, entries=tuple(replace(one, stored=self._in_store.get(one.info)) for one in choice.entries))
 
@@ -368,13 +338,6 @@ class CoordinatorActor:
         assert self._opened is not None
         return self._opened
 
-    async def _apply(self, change: Callable[[Coordinator], _Result]) -> _Result:
-        at = await self._started()
-        try:
-            return change(at.core)
-        finally:
-            await self._tell(at)
-
     async def _tell(self, at: OpenedRepository) -> None:
         """Wake the waiting calls if anything has changed: waking thousands of them at each of ten thousands of calls takes
         minutes."""
@@ -391,21 +354,6 @@ class CoordinatorActor:
                 return await asyncio.wait_for(self._changed.wait_for(reached), seconds)
         except asyncio.TimeoutError:
             return False
-
-    async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool], last: int | None = None) -> Attempt | RanksWarning:
-        core = (await self._started()).core
-        attempt = core.attempt(ticket)
-
-        def late() -> RanksWarning | None:
-            return None if last is None else core.late(ticket, last)
-
-        async with self._changed:
-            await self._changed.wait_for(lambda: reached(attempt) or late())
-        if not reached(attempt) and (warning := late()) is not None:
-            return warning
-        if attempt.phase is Phase.ABORTED:
-            attempt.result()
-        return attempt
 
     async def _keep(self) -> None:
         """Look after the saves and this actor: at once for a commit, else periodically."""

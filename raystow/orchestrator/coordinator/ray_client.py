@@ -3,61 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
-from msgspec.structs import replace
 
 from ...storage.coding.digest import stored_digest
 from ...storage.errors import SettingsMissing
-from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo, PackInfo
-from ...storage.log import about
 from ...storage.stores.settings import LOCAL, StoreSettings
 from ...workers import actor_environment
 from ...workers.node.actor import NAMESPACE
 from ...workers.protocol import messages
-from ...workers.protocol.messages import (
-    PROTOCOL,
-    Begin,
-    CoordinatorStarted,
-    EntryInfo,
-    Incarnation,
-    JoinRun,
-    JournalChoice,
-    JournalVote,
-    RankReading,
-    RestoreChoice,
-    RestoreVote,
-    SegmentStored,
-    SegmentTicket,
-    StartRun,
-    Ticket,
-    UnusedByAll,
-    UnusedNames,
-)
+from ...workers.protocol.coordinator_client import ANSWER, CoordinatorClient
+from ...workers.protocol.messages import PROTOCOL, RestoreChoice
 from ...workers.ray_connection import RayConnection
 from .actor import UNUSED, CoordinatorActor
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.actor import ActorHandle
 
 COORDINATOR = "coordinator-"
 """The prefix of the actor names of coordinators."""
 
-_ANSWER = 60.0  # seconds within which a call that does not wait for others must be answered
 _STARTS = 3  # of the coordinator in a row, each of which needs the settings of the store again
 
 
 _Answer = TypeVar("_Answer", bound=messages.Message)
-_Asked = TypeVar("_Asked", RestoreVote, UnusedNames)
 
 
-class RayCoordinatorClient:
-    """The coordinator of one repository, as ranks and node workers call it: a ``CoordinatorClient``.
+class RayCoordinatorClient(CoordinatorClient):
+    """The coordinator of one repository, as ranks and node workers call it.
 
     Args:
         uri: The address of the repository.
@@ -68,148 +46,45 @@ class RayCoordinatorClient:
         self._uri, self._settings, self._ray = uri, settings, RayConnection.here()
         self._actor: ActorHandle | None = None
 
-    def open_store(self, settings: StoreSettings, timeout: float = _ANSWER) -> None:
-        """Send settings of the store, if it needs any."""
+    def open_store(self, settings: StoreSettings | None = None, timeout: float = ANSWER) -> None:
+        """Send settings of the store, if it needs any. None: those that the client was made with."""
+        settings = self._settings() if settings is None else settings
         if settings != LOCAL:
-            self._tell(messages.OpenStore(self._uri, settings), timeout)
+            self.ask(messages.OpenStore(self._uri, settings), timeout=timeout)
 
-    def start(self, run: StartRun, timeout: float) -> CoordinatorStarted:
-        """See ``CoordinatorActor.start``. ``timeout``: seconds."""
-        self.open_store(self._settings(), timeout)
-        return self._ask(run, CoordinatorStarted, timeout)
-
-    def begin(self, begin: Begin) -> Ticket:
-        return self._ask(begin, Ticket)
-
-    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
-        self._tell(messages.RankFinished(ticket, rank, covered))
-
-    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
-        self._wait(lambda last: messages.AwaitRanks(ticket, last), messages.Acknowledged, ticket.timeout + _ANSWER, warn)
-
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        self._tell(messages.PartStaged(ticket, info, tuple(packs)))
-
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
-        timeout, part = ticket.timeout + 2 * _ANSWER, messages.PartStored(ticket, info, tuple(packs))
-        return self._wait(lambda last_warning: replace(part, last_warning=last_warning), messages.Committed, timeout, warn).entry
-
-    def failed(self, ticket: Ticket, reason: str) -> None:
-        self._tell(messages.PartFailed(ticket, messages.shortened(reason)))
-
-    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
-        self._tell(messages.RankDisconnected(rank, incarnation, reason))
-
-    def open_segment(self, newest: EntryInfo) -> SegmentTicket:
-        return self._ask(messages.OpenSegment(newest), SegmentTicket)
-
-    def segment_stored(self, part: SegmentStored) -> None:
-        self._tell(part)
-
-    def join(self, member: JoinRun) -> None:
-        self._tell(member)
-
-    def settle(self, vote: RestoreVote) -> RestoreChoice | None:
-        """See ``restore.rounds``. Waits for the other ranks."""
-        vote = replace(vote, damage=messages.shortened(vote.damage), error=messages.shortened(vote.error))
-        answer: messages.Message = messages.RanksReading()
-        while isinstance(answer, messages.RanksReading):
-            data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
-            answer = messages.decode(data, RestoreChoice, messages.NoVersion, messages.RanksReading)
-            vote = self._noted(answer, vote)
-        if not isinstance(answer, RestoreChoice):
-            return None
-        if records is None:
-            return answer
-        return answer.with_records(self._ray.call(lambda: records, _ANSWER, self._who))
-
-    def compare(self, report: UnusedNames) -> bytes:
-        """See ``restore.rounds``. Waits for the other ranks, if this one leaves names unused."""
-        if not report.unused:
-            self._send(report)
-            return b""
-        answer: messages.Message = messages.RanksReading()
-        while not isinstance(answer, UnusedByAll):
-            data = self._call("handle", report, report.timeout + 2 * _ANSWER)
-            answer = messages.decode(data, UnusedByAll, messages.RanksReading)
-            report = self._noted(answer, report)
-        return answer.unused
-
-    def _noted(self, answer: messages.Message, asked: _Asked) -> _Asked:
-        """Log the warning of an answer, if it has one. Returns what to ask next."""
-        if not isinstance(answer, messages.RanksReading) or not answer.warning:
-            return asked
-        about(logger, repository=self._uri, rank=asked.rank).warning("restore: %s", answer.warning)
-        return replace(asked, last_warning=answer.number)
-
-    def reading(self, rank: RankReading) -> None:
-        """Tell that a rank reads on, without waiting for an answer, since that would delay its reads."""
-        self._send(rank)
-
-    def save_failed(self, rank: int, incarnation: Incarnation, save: int, step: int, reason: str) -> bool:
-        report = messages.RankSaveFailed(rank, incarnation, save, step, messages.shortened(reason))
-        return self._ask(report, messages.FailureNoted).first
-
-    def settle_journal(self, vote: JournalVote) -> JournalChoice:
-        """See ``journal.rounds``. Waits for the other ranks."""
-        answer: messages.Message = messages.RanksReading()
-        while not isinstance(answer, JournalChoice):
-            data = self._call("handle_journal", vote, vote.timeout + 2 * _ANSWER)
-            answer = messages.decode(data, JournalChoice, messages.RanksReading)
-        return answer
-
-    def next_save(self, ask: messages.AskNextSave) -> messages.NextSave:
-        """See ``save_schedule``."""
-        return self._ask(ask, messages.NextSave)
-
-    def outcome(self, id: int, attempt: str, timeout: float = _ANSWER) -> Entry:
-        """The entry of the version that an attempt has become, once it is over. Raises ``SaveFailed`` if it has become none."""
-        return self._ask(messages.FindOutcome(id, attempt), messages.Committed, timeout).entry
-
-    def _wait(
-        self, ask: Callable[[int], messages.Message], expected: type[_Answer], timeout: float, warn: Callable[[str], None]
-    ) -> _Answer:
-        """Ask until there is an answer and not a warning. ``ask``: makes the question from the number of warnings so far."""
-        last_warning = 0
-        while True:
-            answer = messages.decode(self._call("handle", ask(last_warning), timeout), expected, messages.RanksWarning)
-            if isinstance(answer, expected):
-                return answer
-            assert isinstance(answer, messages.RanksWarning)
-            last_warning = answer.number
-            warn(answer.text)
-
-    def _send(self, report: messages.Message) -> None:
-        """Send without waiting for an answer."""
-        self._ray.send(lambda: self._known().handle.remote(PROTOCOL, messages.encode(report)), self._who)
-
-    def _tell(self, report: messages.Message, timeout: float = _ANSWER) -> None:
-        self._ask(report, messages.Acknowledged, timeout)
-
-    def _ask(self, request: messages.Message, expected: type[_Answer], timeout: float = _ANSWER) -> _Answer:
-        return messages.decode(self._call("handle", request, timeout), expected)
-
-    def _call(self, method: str, request: messages.Message, timeout: float) -> Any:
+    def call(self, request: messages.Request[_Answer], timeout: float) -> messages.Message:
         data = messages.encode(request)
 
-        def answer() -> object:
+        def answer() -> tuple[bytes, ObjectRef | None]:
             actor = self._known()
-            return self._ray.call(lambda: getattr(actor, method).remote(PROTOCOL, data), timeout, self._who)
+            found: tuple[bytes, ObjectRef | None]
+            found = self._ray.call(lambda: actor.handle.remote(PROTOCOL, data), timeout, self._who)
+            return found
 
         def forget() -> None:
             self._actor = None
 
         for _ in range(_STARTS):
             try:
-                return self._ray.find(answer, forget)
+                return self._decoded(request, *self._ray.find(answer, forget))
             except SettingsMissing:  # it was started, or started again, by now
-                self.open_store(self._settings())
-        return self._ray.find(answer, forget)
+                self.open_store()
+        return self._decoded(request, *self._ray.find(answer, forget))
+
+    def send(self, request: messages.Request[_Answer]) -> None:
+        self._ray.send(lambda: self._known().handle.remote(PROTOCOL, messages.encode(request)), self._who)
+
+    def _decoded(self, request: messages.Request[_Answer], data: bytes, records: ObjectRef | None) -> messages.Message:
+        answer: messages.Message = messages.decode(data, *messages.answers_of(type(request)), messages.RanksWarning)
+        if records is None:
+            return answer
+        assert isinstance(answer, RestoreChoice)
+        return answer.with_records(self._ray.call(lambda: records, ANSWER, self._who))
 
     def _known(self) -> ActorHandle:
         """The coordinator, which is started if there is none."""
         if (actor := self._actor) is None:
-            actor = self._actor = self._ray.ask(self._start_actor, _ANSWER)
+            actor = self._actor = self._ray.ask(self._start_actor, ANSWER)
         return actor
 
     def _start_actor(self) -> ActorHandle:

@@ -21,7 +21,8 @@ from ...storage.runtime.metrics import RESTORED, record
 from ...storage.versions.version import Bases, Version
 from ...storage.versions.version_selector import LATEST, VersionSelector, select, selector_text
 from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
-from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
+from ...workers.protocol.coordinator_client import CoordinatorClient
+from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames, shortened
 from ..heartbeat import Heartbeat, StallWatch
 from .name_check import OtherRanks, Unused
 from .name_match import name_bits, named
@@ -112,16 +113,6 @@ class LocalAgreement:
         self._lease.close()
 
 
-class RestorePort(Protocol):
-    """The part of the coordinator that restores use: see ``rounds``. A Protocol, since this package imports no Ray."""
-
-    def settle(self, vote: RestoreVote) -> RestoreChoice | None: ...
-
-    def compare(self, report: UnusedNames) -> bytes: ...
-
-    def reading(self, rank: RankReading) -> None: ...
-
-
 class ClusterAgreement:
     """The agreement of all ranks of a run: the coordinator chooses and leases versions, and knows the contents of node memories.
 
@@ -135,7 +126,7 @@ class ClusterAgreement:
     def __init__(
         self,
         repository: Repository,
-        port: RestorePort,
+        port: CoordinatorClient,
         opening: RestoreVote,
         numbers: Iterator[int],
         address: Callable[[], str],
@@ -143,7 +134,7 @@ class ClusterAgreement:
         here: str = "",
     ) -> None:
         self._repository, self._port, self._numbers, self._address = repository, port, numbers, address
-        self._heartbeat, self._watch = Heartbeat(port.reading), StallWatch(self._stalled)
+        self._heartbeat, self._watch = Heartbeat(port.send), StallWatch(self._stalled)
         self._patience = SYSTEM.monotonic() + opening.timeout
         self._opening = replace(opening, node=here)
         self._here, self.sources = here, Sources()
@@ -155,7 +146,7 @@ class ClusterAgreement:
     def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
         read = dict(self._cache.read) if self._cache is not None else {}
         try:  # the node worker keeps the data that was read until all ranks have finished
-            self._choice = self._vote(replace(self._opening, tried=tried, damage=damage, whole=whole, read=read))
+            self._choice = self._vote(replace(self._opening, tried=tried, damage=shortened(damage), whole=whole, read=read))
         finally:
             self._end_read()
         return None if self._choice is None else self._choice.entry
@@ -165,13 +156,14 @@ class ClusterAgreement:
         asked = vote
         while True:
             try:
-                choice = self._port.settle(asked)
+                answer = self._port.ask(asked, self._warn)
             except RankRestarted as error:
                 if SYSTEM.monotonic() > self._patience:
                     raise
                 self._log.warning("%s: all ranks agree on a version again", error.what)
                 asked = self._opening = replace(self._opening, number=next(self._numbers))
                 continue
+            choice = answer if isinstance(answer, RestoreChoice) else None
             if asked is not self._opening or choice is None or choice.entry != vote.tried:
                 return choice
             asked = replace(vote, number=self._opening.number)  # it has tried the version that is chosen again
@@ -232,8 +224,11 @@ class ClusterAgreement:
             return unused.names
         who = vote.rank, vote.world_size, vote.incarnation, vote.number, vote.timeout
         report = UnusedNames(*who, choice.entry, len(names), name_bits(names, mine))
+        if not report.unused:
+            self._port.send(report)
+            return named(names, b"")
         self._watch.stop()  # while it waits for other ranks
-        common = self._port.compare(report)
+        common = self._port.ask(report, self._warn).unused
         self._watch.start()
         return named(names, common)
 
@@ -249,12 +244,15 @@ class ClusterAgreement:
         version = choice.entry.id if choice is not None else 0
         self._log.warning("restoring version %d: nothing was read for %.0f s from %s", version, seconds, source)
         self._heartbeat.reset()
-        self._port.reading(RankReading(vote.rank, vote.incarnation, vote.number, vote.timeout, seconds, source))
+        self._port.send(RankReading(vote.rank, vote.incarnation, vote.number, vote.timeout, seconds, source))
 
     def give_up(self, error: str) -> None:
         self._end_read()
         with contextlib.suppress(RaystowError):
-            self._port.settle(replace(self._opening, error=error))
+            self._port.ask(replace(self._opening, error=shortened(error)), self._warn)
+
+    def _warn(self, text: str) -> None:
+        self._log.warning("restore: %s", text)
 
     def _end_read(self) -> None:
         self._watch.stop()

@@ -11,7 +11,7 @@ from ...storage.format.root import Entry
 from ...workers.protocol.messages import (
     NO_GROUP,
     Incarnation,
-    RanksReading,
+    RanksWarning,
     RestoreChoice,
     RestoreGroup,
     RestoreVote,
@@ -67,14 +67,14 @@ class RestoreRound:
 
     def warns(self, rank: RestoreVote | UnusedNames) -> bool:
         """Whether a rank that waits has to log the newest warning."""
-        return bool(self.waits(rank).warning)
+        return bool(self.waits(rank).text)
 
-    def waits(self, rank: RestoreVote | UnusedNames) -> RanksReading:
+    def waits(self, rank: RestoreVote | UnusedNames) -> RanksWarning:
         """The answer to a rank that waits on, with the newest warning if it has to log that."""
         warning = self.warning
         if warning is None or warning.to != rank.rank or warning.number <= rank.last_warning:
-            return RanksReading()
-        return RanksReading(warning.number, warning.text)
+            return RanksWarning()
+        return RanksWarning(warning.number, warning.text)
 
     def advance(self, now: float) -> None:
         """Note that a rank has come further. The last warning is out of date."""

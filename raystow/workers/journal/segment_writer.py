@@ -15,7 +15,7 @@ from ...storage.format import keys
 from ...storage.log import about
 from ...storage.object_store import ObjectStore
 from ..protocol.coordinator_client import CoordinatorClient
-from ..protocol.messages import EntryInfo, EntryPlace, OpenJournal, SegmentStored
+from ..protocol.messages import EntryInfo, EntryPlace, OpenJournal, OpenSegment, SegmentStored
 from ..thread_priority import give_way
 from .entry_bytes import entry_digest
 from .entry_store import EntryStore
@@ -82,7 +82,7 @@ class SegmentWriter:
 
     def _store(self, newest: EntryInfo) -> bool:
         store, coordinator = self._open_repository()
-        ticket = coordinator.open_segment(newest)
+        ticket = coordinator.ask(OpenSegment(newest))
         self._memory.stored(newest, ticket.after)
         if not ticket.number:
             return ticket.after < newest.step
@@ -96,7 +96,7 @@ class SegmentWriter:
             if entry_digest(view) != info.digest:
                 raise Damaged("it does not have its digest in this node's memory", subject=f"entry of step {info.step}")
         store.put(keys.segment_entries(ticket.number, ticket.attempt, newest.rank), views)
-        coordinator.segment_stored(SegmentStored(ticket.number, ticket.attempt, newest.rank, tuple(infos)))
+        coordinator.ask(SegmentStored(ticket.number, ticket.attempt, newest.rank, tuple(infos)))
         self._stored = newest, ticket.step
         return True
 

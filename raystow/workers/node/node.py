@@ -47,10 +47,10 @@ from ..protocol.messages import (
     OpenJournal,
     OpenSession,
     OpenStore,
+    RankDisconnected,
     ReadCached,
     RenewSettings,
     Saves,
-    StoreOpened,
     Ticket,
 )
 from ..protocol.unix_channel import Connection, Listener
@@ -198,7 +198,7 @@ class Node:
                 match received and received[0]:
                     case OpenStore(uri, settings):
                         self._settings_of(StoreAddress(uri, settings.place)).use(settings)
-                        connection.send(StoreOpened())
+                        connection.send(Acknowledged())
                     case OpenSession() as opening:
                         self.replicas.stores[opening.repository] = opening.store
                         with self._saves.rank(opening.uri):
@@ -341,7 +341,7 @@ class Node:
     def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: Incarnation, reason: str) -> None:
         """See ``session.SessionHost``."""
         try:
-            self._repository(store).coordinator.rank_disconnected(rank, incarnation, reason)
+            self._repository(store).coordinator.ask(RankDisconnected(rank, incarnation, reason))
         except RaystowError as error:
             about(logger, repository=store.uri, rank=rank).warning("the coordinator did not receive that %s: %s", reason, error)
 
@@ -381,7 +381,7 @@ class Node:
                     remedy="use one all nodes share",
                 )
             self._shared.add((store, repository))
-        ticket = here.coordinator.begin(begin)
+        ticket = here.coordinator.ask(begin)
         with self._lock:
             self._raw += sum(attempt.raw for attempt in self._attempts.values() if attempt.over)
             self._attempts = {key: attempt for key, attempt in self._attempts.items() if not attempt.over}

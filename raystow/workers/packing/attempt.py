@@ -30,7 +30,19 @@ from ...storage.runtime.gc_pause import uncollected
 from ...storage.runtime.memory_budget import MemoryBudget
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..protocol.coordinator_client import CoordinatorClient
-from ..protocol.messages import AttemptKey, AttemptStatus, ChunkInfo, Stage, Ticket
+from ..protocol.messages import (
+    AttemptKey,
+    AttemptStatus,
+    AwaitRanks,
+    ChunkInfo,
+    PartFailed,
+    PartStaged,
+    PartStored,
+    RankFinished,
+    Stage,
+    Ticket,
+    shortened,
+)
 from ..shm.coded_layout import CodedChunk
 from ..shm.slots import Slots
 from .chunk_writer import ChunkWriter, Coded, release_all
@@ -217,7 +229,7 @@ class NodeAttempt:
 
     def _tell_failed(self, reason: str) -> None:
         try:
-            self._port.failed(self._ticket, reason)
+            self._port.ask(PartFailed(self._ticket, shortened(reason)))
         except RaystowError as error:
             self._log.warning("could not tell the coordinator that attempt %d failed: %s", self._ticket.id, error)
 
@@ -280,7 +292,7 @@ class NodeAttempt:
 
     def _report(self, rank: int) -> None:
         try:
-            self._port.finished(self._ticket, rank, self._covered[rank])
+            self._port.ask(RankFinished(self._ticket, rank, self._covered[rank]))
         except RaystowError as error:
             what = "rank %d of attempt %d is stored here, but the coordinator does not take it: %s"
             self._log.warning(what, rank, self._ticket.id, error, extra={"rank": rank})
@@ -288,17 +300,17 @@ class NodeAttempt:
     def _drive(self) -> None:
         """Wait until every rank has finished, store this node's part, report it, and wait for the commit."""
         try:
-            self._port.wait_complete(self._ticket, self._warn)
-            packs = self._packer.seal()
+            self._port.ask(AwaitRanks(self._ticket), self._warn)
+            packs = tuple(self._packer.seal())
             values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
             key, data, fragment = self._writer.fragment(values, self._rounded)
             info = fragment.info(data, self._ranks, self._stall)
             self._keep(key, [data], ())
-            self._port.staged(self._ticket, info, packs)
+            self._port.ask(PartStaged(self._ticket, info, packs))
             self._packer.finish(self._left())
             self._store_fragment(key, data)
             self._reported = True
-            outcome: Outcome = self._port.fragment(self._ticket, info, packs, self._warn)
+            outcome: Outcome = self._port.ask(PartStored(self._ticket, info, packs), self._warn).entry
         except (Fenced, SaveFailed) as error:  # of the coordinator, which decides
             outcome = error
         except Exception as error:

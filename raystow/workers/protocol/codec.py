@@ -11,7 +11,7 @@ import functools
 import operator
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Generic, TypeVar, get_args
 
 import msgspec
 
@@ -65,6 +65,25 @@ class Message(MessagePart, frozen=True, tag=True):
 
 
 _Message = TypeVar("_Message", bound=Message)
+_Answer = TypeVar("_Answer", bound=Message)
+
+
+class Request(Message, Generic[_Answer], frozen=True):
+    """A message to the coordinator. A class names its answers: ``class JoinRun(Request[Acknowledged], frozen=True)``."""
+
+    @property
+    def wait(self) -> float:
+        """Seconds for which the coordinator may wait for others before it answers."""
+        return 0.0
+
+
+@functools.cache
+def answers_of(request: type[Request[_Answer]]) -> tuple[type[_Answer], ...]:
+    """Return the classes of the answers to a class of requests."""
+    (answer,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
+    return get_args(answer) or (answer,)
+
+
 _ENCODER = msgspec.msgpack.Encoder()
 _building = threading.Lock()
 """Held while a decoder is built: msgspec 0.22 shows a class to other threads before it knows the types of its fields, and the

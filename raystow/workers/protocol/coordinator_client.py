@@ -1,44 +1,48 @@
-"""The coordinator as node workers call it.
+"""The coordinator as ranks and node workers call it.
 
-In a cluster ``orchestrator.coordinator.actor`` implements the client; in a test it may be the coordinator itself.
+In a cluster ``orchestrator.coordinator.ray_client`` implements the client; in a test it may call the state machine itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar, cast
 
-from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo, PackInfo
-from .messages import Begin, EntryInfo, Incarnation, SegmentStored, SegmentTicket, Ticket
+from msgspec.structs import replace
+
+from .messages import Message, RanksWarning, Request
+
+_Answer = TypeVar("_Answer", bound=Message)
+
+ANSWER = 60.0
+"""Seconds within which a call that does not wait for others must be answered."""
 
 
-class CoordinatorClient(Protocol):
-    """Any method may raise ``SaveFailed``: then the attempt is over. Any may be called twice, since an answer can be lost."""
+class CoordinatorClient(ABC):
+    """Any request may raise ``SaveFailed``: then the attempt is over. Any may be handled twice, since an answer can be lost."""
 
-    def begin(self, begin: Begin) -> Ticket:
-        """Join the attempt for a step, or open one."""
+    def ask(
+        self, request: Request[_Answer], warn: Callable[[str], None] = lambda text: None, *, timeout: float | None = None
+    ) -> _Answer:
+        """Return the answer to a request; wait for other ranks if the coordinator does.
 
-    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
-        """Report that all shards of a rank are coded; ``covered`` is their part of the coverage sum."""
+        Args:
+            request: The request.
+            warn: Receives the warnings about late ranks meanwhile.
+            timeout: Seconds; None: as long as the request may take.
+        """
+        seconds = request.wait + ANSWER if timeout is None else timeout
+        while isinstance(answer := self.call(request, seconds), RanksWarning):
+            if answer.text:
+                warn(answer.text)
+                request = replace(request, last_warning=answer.number)
+        return cast(_Answer, answer)
 
-    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
-        """Return when every rank of the attempt has finished. Meanwhile, ``warn`` gets late ranks."""
+    @abstractmethod
+    def call(self, request: Request[_Answer], timeout: float) -> Message:
+        """Return the answer to a request, or ``RanksWarning``."""
 
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        """Report that the node's packs and fragment are complete, in memory, and being uploaded."""
-
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
-        """Report that the node's packs and fragment are durable; return when the attempt is a version. ``warn``: as above."""
-
-    def failed(self, ticket: Ticket, reason: str) -> None:
-        """Give the attempt up: the node cannot store its part."""
-
-    def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
-        """Report that the process of a rank has ended: it begins no more saves."""
-
-    def open_segment(self, newest: EntryInfo) -> SegmentTicket:
-        """Ask which entries of a rank, up to its newest one, are to be stored."""
-
-    def segment_stored(self, part: SegmentStored) -> None:
-        """Report that entries of a rank are durable."""
+    def send(self, request: Request[_Answer]) -> None:
+        """Send a request. The client of a cluster does not wait for the answer, since that would delay the rank."""
+        self.ask(request)

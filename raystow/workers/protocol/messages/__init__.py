@@ -10,6 +10,8 @@ from __future__ import annotations
 from ....storage.errors import ProtocolError
 from ....storage.limits import MAX_NAME
 from ..codec import Message as Message
+from ..codec import Request as Request
+from ..codec import answers_of as answers_of
 from ..codec import decode as decode
 from ..codec import encode as encode
 from .coordinator import *
@@ -34,17 +36,13 @@ STAGING_ANSWERS = (
 )
 """What a node worker sends to a training process after ``SessionOpened``."""
 
-COORDINATOR_REQUESTS = (
-    *(StartRun, JoinRun, Begin, RankFinished, AwaitRanks, PartStaged, PartStored),
-    *(PartFailed, RankSaveFailed, FindOutcome, RankDisconnected, AskNextSave),
-    *(OpenSegment, SegmentStored, RankReading, UnusedNames, OpenStore),
-)
-"""What ranks and node workers ask the coordinator while a training runs."""
+COORDINATOR_REQUESTS = tuple(Request.__subclasses__())
+"""What ranks and node workers ask the coordinator."""
 
-MESSAGES = tuple(Message.__subclasses__())
+MESSAGES = (*(message for message in Message.__subclasses__() if message is not Request), *COORDINATOR_REQUESTS)
 """All messages."""
 
-PROTOCOL = "2.9a96d9ead02916a1"
+PROTOCOL = "2.14441029dc564ac2"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -8,10 +8,48 @@ from ....storage.format.root import Entry
 from ....storage.format.signature import PublicKey
 from ....storage.format.version_record import FragmentInfo, PackInfo
 from ....storage.retention.policy import Policy
-from ..codec import Column, Digest, JsonText, Message, MessagePart, Table, Text, WorldSize
+from ..codec import Column, Digest, JsonText, Message, MessagePart, Request, Table, Text, WorldSize
 from .incarnation import Incarnation as Incarnation
 
 OnFenced = Literal["raise", "takeover"]
+
+COMMIT = 60.0
+"""Seconds that a commit takes, or the choice of a version."""
+
+
+class Acknowledged(Message, frozen=True):
+    """The answer to a request that asks for nothing."""
+
+
+class RanksWarning(Message, frozen=True):
+    """The answer while the coordinator waits for other ranks: send the request again.
+
+    Args:
+        number: Of the warning, among those of the attempt or of the restore. The next request has it as ``last_warning``.
+        text: Ranks that are late, or have other metrics; empty if there is no warning.
+    """
+
+    number: int = 0
+    text: Text = ""
+
+
+class Ticket(Message, frozen=True):
+    """The attempt that a save belongs to.
+
+    Args:
+        node: Number of the node in the attempt.
+        timeout: Seconds until the coordinator gives the attempt up.
+        base: A version that chunks are compared with: unchanged ones refer to it.
+        deltas: Whether other chunks may be deltas to it.
+    """
+
+    id: int
+    attempt: Text
+    node: int
+    timeout: float
+    step: int
+    base: Entry | None = None
+    deltas: bool = False
 
 
 class RankSaveRequest(MessagePart, frozen=True):
@@ -58,31 +96,12 @@ class SaveContents(MessagePart, frozen=True):
     coding: Table[Text, Text] = {}
 
 
-class Begin(Message, frozen=True):
+class Begin(Request[Ticket], frozen=True):
     """A rank of ``node`` begins a save."""
 
     node: Text
     request: RankSaveRequest
     contents: SaveContents
-
-
-class Ticket(Message, frozen=True):
-    """The attempt that a save belongs to.
-
-    Args:
-        node: Number of the node in the attempt.
-        timeout: Seconds until the coordinator gives the attempt up.
-        base: A version that chunks are compared with: unchanged ones refer to it.
-        deltas: Whether other chunks may be deltas to it.
-    """
-
-    id: int
-    attempt: Text
-    node: int
-    timeout: float
-    step: int
-    base: Entry | None = None
-    deltas: bool = False
 
 
 class CoordinatorStarted(Message, frozen=True):
@@ -95,14 +114,14 @@ class CoordinatorStarted(Message, frozen=True):
     number: int
 
 
-class StartRun(Message, frozen=True):
+class StartRun(Request[CoordinatorStarted], frozen=True):
     """A training process begins to use a coordinator. ``job``: Ray's id of its job."""
 
     job: Text
     on_fenced: OnFenced = "raise"
 
 
-class JoinRun(Message, frozen=True):
+class JoinRun(Request[Acknowledged], frozen=True):
     """A process has taken up a rank."""
 
     rank: int
@@ -110,7 +129,7 @@ class JoinRun(Message, frozen=True):
     world_size: WorldSize
 
 
-class RankFinished(Message, frozen=True):
+class RankFinished(Request[Acknowledged], frozen=True):
     """All shards of a rank are coded; ``covered`` is their part of the coverage sum."""
 
     ticket: Ticket
@@ -118,22 +137,18 @@ class RankFinished(Message, frozen=True):
     covered: Digest
 
 
-class AwaitRanks(Message, frozen=True):
-    """Asks for an answer when every rank of the attempt has finished; before that it may be ``RanksWarning``. ``last_warning``:
-    the number of the last one."""
+class AwaitRanks(Request[Acknowledged], frozen=True):
+    """Asks for an answer when every rank of the attempt has finished. ``last_warning``: the number of the last one."""
 
     ticket: Ticket
     last_warning: int = 0
 
-
-class RanksWarning(Message, frozen=True):
-    """The ``number``-th warning of an attempt: some ranks wait for others, or have other metrics. Ask again."""
-
-    number: int
-    text: Text
+    @property
+    def wait(self) -> float:
+        return self.ticket.timeout
 
 
-class PartStaged(Message, frozen=True):
+class PartStaged(Request[Acknowledged], frozen=True):
     """A node's packs and fragment are complete, in memory, and being uploaded."""
 
     ticket: Ticket
@@ -141,30 +156,30 @@ class PartStaged(Message, frozen=True):
     packs: Column[PackInfo]
 
 
-class PartStored(Message, frozen=True):
-    """A node's packs and fragment are durable. The answer, when the attempt is a version, is ``Committed``; before that it may be
-    ``RanksWarning``: see ``AwaitRanks``."""
+class Committed(Message, frozen=True):
+    """The entry of the version that an attempt has become."""
+
+    entry: Entry
+
+
+class PartStored(Request[Committed], frozen=True):
+    """A node's packs and fragment are durable. The answer comes when the attempt is a version.
+    ``last_warning``: see ``AwaitRanks``."""
 
     ticket: Ticket
     fragment: FragmentInfo
     packs: Column[PackInfo]
     last_warning: int = 0
 
+    @property
+    def wait(self) -> float:
+        return self.ticket.timeout + COMMIT
 
-class PartFailed(Message, frozen=True):
+
+class PartFailed(Request[Acknowledged], frozen=True):
     """A node cannot store its part of an attempt."""
 
     ticket: Ticket
-    reason: Text
-
-
-class RankSaveFailed(Message, frozen=True):
-    """The training process of a rank has lost its ``save``-th save. The answer is ``FailureNoted``."""
-
-    rank: int
-    incarnation: Incarnation
-    save: int
-    step: int
     reason: Text
 
 
@@ -174,8 +189,25 @@ class FailureNoted(Message, frozen=True):
     first: bool
 
 
-class AskNextSave(Message, frozen=True):
-    """A rank asks for the next step, from ``first`` on, at which it saves or asks again. The answer is ``NextSave``.
+class RankSaveFailed(Request[FailureNoted], frozen=True):
+    """The training process of a rank has lost its ``save``-th save."""
+
+    rank: int
+    incarnation: Incarnation
+    save: int
+    step: int
+    reason: Text
+
+
+class NextSave(Message, frozen=True):
+    """At ``step`` all ranks save, or ask again. Before it no step is saved."""
+
+    step: int
+    save: bool
+
+
+class AskNextSave(Request[NextSave], frozen=True):
+    """A rank asks for the next step, from ``first`` on, at which it saves or asks again.
 
     Args:
         seconds: From save to save; None: the interval that loses the least time.
@@ -198,33 +230,16 @@ class AskNextSave(Message, frozen=True):
     requested: bool = False
 
 
-class NextSave(Message, frozen=True):
-    """At ``step`` all ranks save, or ask again. Before it no step is saved."""
-
-    step: int
-    save: bool
-
-
-class FindOutcome(Message, frozen=True):
-    """Asks what has become of an attempt, once it is over. The answer, if it is a version, is ``Committed``."""
+class FindOutcome(Request[Committed], frozen=True):
+    """Asks what has become of an attempt, once it is over."""
 
     id: int
     attempt: Text
 
 
-class RankDisconnected(Message, frozen=True):
+class RankDisconnected(Request[Acknowledged], frozen=True):
     """The process of a rank has ended."""
 
     rank: int
     incarnation: Incarnation
     reason: Text
-
-
-class Committed(Message, frozen=True):
-    """The entry of the version that an attempt has become."""
-
-    entry: Entry
-
-
-class Acknowledged(Message, frozen=True):
-    """The answer to a request that asks for nothing."""

@@ -12,7 +12,8 @@ from msgspec import Meta
 from ....storage.limits import MAX_ROWS
 from ....storage.runtime.clock import Clock
 from ....storage.stores.settings import StoreAddress
-from ..codec import Column, Digest, DigestBytes, JsonText, Message, MessagePart, Packed, Shape, Text, WorldSize
+from ..codec import Column, Digest, DigestBytes, JsonText, Message, MessagePart, Packed, Request, Shape, Text, WorldSize
+from .coordinator import COMMIT, Acknowledged
 from .incarnation import Incarnation
 from .reads import Span
 
@@ -190,12 +191,6 @@ class StoredEntry(MessagePart, frozen=True):
     start: int
 
 
-class OpenSegment(Message, frozen=True):
-    """A node can store a rank's entries up to ``newest``. The answer is ``SegmentTicket``."""
-
-    newest: EntryInfo
-
-
 class SegmentTicket(Message, frozen=True):
     """What a rank is to store.
 
@@ -211,7 +206,13 @@ class SegmentTicket(Message, frozen=True):
     step: int
 
 
-class SegmentStored(Message, frozen=True):
+class OpenSegment(Request[SegmentTicket], frozen=True):
+    """A node can store a rank's entries up to ``newest``."""
+
+    newest: EntryInfo
+
+
+class SegmentStored(Request[Acknowledged], frozen=True):
     """A rank's entries of a segment are durable, in one object. ``entries``: oldest first."""
 
     number: int
@@ -326,7 +327,34 @@ class PutEntry(Message, frozen=True):
     holder: Text
 
 
-class JournalVote(Message, frozen=True):
+class EntryPlace(MessagePart, frozen=True):
+    """An entry to replay, the nodes that have it, and where it is in the store if that has it."""
+
+    info: EntryInfo
+    nodes: Column[Text]
+    stored: StoredEntry | None = None
+
+
+class JournalChoice(Message, frozen=True):
+    """How far to replay.
+
+    Args:
+        step: The step that all ranks go to; the base if there is nothing to replay.
+        lineage: Generations of the entries that are recorded from then on.
+        entries: Those that the rank that asks needs, oldest first: its own, or of a step that another number of ranks has
+            recorded those of all of them.
+        agreed: All ranks have reached ``step``.
+        end: Why later entries are not used; empty if there are none.
+    """
+
+    step: int
+    lineage: Column[Generation]
+    entries: Column[EntryPlace] = ()
+    agreed: bool = False
+    end: Text = ""
+
+
+class JournalVote(Request[JournalChoice], frozen=True):
     """A rank asks how far to replay.
 
     Args:
@@ -353,29 +381,6 @@ class JournalVote(Message, frozen=True):
     residues: Packed = b""
     error: Text = ""
 
-
-class EntryPlace(MessagePart, frozen=True):
-    """An entry to replay, the nodes that have it, and where it is in the store if that has it."""
-
-    info: EntryInfo
-    nodes: Column[Text]
-    stored: StoredEntry | None = None
-
-
-class JournalChoice(Message, frozen=True):
-    """How far to replay.
-
-    Args:
-        step: The step that all ranks go to; the base if there is nothing to replay.
-        lineage: Generations of the entries that are recorded from then on.
-        entries: Those that the rank that asks needs, oldest first: its own, or of a step that another number of ranks has
-            recorded those of all of them.
-        agreed: All ranks have reached ``step``.
-        end: Why later entries are not used; empty if there are none.
-    """
-
-    step: int
-    lineage: Column[Generation]
-    entries: Column[EntryPlace] = ()
-    agreed: bool = False
-    end: Text = ""
+    @property
+    def wait(self) -> float:
+        return self.timeout + COMMIT

@@ -6,7 +6,8 @@ from typing import Literal
 
 from ....storage.coding.digest import stored_digest
 from ....storage.stores.settings import StoreAddress, StoreSettings
-from ..codec import Column, Message, MessagePart, Table, Text
+from ..codec import Column, Message, MessagePart, Request, Table, Text
+from .coordinator import Acknowledged
 
 Span = tuple[int, int]
 """The first byte and the one after the last."""
@@ -43,7 +44,7 @@ class ReadCached(Message, frozen=True):
         return StoreAddress(self.uri, self.place)
 
 
-class OpenStore(Message, frozen=True):
+class OpenStore(Request[Acknowledged], frozen=True):
     """What reaches the store at ``uri``: sent to a coordinator and to a node worker before anything that needs the store, and
     whenever it has changed. Its text shows no credentials."""
 
@@ -54,10 +55,6 @@ class OpenStore(Message, frozen=True):
 class RenewSettings(Message, frozen=True):
     """From a node worker to a process that has sent ``KeepNode``: a store has refused the credentials of its job. The process
     sends ``OpenStore`` to its actors, with what it has now."""
-
-
-class StoreOpened(Message, frozen=True):
-    """The answer of a node worker."""
 
 
 class CachedObject(Message, frozen=True):

@@ -11,47 +11,13 @@ from msgspec.structs import replace
 from ....storage.format.root import Entry
 from ....storage.limits import MAX_RECORD, MAX_ROWS
 from ....storage.versions.version_selector import LATEST
-from ..codec import Column, Digest, Message, Table, Text, WorldSize
+from ..codec import Column, Digest, Message, Request, Table, Text, WorldSize
+from .coordinator import COMMIT, Acknowledged
 from .incarnation import Incarnation
 from .reads import NO_GROUP, RestoreGroup
 
 NameBits = Annotated[bytes, Meta(max_length=MAX_ROWS)]
 """A bit for each of a version's names in sorted order, the lowest bit of each byte first."""
-
-
-class RestoreVote(Message, frozen=True):
-    """A rank reports its attempt to restore, and asks which version to restore next.
-
-    Args:
-        number: Counts the restores of the rank's process.
-        tried: The version that the rank has tried; None in the first vote of a restore.
-        damage: The damage of that version; empty if it was restored.
-        whole: That version is not damaged, but lacks names that the rank restores.
-        error: The reason why the rank ends its restore without a version.
-        timeout: Seconds for which the rank waits for others that make no progress.
-        allow_uncommitted: The rank accepts a save that is not durable yet.
-        node: The rank's node, if it has a node worker.
-        read: Stored bytes that the rank has read of the version, by source.
-        version: The version that the rank asks for, as ``selector_text`` gives it.
-        names: A digest of the names of the tensors that the rank restores.
-        last_warning: The number of the last warning that the rank has got.
-    """
-
-    rank: int
-    world_size: WorldSize
-    incarnation: Incarnation
-    number: int
-    timeout: float
-    tried: Entry | None = None
-    damage: Text = ""
-    error: Text = ""
-    allow_uncommitted: bool = True
-    node: Text = ""
-    read: Table[Text, int] = {}
-    whole: bool = False
-    version: Text = LATEST
-    names: Digest = 0
-    last_warning: int = 0
 
 
 class RestoreChoice(Message, frozen=True):
@@ -98,7 +64,56 @@ class RestoreChoice(Message, frozen=True):
         return RestoreChoice(entry, near.get(entry.attempt, {}), record(entry), bases=bases)
 
 
-class UnusedNames(Message, frozen=True):
+class NoVersion(Message, frozen=True):
+    """The answer to a vote if there is nothing to restore."""
+
+
+class RestoreVote(Request[RestoreChoice | NoVersion], frozen=True):
+    """A rank reports its attempt to restore, and asks which version to restore next.
+
+    Args:
+        number: Counts the restores of the rank's process.
+        tried: The version that the rank has tried; None in the first vote of a restore.
+        damage: The damage of that version; empty if it was restored.
+        whole: That version is not damaged, but lacks names that the rank restores.
+        error: The reason why the rank ends its restore without a version.
+        timeout: Seconds for which the rank waits for others that make no progress.
+        allow_uncommitted: The rank accepts a save that is not durable yet.
+        node: The rank's node, if it has a node worker.
+        read: Stored bytes that the rank has read of the version, by source.
+        version: The version that the rank asks for, as ``selector_text`` gives it.
+        names: A digest of the names of the tensors that the rank restores.
+        last_warning: The number of the last warning that the rank has got.
+    """
+
+    rank: int
+    world_size: WorldSize
+    incarnation: Incarnation
+    number: int
+    timeout: float
+    tried: Entry | None = None
+    damage: Text = ""
+    error: Text = ""
+    allow_uncommitted: bool = True
+    node: Text = ""
+    read: Table[Text, int] = {}
+    whole: bool = False
+    version: Text = LATEST
+    names: Digest = 0
+    last_warning: int = 0
+
+    @property
+    def wait(self) -> float:
+        return self.timeout + COMMIT
+
+
+class UnusedByAll(Message, frozen=True):
+    """The answer to ``UnusedNames``: the names that all ranks leave unused; no bits if one rank has reported none."""
+
+    unused: NameBits
+
+
+class UnusedNames(Request[UnusedByAll], frozen=True):
     """The names of ``entry`` that a rank leaves unused and may not, of ``names`` names; no bits if there are none. The other
     fields are those of ``RestoreVote``."""
 
@@ -112,26 +127,12 @@ class UnusedNames(Message, frozen=True):
     unused: NameBits = b""
     last_warning: int = 0
 
-
-class UnusedByAll(Message, frozen=True):
-    """The answer to ``UnusedNames``: the names that all ranks leave unused; no bits if one rank has reported none."""
-
-    unused: NameBits
+    @property
+    def wait(self) -> float:
+        return self.timeout + COMMIT
 
 
-class NoVersion(Message, frozen=True):
-    """The answer to a vote if there is nothing to restore."""
-
-
-class RanksReading(Message, frozen=True):
-    """The answer to a vote while other ranks read on: vote the same again. ``warning``: the ``number``-th of the round,
-    about ranks that are late."""
-
-    number: int = 0
-    warning: Text = ""
-
-
-class RankReading(Message, frozen=True):
+class RankReading(Request[Acknowledged], frozen=True):
     """A rank reads on, in its restore or replay with this ``number``: the others wait for it for ``timeout`` seconds from now.
     ``quiet``: instead, it has read nothing for so many seconds, from ``source``; they do not wait longer then."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -41,7 +40,21 @@ from raystow.storage.runtime.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome
 from raystow.workers.packing.stale_state import OptimizerWatch
-from raystow.workers.protocol.messages import STAGING, AttemptJoined, EndSave, OpenSession, SaveLost, SessionOpened, Ticket
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
+from raystow.workers.protocol.messages import (
+    STAGING,
+    Acknowledged,
+    AttemptJoined,
+    EndSave,
+    Message,
+    OpenSession,
+    PartFailed,
+    PartStored,
+    Request,
+    SaveLost,
+    SessionOpened,
+    Ticket,
+)
 from raystow.workers.protocol.unix_channel import Listener
 from raystow.workers.shm.ring import SLOT, Ring
 from raystow.workers.staging.client import Staging
@@ -148,21 +161,17 @@ def _fragment(ticket: Ticket) -> Any:
     return FragmentInfo(ticket.node, 0, "00" * 32, (ticket.node,), 0, 0, 0)
 
 
-class LostAnswer:
-    """The port to a coordinator that receives the part of a node, and then does not answer."""
+class LostAnswer(CoordinatorClient):
+    """The client of a coordinator that receives the part of a node, and then does not answer."""
 
     def __init__(self, error: Exception) -> None:
         self._error, self.given_up = error, False
 
-    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None: ...
-
-    def staged(self, *_: object) -> None: ...
-
-    def fragment(self, *_: object) -> Entry:
-        raise self._error
-
-    def failed(self, ticket: Ticket, reason: str) -> None:
-        self.given_up = True
+    def call(self, request: Request[Any], timeout: float) -> Message:
+        if isinstance(request, PartStored):
+            raise self._error
+        self.given_up = self.given_up or isinstance(request, PartFailed)
+        return Acknowledged()
 
 
 @pytest.mark.parametrize(

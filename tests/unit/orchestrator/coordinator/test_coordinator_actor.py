@@ -34,10 +34,12 @@ from raystow.workers.protocol.messages import (
     START,
     Begin,
     EntryInfo,
+    FindOutcome,
     Generation,
     OpenSegment,
     PartFailed,
     PartStaged,
+    PartStored,
     RankFinished,
     SegmentStored,
     SegmentTicket,
@@ -60,9 +62,9 @@ def uri(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 async def save(actor: CoordinatorActor, step: int) -> Entry:
-    ticket = await actor.begin(await begin(actor, step))
+    ticket = await actor.answer(await begin(actor, step))
     await actor.answer(RankFinished(ticket, 0, 0))
-    return await asyncio.wait_for(actor.fragment(ticket, part(0), ()), PATIENCE)
+    return (await asyncio.wait_for(actor.answer(PartStored(ticket, part(0), ())), PATIENCE)).entry
 
 
 def test_an_unexpected_error_ends_the_save(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +106,7 @@ async def begin(actor: CoordinatorActor, step: int, node: str = "node-0", timeou
 async def lost(actor: CoordinatorActor, ticket: Ticket) -> str:
     """Wait until an attempt is aborted; return the reason."""
     with pytest.raises(SaveFailed) as failure:
-        await asyncio.wait_for(actor._until(ticket, lambda attempt: attempt.phase.over), PATIENCE / 3)
+        await asyncio.wait_for(actor.answer(FindOutcome(ticket.id, ticket.attempt)), PATIENCE / 3)
     return str(failure.value)
 
 
@@ -116,7 +118,7 @@ def test_no_save_waits_for_a_frozen_head_node(uri: str, fake_ray: FakeRay) -> No
         actor = CoordinatorActor(uri)
         try:
             steps = [(await asyncio.wait_for(save(actor, step), PATIENCE / 3)).step for step in (1, 2)]
-            assert "had not delivered" in await lost(actor, await actor.begin(await begin(actor, 3, timeout=0.1)))
+            assert "had not delivered" in await lost(actor, await actor.answer(await begin(actor, 3, timeout=0.1)))
         finally:
             head.wake.set()
         return steps
@@ -136,7 +138,7 @@ def test_a_late_answer_aborts_no_save_of_a_new_node(uri: str, fake_ray: FakeRay)
         try:
             await save(actor, 1)
             await asked()
-            new = await actor.begin(await begin(actor, 2, "node-1"))
+            new = await actor.answer(await begin(actor, 2, "node-1"))
             head.alive = {"node-0", "node-1"}
         finally:
             head.wake.set()
@@ -160,7 +162,7 @@ def test_no_commit_waits_for_the_deletion_of_a_failed_save(uri: str, monkeypatch
 
     async def run() -> Entry:
         actor = CoordinatorActor(uri)
-        failed = await actor.begin(await begin(actor, 1))
+        failed = await actor.answer(await begin(actor, 1))
         await actor.answer(PartFailed(failed, "out of memory"))
         assert await asyncio.to_thread(deleting.wait, PATIENCE)
         try:
@@ -188,19 +190,19 @@ def test_a_training_begins_anew_where_all_was_deleted(stores: ObjectStore, under
 
     async def run() -> None:
         actor = CoordinatorActor(stores.uri)
-        old = await actor.start(StartRun("1"))
+        old = await actor.answer(StartRun("1"))
         await save(actor, 1)
         waiting = None
         if under_way:
-            ticket = await actor.begin(await begin(actor, 2))
+            ticket = await actor.answer(await begin(actor, 2))
             stores.put(keys.pack(ticket.id, ticket.attempt, 0, "weights", 0), [b"uploaded"])
-            waiting = asyncio.create_task(actor._until(ticket, lambda attempt: attempt.phase.over))
+            waiting = asyncio.create_task(actor.answer(FindOutcome(ticket.id, ticket.attempt)))
         stores.delete([info.key for info in list(stores.list("")) if under_way is False or "weights" not in info.key])
         if not under_way:
             with pytest.raises(SaveFailed, match=rf"{stores.uri}: .* of repository {old.repository} do not exist any more"):
                 await save(actor, 2)
             await until(lambda: not list(stores.list(keys.VERSIONS)))
-        new, again = await asyncio.gather(actor.start(StartRun("2")), actor.start(StartRun("2")))
+        new, again = await asyncio.gather(actor.answer(StartRun("2")), actor.answer(StartRun("2")))
         if waiting is not None:
             with pytest.raises(SaveFailed, match="do not exist any more"):
                 await asyncio.wait_for(waiting, PATIENCE)
@@ -208,7 +210,7 @@ def test_a_training_begins_anew_where_all_was_deleted(stores: ObjectStore, under
         assert open_repository(stores.uri).versions() == []
         process = incarnation("process 7 on host", old.repository)
         with pytest.raises(NotARepository, match=f"process 7 on host, job 1 began with repository {old.repository}"):
-            await actor.begin(begin_of(0, 1, process, 3, "node-0", 3))
+            await actor.answer(begin_of(0, 1, process, 3, "node-0", 3))
         assert (await save(actor, 4)).id == 1
         assert [version.step for version in open_repository(stores.uri).versions()] == [4]
 
@@ -227,11 +229,11 @@ def test_a_training_that_starts_after_a_repair_saves_at_once(uri: str) -> None:
 
     async def run() -> None:
         actor = CoordinatorActor(uri)
-        await actor.start(StartRun("1"))
+        await actor.answer(StartRun("1"))
         await save(actor, 1)
-        ticket = await actor.begin(await begin(actor, 2))
+        ticket = await actor.answer(await begin(actor, 2))
         repair(uri)
-        await actor.start(StartRun("1"))
+        await actor.answer(StartRun("1"))
         assert "repair" in await lost(actor, ticket)
         assert (await save(actor, 3)).step == 3
 
@@ -244,7 +246,7 @@ def test_steps_become_durable_after_a_repair(uri: str, monkeypatch: pytest.Monke
 
     async def run() -> None:
         actor = CoordinatorActor(uri)
-        repository = (await actor.start(StartRun("1"))).repository
+        repository = (await actor.answer(StartRun("1"))).repository
         repair(uri)
         for step in (2, 3):
             entry = EntryInfo(repository, 0, 1, step, START, (Generation("0" * 16, 1),), 8, bytes(32))
@@ -263,9 +265,9 @@ def test_a_store_that_is_down_is_no_deleted_repository(uri: str) -> None:
 
     async def run() -> None:
         actor = CoordinatorActor(uri)
-        before = await actor.start(StartRun("1"))
+        before = await actor.answer(StartRun("1"))
         script(open_store(uri), get_tagged=down)
-        assert (await actor.start(StartRun("2"))).repository == before.repository
+        assert (await actor.answer(StartRun("2"))).repository == before.repository
         unscript(open_store(uri))
         assert (await save(actor, 1)).id == 1
 
@@ -308,7 +310,7 @@ def test_a_coordinator_ends_soon_after_its_last_training(uri: str, fake_ray: Fak
             await until(lambda asked=asked: cluster.questions > asked)
         assert not cluster.ended.is_set()
         cluster.connected = False
-        ticket = await actor.begin(await begin(actor, 2))
+        ticket = await actor.answer(await begin(actor, 2))
         await actor.answer(RankFinished(ticket, 0, 0))
         await actor.answer(PartStaged(ticket, part(0), ()))
         await actor.answer(PartFailed(ticket, "the store is down"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from typing import Any
 
 import pytest
 from helpers.processes import A0, A1, B0, incarnation
@@ -16,7 +17,8 @@ from raystow.orchestrator.restore.round import RestoreRound
 from raystow.orchestrator.restore.rounds import RestoreRounds
 from raystow.storage.errors import ClusterError, DeadlineExceeded
 from raystow.storage.format.root import Entry
-from raystow.workers.protocol.messages import Incarnation, RankReading, RestoreChoice, RestoreVote, UnusedNames
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
+from raystow.workers.protocol.messages import Incarnation, Message, RankReading, Request, RestoreChoice, RestoreVote, UnusedNames
 
 
 @pytest.fixture
@@ -184,7 +186,7 @@ def test_a_warning_ends_when_the_rank_comes(run):
     assert not round.warns(RestoreVote(0, 2, A0, 1, 60.0, entry))
     run.clock.time += 31
     run.rounds.tick()
-    assert round.waits(RestoreVote(0, 2, A0, 1, 60.0, entry)).warning.startswith("rank 1 (a1) has read nothing")
+    assert round.waits(RestoreVote(0, 2, A0, 1, 60.0, entry)).text.startswith("rank 1 (a1) has read nothing")
 
 
 def test_a_rank_that_compares_names_has_the_warning(run):
@@ -195,7 +197,7 @@ def test_a_rank_that_compares_names_has_the_warning(run):
     round = run.rounds.compare(reported)
     run.clock.time += 31
     run.rounds.tick()
-    assert round.waits(reported).warning == "rank 0 (a0) has read nothing for 31 s; rank 1 waits"
+    assert round.waits(reported).text == "rank 0 (a0) has read nothing for 31 s; rank 1 waits"
     assert not round.warns(replace(reported, last_warning=1))
 
 
@@ -232,17 +234,18 @@ def test_a_rank_that_reads_again_is_not_blamed(run):
     assert waiting.answer(entry) == entry
 
 
-class HangingPort:
+class HangingPort(CoordinatorClient):
     """A coordinator that chooses a version, and receives what a rank tells while it reads."""
 
     def __init__(self, choice: RestoreChoice) -> None:
         self._choice, self.reports, self.heard = choice, list[RankReading](), threading.Semaphore(0)
 
-    def settle(self, vote: RestoreVote) -> RestoreChoice:
+    def call(self, request: Request[Any], timeout: float) -> Message:
         return self._choice
 
-    def reading(self, rank: RankReading) -> None:
-        self.reports.append(rank)
+    def send(self, request: Request[Any]) -> None:
+        assert isinstance(request, RankReading)
+        self.reports.append(request)
         self.heard.release()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from helpers.builders import empty_record, memory_repository
@@ -17,12 +18,13 @@ from raystow.orchestrator.restore.version_cache import VersionCache
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import RankRestarted
 from raystow.storage.format.root import Entry
-from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
+from raystow.workers.protocol.messages import Message, NoVersion, Request, RestoreChoice, RestoreVote
 
 TIMEOUT = 60.0
 
 
-class RestoringRanks:
+class RestoringRanks(CoordinatorClient):
     """Two ranks that restore from a repository with one version; each waits in a thread for the others."""
 
     def __init__(self) -> None:
@@ -37,16 +39,17 @@ class RestoringRanks:
     def commit(self, step: int) -> Entry:
         return self.committer.commit(empty_record(self.committer, step)).entry
 
-    def settle(self, vote: RestoreVote) -> RestoreChoice | None:
+    def call(self, vote: Request[Any], timeout: float) -> Message:
         """Answer as the coordinator does."""
+        assert isinstance(vote, RestoreVote)
         with self.changed:
             round = self.rounds.vote(vote)
             self.changed.notify_all()
             assert self.changed.wait_for(lambda: round.answers(vote.tried), TIMEOUT)
             entry = round.answer(vote.tried)
-        return None if entry is None else RestoreChoice(entry)
+        return NoVersion() if entry is None else RestoreChoice(entry)
 
-    def reading(self, rank: RankReading) -> None: ...
+    def send(self, request: Request[Any]) -> None: ...
 
     def vote(self, rank: int, process: str, tried: Entry | None = None) -> None:
         """Vote for a process that dies while it waits for the answer."""

@@ -29,7 +29,8 @@ from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.versions.version import Version
-from raystow.workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
+from raystow.workers.protocol.messages import Message, RankReading, Request, RestoreChoice, RestoreVote, UnusedByAll, UnusedNames
 
 MIB = 1 << 20
 
@@ -169,16 +170,18 @@ def test_empty_tensors_and_scalars_are_planned():
     assert sum(node.nbytes for node in plan_world(saved, 3, per_node=1).nodes) == 3 * saved.bytes
 
 
-class Port:
+class Port(CoordinatorClient):
     """A coordinator that lets each rank restore one version. ``reports``: that ranks read on."""
 
     def __init__(self, choice: RestoreChoice) -> None:
         self._choice, self.reports = choice, list[RankReading]()
 
-    def reading(self, rank: RankReading) -> None:
-        self.reports.append(rank)
+    def send(self, request: Request[Any]) -> None:
+        assert isinstance(request, RankReading)
+        self.reports.append(request)
 
-    def settle(self, vote: RestoreVote) -> RestoreChoice | None:
+    def call(self, request: Request[Any], timeout: float) -> Message:
+        assert isinstance(request, RestoreVote)
         return self._choice
 
 
@@ -224,11 +227,17 @@ def test_ranks_compare_names_again_after_a_restart(caplog: pytest.LogCaptureFixt
             super().__init__(choice)
             self.answers, self.compared = [None, b"", b""], list[bytes]()
 
-        def compare(self, report: UnusedNames) -> bytes:
-            self.compared.append(report.unused)
+        def send(self, request: Request[Any]) -> None:
+            if isinstance(request, UnusedNames):
+                self.call(request, 0.0)
+
+        def call(self, request: Request[Any], timeout: float) -> Message:
+            if not isinstance(request, UnusedNames):
+                return super().call(request, timeout)
+            self.compared.append(request.unused)
             if (answer := self.answers.pop(0)) is None:
                 raise RankRestarted("rank 1 was restarted", remedy="restore again")
-            return answer
+            return UnusedByAll(answer)
 
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
         saved = cluster.save(two_tensors(1), step=5)  # a, b, lr, n
@@ -293,11 +302,12 @@ def test_the_others_are_told_of_an_interrupted_rank(when):
         raise KeyboardInterrupt
 
     class Interrupted(Port):
-        def settle(self, vote: RestoreVote) -> RestoreChoice | None:
-            errors.append(vote.error)
-            if not vote.error and when == ("waits at first" if vote.tried is None else "waits at last"):
+        def call(self, request: Request[Any], timeout: float) -> Message:
+            assert isinstance(request, RestoreVote)
+            errors.append(request.error)
+            if not request.error and when == ("waits at first" if request.tried is None else "waits at last"):
                 interrupt()
-            return super().settle(vote)
+            return super().call(request, timeout)
 
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
         port, vote = (
@@ -347,11 +357,12 @@ class Meeting(Port):
         super().__init__(choice)
         self.first, self.both = threading.Event(), threading.Barrier(2, timeout=60)
 
-    def settle(self, vote: RestoreVote) -> RestoreChoice | None:
-        if vote.tried is not None:
+    def call(self, request: Request[Any], timeout: float) -> Message:
+        assert isinstance(request, RestoreVote)
+        if request.tried is not None:
             self.first.set()
             self.both.wait()
-        return super().settle(vote)
+        return super().call(request, timeout)
 
 
 def test_chunks_stay_for_the_slower_ranks_of_the_node(caplog):

@@ -11,7 +11,7 @@ from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.journal import segment_writer
 from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.journal.segment_writer import SegmentWriter
-from raystow.workers.protocol.messages import START, EntryInfo, Generation, OpenJournal, SegmentTicket
+from raystow.workers.protocol.messages import START, EntryInfo, Generation, OpenJournal, OpenSegment, SegmentTicket
 
 
 class Busy:
@@ -20,7 +20,7 @@ class Busy:
     def __init__(self) -> None:
         self.store, self.asked, self.often = MemoryStore("entries"), 0, threading.Event()
 
-    def open_segment(self, newest: EntryInfo) -> SegmentTicket:
+    def ask(self, request: OpenSegment) -> SegmentTicket:
         self.asked += 1
         if self.asked > 5:
             self.often.set()

@@ -18,10 +18,11 @@ from raystow.storage.stores.settings import JobSettings, StoreAddress
 from raystow.workers.node import actor
 from raystow.workers.node.actor import NODE, RayPeers
 from raystow.workers.node.node import Node
+from raystow.workers.protocol.messages import RankDisconnected
 
 
 class NoCoordinator:
-    def rank_disconnected(self, rank: int, incarnation: object, reason: str) -> None: ...
+    def ask(self, request: RankDisconnected) -> None: ...
 
 
 def test_a_connection_that_hangs_blocks_nothing_else() -> None:

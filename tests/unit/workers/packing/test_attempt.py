@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import functools
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,18 +24,41 @@ from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome, dra
 from raystow.workers.packing.chunk_writer import ChunkWriter, Coded
 from raystow.workers.packing.packer import Packer
 from raystow.workers.packing.stale_state import OptimizerWatch
-from raystow.workers.protocol.messages import AttemptKey, ChunkInfo, Ticket
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
+from raystow.workers.protocol.messages import (
+    Acknowledged,
+    AttemptKey,
+    AwaitRanks,
+    ChunkInfo,
+    Message,
+    PartFailed,
+    RankFinished,
+    Request,
+    Ticket,
+)
 
 TICKET = Ticket(1, "0123456789abcdef", 0, 60.0, 1)
 
 
-class GivenUp:
-    """A port to a coordinator that has given up the attempt."""
+class GivenUp(CoordinatorClient):
+    """A coordinator that has given up the attempt."""
 
-    def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
+    def call(self, request: Request[Any], timeout: float) -> Message:
+        match request:
+            case AwaitRanks():
+                self.wait_complete()
+            case PartFailed(_, reason):
+                self.failed(reason)
+            case RankFinished():
+                self.finished()
+        return Acknowledged()
+
+    def finished(self) -> None: ...
+
+    def wait_complete(self) -> None:
         raise SaveFailed("given up")
 
-    def failed(self, ticket: Ticket, reason: str) -> None:
+    def failed(self, reason: str) -> None:
         pass
 
 
@@ -58,14 +80,14 @@ def test_a_chunk_that_cannot_be_coded_holds_up_no_other() -> None:
     failed, freed, budget, staged = list[str](), threading.Event(), MemoryBudget(1 << 20), threading.Event()
 
     class Waiting(GivenUp):
-        def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
+        def wait_complete(self) -> None:
             assert staged.wait(10)
-            super().wait_complete(ticket, warn)
+            super().wait_complete()
 
-        def failed(self, ticket: Ticket, reason: str) -> None:
+        def failed(self, reason: str) -> None:
             failed.append(reason)
 
-        def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
+        def finished(self) -> None:
             assert freed.is_set()
             staged.set()
 
@@ -171,9 +193,9 @@ def test_chunks_for_which_no_thread_can_be_started_are_released(monkeypatch: pyt
                 raise RuntimeError("can't start new thread")
 
     class Waiting(GivenUp):
-        def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
+        def wait_complete(self) -> None:
             assert ready.wait(10)
-            super().wait_complete(ticket, warn)
+            super().wait_complete()
 
     with ThreadPoolExecutor(1) as pool:
         port, full = cast(Any, Waiting()), cast(Any, Full())
@@ -193,14 +215,14 @@ def test_nothing_is_kept_for_an_attempt_that_has_ended(monkeypatch: pytest.Monke
     packed, ended = threading.Event(), threading.Event()
 
     class Slow(GivenUp):
-        def failed(self, ticket: Ticket, reason: str) -> None:
+        def failed(self, reason: str) -> None:
             ended.set()
             assert packed.wait(10)
             told.set()
 
-        def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
+        def wait_complete(self) -> None:
             assert added.wait(10)
-            super().wait_complete(ticket, warn)
+            super().wait_complete()
 
     added = threading.Event()
     with ThreadPoolExecutor(1) as pool:

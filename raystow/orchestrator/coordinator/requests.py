@@ -1,0 +1,59 @@
+"""The handlers of requests that need the state machine of saves only. Those that need more are in ``actor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...workers.protocol import messages
+from ...workers.protocol.messages import Acknowledged, Committed, FailureNoted, Message, Ticket
+from .attempt import Attempt, Phase
+from .attempts import Coordinator
+
+Answer = Callable[[], Message | None]
+"""Returns the answer to a request, or None while it waits for a change of the state machine. It may raise ``RaystowError``."""
+
+
+def handle(core: Coordinator, request: Message) -> Answer:
+    """Apply a request, and return its answer. Call the answer again after each change, until it is not None."""
+    answer: Message = Acknowledged()
+    match request:
+        case messages.JoinRun(rank, incarnation, world_size):
+            core.join(rank, incarnation, world_size)
+        case messages.AskNextSave():
+            answer = core.next_save(request)
+        case messages.Begin():
+            answer = core.begin(request)
+        case messages.RankFinished(ticket, rank, covered):
+            core.finished(ticket, rank, covered)
+        case messages.AwaitRanks(ticket, last):
+            return _when(core, ticket, last, lambda attempt: attempt.phase is not Phase.GATHERING, lambda attempt: Acknowledged())
+        case messages.PartStaged(ticket, info, packs):
+            core.staged(ticket, info, packs)
+        case messages.PartStored(ticket, info, packs, last):
+            core.fragment(ticket, info, packs)
+            return _when(core, ticket, last, lambda attempt: attempt.phase.over, lambda attempt: Committed(attempt.result()))
+        case messages.PartFailed(ticket, reason):
+            core.failed(ticket, reason)
+        case messages.RankSaveFailed(rank, incarnation, save, step, reason):
+            answer = FailureNoted(core.save_failed(rank, incarnation, save, step, reason))
+        case messages.RankDisconnected(rank, incarnation, reason):
+            core.rank_disconnected(rank, incarnation, reason)
+        case _:
+            raise TypeError(f"no handler of {type(request).__name__}")
+    return lambda: answer
+
+
+def _when(
+    core: Coordinator, ticket: Ticket, last: int, reached: Callable[[Attempt], bool], make: Callable[[Attempt], Message]
+) -> Answer:
+    """Answer when an attempt has reached a phase, or with the warning after the number ``last``."""
+    attempt = core.attempt(ticket)
+
+    def answer() -> Message | None:
+        if not reached(attempt):
+            return core.late(ticket, last)
+        if attempt.phase is Phase.ABORTED:
+            attempt.result()  # raises
+        return make(attempt)
+
+    return answer
