@@ -365,7 +365,7 @@ def test_a_killed_coordinator_restarts_with_a_new_epoch(tmp_path: Path) -> None:
 
 
 def _join(rank: Any) -> None:
-    rank.checkpointer._port.join(rank.checkpointer._startup.member)
+    rank.checkpointer._port.ask(rank.checkpointer._startup.member)
 
 
 def _until(reached: Any, ranks: list[Any]) -> None:
