@@ -18,7 +18,7 @@ from raystow.workers.protocol.messages import Begin, Ticket
 
 def part(node: int, bases: tuple[int, ...] = ()) -> FragmentInfo:
     """Return the report of a node that has stored nothing."""
-    return FragmentInfo(node, 0, "00" * 32, (node,), 0, 0, 0, bases=bases)
+    return FragmentInfo(node, 0, "00" * 32, (node,), 0, 0, 0, bases=bases, packs=0)
 
 
 @dataclass

@@ -171,7 +171,7 @@ def version_record(
         lossy=attempt.lossy,
         writer=dict(writer),
         fragments=tuple(info for info, _ in parts),
-        packs=tuple(pack for _, packs in parts for pack in packs),
+        packs=None,
         restores=attempt.restores,
     )
 

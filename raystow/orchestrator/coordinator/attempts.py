@@ -449,7 +449,7 @@ class Coordinator:
         try:
             if ticket.node not in attempt.nodes.values():
                 raise Damaged("the attempt has no such node")
-            check_part(info, packs, ticket.node)
+            check_part(info, ticket.node)
         except RaystowError as error:
             self._abort(attempt, f"node {ticket.node} reported an invalid part: {error.what}")
             raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}") from error

@@ -139,7 +139,7 @@ def test_a_part_that_is_not_stored_still_fails_the_save(run: CoordinatedRun) -> 
 
 
 def _fragment(ticket: Ticket) -> Any:
-    return FragmentInfo(ticket.node, 0, "00" * 32, (ticket.node,), 0, 0, 0)
+    return FragmentInfo(ticket.node, 0, "00" * 32, (ticket.node,), 0, 0, 0, packs=0)
 
 
 class LostAnswer:
