@@ -14,7 +14,7 @@ import torch
 from blake3 import blake3
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from local_cluster import LocalCluster
+from helpers.local_cluster import LocalCluster
 
 from raystow.state.shards import bits
 

@@ -108,7 +108,7 @@ def test_the_reader_reads_a_new_repository(tmp_path):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_records_without_packs_are_readable(reader, version):
+def test_records_without_packs_are_readable(version):
     wanted = json.loads((PACKS / "expected.json").read_text())[str(version)]
     assert digests(reader.read(PACKS, version)) == wanted
     repository = raystow.open(PACKS)

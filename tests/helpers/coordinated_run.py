@@ -53,7 +53,7 @@ class CoordinatedRun:
         for rank, ticket in enumerate(tickets):
             self.core.finished(ticket, rank, 7 if rank == 0 else 0)
         for ticket in tickets:
-            self.core.fragment(ticket, part(ticket.node, bases), [])
+            self.core.fragment(ticket, part(ticket.node, bases))
 
     def both(self, step: int, *, delta: int = 0) -> list[Ticket]:
         return [self.begin(rank, step, save=step, delta=delta) for rank in range(2)]

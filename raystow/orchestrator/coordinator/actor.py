@@ -18,7 +18,7 @@ from ...storage.commit.catalog import Catalog
 from ...storage.commit.committer import outcome_in
 from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
+from ...storage.format.version_record import FragmentInfo, VersionRecord
 from ...storage.log import about
 from ...storage.runtime import background
 from ...storage.runtime.clock import SYSTEM
@@ -170,13 +170,11 @@ class CoordinatorActor:
             raise self._fenced[0]
         return await self._apply(lambda core: core.begin(begin))
 
-    async def fragment(
-        self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], last_warning: int | None = None
-    ) -> Entry | RanksWarning:
+    async def fragment(self, ticket: Ticket, info: FragmentInfo, last_warning: int | None = None) -> Entry | RanksWarning:
         """Take a node's fragment, and return when the attempt is a version, or with the warning after number ``last_warning``."""
         if (await self._started()).core.find(ticket.attempt) is None:  # an earlier coordinator may have committed it
             return await self.outcome(ticket.id, ticket.attempt)
-        await self._apply(lambda core: core.fragment(ticket, info, packs))
+        await self._apply(lambda core: core.fragment(ticket, info))
         found = await self._until(ticket, lambda attempt: attempt.phase.over, last_warning)
         return found if isinstance(found, RanksWarning) else found.result()
 
@@ -226,8 +224,8 @@ class CoordinatorActor:
                 return await self.start(request)
             case Begin():
                 return await self.begin(request)
-            case messages.PartStored(ticket, info, packs, last_warning):
-                stored = await self.fragment(ticket, info, packs, last_warning)
+            case messages.PartStored(ticket, info, last_warning):
+                stored = await self.fragment(ticket, info, last_warning)
                 return stored if isinstance(stored, RanksWarning) else messages.Committed(stored)
             case messages.JoinRun(rank, incarnation, world_size):
                 await self.join(rank, incarnation, world_size)
@@ -237,8 +235,8 @@ class CoordinatorActor:
                 found = await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, last_warning)
                 if isinstance(found, RanksWarning):
                     return found
-            case messages.PartStaged(ticket, info, packs):
-                await self._apply(lambda core: core.staged(ticket, info, packs))
+            case messages.PartStaged(ticket, info):
+                await self._apply(lambda core: core.staged(ticket, info))
             case messages.PartFailed(ticket, reason):
                 await self._apply(lambda core: core.failed(ticket, reason))
             case messages.RankSaveFailed(rank, incarnation, save, step, reason):

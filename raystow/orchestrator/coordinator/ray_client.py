@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ...storage.coding.digest import stored_digest
 from ...storage.errors import SettingsMissing
 from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo, PackInfo
+from ...storage.format.version_record import FragmentInfo
 from ...storage.log import about
 from ...storage.stores.settings import LOCAL, StoreSettings
 from ...workers import actor_environment
@@ -86,11 +86,11 @@ class RayCoordinatorClient:
     def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
         self._wait(lambda last: messages.AwaitRanks(ticket, last), messages.Acknowledged, ticket.timeout + _ANSWER, warn)
 
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        self._tell(messages.PartStaged(ticket, info, tuple(packs)))
+    def staged(self, ticket: Ticket, info: FragmentInfo) -> None:
+        self._tell(messages.PartStaged(ticket, info))
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
-        timeout, part = ticket.timeout + 2 * _ANSWER, messages.PartStored(ticket, info, tuple(packs))
+    def fragment(self, ticket: Ticket, info: FragmentInfo, warn: Callable[[str], None]) -> Entry:
+        timeout, part = ticket.timeout + 2 * _ANSWER, messages.PartStored(ticket, info)
         return self._wait(lambda last_warning: replace(part, last_warning=last_warning), messages.Committed, timeout, warn).entry
 
     def failed(self, ticket: Ticket, reason: str) -> None:

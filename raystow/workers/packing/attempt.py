@@ -289,16 +289,16 @@ class NodeAttempt:
         """Wait until every rank has finished, store this node's part, report it, and wait for the commit."""
         try:
             self._port.wait_complete(self._ticket, self._warn)
-            packs = self._packer.seal()
+            self._packer.seal()
             values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
             key, data, fragment = self._writer.fragment(values, self._rounded)
             info = fragment.info(data, self._ranks, self._stall)
             self._keep(key, [data], ())
-            self._port.staged(self._ticket, info, packs)
+            self._port.staged(self._ticket, info)
             self._packer.finish(self._left())
             self._store_fragment(key, data)
             self._reported = True
-            outcome: Outcome = self._port.fragment(self._ticket, info, packs, self._warn)
+            outcome: Outcome = self._port.fragment(self._ticket, info, self._warn)
         except (Fenced, SaveFailed) as error:  # of the coordinator, which decides
             outcome = error
         except Exception as error:

@@ -66,7 +66,7 @@ def test_repeated_calls_have_no_further_effect(run: CoordinatedRun) -> None:
     assert run.begin(0) == tickets[0]
     run.core.join(0, "a0", 2)
     run.seal(tickets)
-    run.core.fragment(tickets[0], part(0), [])
+    run.core.fragment(tickets[0], part(0))
     run.commit()
     assert len(run.committer.catalog.versions()) == 1
 
@@ -75,7 +75,7 @@ def test_a_fragment_repeated_after_the_commit_is_no_error(run: CoordinatedRun) -
     tickets = [run.begin(0), run.begin(1)]
     run.seal(tickets)
     run.commit()
-    run.core.fragment(tickets[0], part(0), [])
+    run.core.fragment(tickets[0], part(0))
     assert run.phase(tickets[0]) is Phase.COMMITTED
 
 
@@ -85,7 +85,7 @@ def test_changes_counts_phase_transitions_only(run: CoordinatedRun) -> None:
     assert run.core.changes == 0
     run.core.finished(tickets[1], 1, 0)
     assert (run.core.changes, run.phase(tickets[0])) == (1, Phase.SEALING)
-    run.core.fragment(tickets[0], part(0), [])
+    run.core.fragment(tickets[0], part(0))
     assert run.core.changes == 1
 
 
@@ -227,7 +227,7 @@ def test_timeout_errors_name_the_missing_ranks_and_nodes(run: CoordinatedRun) ->
     sealing, ticket = [run.begin(0, 1), run.begin(1, 1)], run.begin(0, 2, save=2)
     for rank in range(2):
         run.core.finished(sealing[rank], rank, 7 if rank == 0 else 0)
-    run.core.fragment(sealing[0], part(0), [])
+    run.core.fragment(sealing[0], part(0))
     run.clock.time += 59
     run.core.tick()
     assert run.phase(ticket) is Phase.GATHERING
@@ -253,7 +253,7 @@ def test_a_node_whose_part_is_durable_may_fail(run: CoordinatedRun) -> None:
     for rank, ticket in enumerate(tickets):
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
     for node, ticket in enumerate(tickets):
-        run.core.fragment(ticket, part(node), [])
+        run.core.fragment(ticket, part(node))
         run.core.nodes_alive({"node-1"})
         run.core.failed(ticket, "it is shut down")
     run.commit()
@@ -472,7 +472,7 @@ def test_an_invalid_part_aborts_its_save(run: CoordinatedRun, change: dict[str, 
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
     report = run.core.fragment if durable else run.core.staged
     with pytest.raises(SaveFailed, match="node 0 reported an invalid part"):
-        report(tickets[0], replace(part(0), **change), [])
+        report(tickets[0], replace(part(0), **change))
     assert run.phase(tickets[0]) is Phase.ABORTED
     run.seal(run.both(2))
     run.commit()
@@ -487,6 +487,6 @@ def test_invalid_restore_reports_are_dropped(run: CoordinatedRun) -> None:
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
     for report in (run.core.staged, run.core.fragment):
         for ticket in tickets:
-            report(ticket, part(ticket.node), [])
+            report(ticket, part(ticket.node))
     run.commit()
     assert run.committer.catalog.latest().record.restores == (good,)

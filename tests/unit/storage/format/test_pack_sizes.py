@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders import memory_repository, rows_and_pack, whole, write
+from helpers.builders import memory_repository, rows_and_pack, whole, write
 from msgspec import structs
 
 from raystow.storage.coding.chunk import Coding
