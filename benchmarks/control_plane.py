@@ -37,7 +37,7 @@ from raystow.storage import repository as opening
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.format.root import Entry, Root
-from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.storage.format.version_record import FragmentInfo, VersionRecord
 from raystow.storage.repository import Repository, create_repository
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
@@ -77,10 +77,9 @@ def put_root(repository: Repository, root: Root) -> bytes:
 def record(committer: Committer) -> VersionRecord:
     """Return the record of a save by one node."""
     id, attempt = committer.reserve()
-    fragment = FragmentInfo(0, 364_000, "5e" * 32, tuple(range(RANKS)), RANKS * TENSORS, RANKS * TENSORS << 20, 6 << 30)
-    packs = tuple(PackInfo(0, "weights", number, 64 << 20) for number in range(97))
+    fragment = FragmentInfo(0, 364_000, "5e" * 32, tuple(range(RANKS)), RANKS * TENSORS, RANKS * TENSORS << 20, 6 << 30, packs=97)
     of = committer.catalog.id, id, attempt, committer.epoch
-    return VersionRecord(*of, 100, SYSTEM.now(), RANKS, fragments=(fragment,), packs=packs)
+    return VersionRecord(*of, 100, SYSTEM.now(), RANKS, fragments=(fragment,), packs=None)
 
 
 def commits(uri: str, live: int, rounds: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, path_text
 from raystow.storage.format.root import Entry
-from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.storage.format.version_record import FragmentInfo, VersionRecord
 
 NODES, SMALL = 2048, 300
 REPOSITORY, ATTEMPT = "5e" * 16, "65c5e0a080b634de"
@@ -35,7 +35,7 @@ SECONDS, MEMORY = 2.0, 1 << 30
 
 def make(folder: Path, sample: set[int]) -> Entry:
     """Write the record and some nodes' fragments; return the root's entry."""
-    infos, packs = list[FragmentInfo](), list[PackInfo]()
+    infos = list[FragmentInfo]()
     _, pattern = fragment(0, NODES)
     for node in range(NODES):
         info = replace(
@@ -49,8 +49,7 @@ def make(folder: Path, sample: set[int]) -> Entry:
             extra = len(rows) - len(made.chunks)
             info = replace(info, size=len(data), digest=stored_digest(data).hex(), chunks=len(rows), raw=info.raw + 4 * extra)
         infos.append(info)
-        packs += [replace(pack, node=node) for pack in pattern.packs]
-    record = VersionRecord(REPOSITORY, 1, ATTEMPT, 1, 100, 1.5, NODES * RANKS, fragments=tuple(infos), packs=tuple(packs))
+    record = VersionRecord(REPOSITORY, 1, ATTEMPT, 1, 100, 1.5, NODES * RANKS, fragments=tuple(infos), packs=None)
     data = record.dump()
     folder.joinpath("record").write_bytes(data)
     return record.entry(stored_digest(data), len(data))

@@ -20,7 +20,7 @@ from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, VersionRecord
 from ...storage.log import about
-from ...storage.runtime import background
+from ...storage.runtime import background, gc_pause
 from ...storage.runtime.clock import SYSTEM
 from ...storage.stores.settings import JobSettings, StoreAddress
 from ...workers import actor_environment
@@ -118,6 +118,7 @@ class CoordinatorActor:
             if self._opened is None:
                 names = self._uri, self._settings, self._owner()
                 self._opened = await asyncio.to_thread(OpenedRepository, *names, self._abandoned)
+                gc_pause.freeze()  # collections while thousands of calls wait visit those alone
             committer = self._opened.committer
         catalog = committer.catalog
         # The epoch is above all earlier ones of the repository.
@@ -362,7 +363,8 @@ class CoordinatorActor:
         return None
 
     async def _started(self) -> OpenedRepository:
-        await self.start()
+        if self._opened is None or self._starting.locked():
+            await self.start()
         assert self._opened is not None
         return self._opened
 
