@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ...state.coverage import differing, total
 from ...storage.commit.committer import Committer
-from ...storage.errors import Damaged, Fenced, NotARepository, OutcomeUnknown, RaystowError, SaveFailed
+from ...storage.errors import Fenced, NotARepository, OutcomeUnknown, RaystowError, SaveFailed
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord, check_part, check_restore
 from ...storage.log import Log, about
@@ -165,8 +165,8 @@ class Coordinator:
         attempt.covered[rank], attempt.progress = covered, self._clock.monotonic()
         if len(attempt.covered) < attempt.world_size:
             return
-        odd = [r for r, held in sorted(attempt.replicated.items()) if held != attempt.replicated[0]]
-        if odd:
+        if len({*attempt.replicated.values()}) > 1:
+            odd = [r for r, held in sorted(attempt.replicated.items()) if held != attempt.replicated[0]]
             same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
             what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(self._plain_tensors, odd[0])}"
             self._abort(attempt, f"{what}: {same}; shard what differs as DTensors")
@@ -214,8 +214,9 @@ class Coordinator:
         if attempt.phase is Phase.COMMITTED or ticket.node in attempt.stored:
             return  # reported before; the answer was lost
         attempt = self._of(ticket, Phase.SEALING)
-        self._check_part(attempt, ticket, info)
-        attempt.stored[ticket.node], attempt.progress = info, self._clock.monotonic()
+        if (known := attempt.staged.get(ticket.node)) != info:
+            self._check_part(attempt, ticket, info)
+        attempt.stored[ticket.node], attempt.progress = known if known == info else info, self._clock.monotonic()
         if len(attempt.stored) == len(attempt.nodes):
             self._enter(attempt, Phase.READY)
 
@@ -447,9 +448,7 @@ class Coordinator:
     def _check_part(self, attempt: Attempt, ticket: Ticket, info: FragmentInfo) -> None:
         """Abort the attempt, and raise, if readers would refuse what a node reports."""
         try:
-            if not 0 <= ticket.node < len(attempt.nodes):
-                raise Damaged("the attempt has no such node")
-            check_part(info, ticket.node)
+            check_part(info, ticket.node, nodes=len(attempt.nodes))
         except RaystowError as error:
             self._abort(attempt, f"node {ticket.node} reported an invalid part: {error.what}")
             raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}") from error

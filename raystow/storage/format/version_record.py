@@ -210,9 +210,9 @@ class VersionRecord:
         return keys.record(self.id, self.attempt)
 
 
-def check_part(info: FragmentInfo, node: int) -> None:
-    """Raise ``Damaged`` if readers would refuse what node number ``node`` reports of its part of a version."""
-    if info.node != node or info.packs is None:
+def check_part(info: FragmentInfo, node: int, *, nodes: int) -> None:
+    """Raise ``Damaged`` if readers would refuse what number ``node`` of so many nodes reports of its part of a version."""
+    if not 0 <= info.node == node < nodes or info.packs is None:
         raise Damaged("the part is that of another node, or does not say how many packs it has")
     if not records.DIGEST.fullmatch(info.digest) or not 0 <= info.size <= MAX_FRAGMENT:
         raise Damaged(f"an impossible fragment of {info.size} bytes with digest {shown(info.digest)}")
