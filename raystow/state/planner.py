@@ -169,6 +169,9 @@ def plan_save(
         raise StateError(f"more than {MAX_ROWS:,} plain values", subject=show(around), remedy="make them an array")
     views = planner.shards.look([box for leaf in leaves if leaf.is_tensor for box in boxes(leaf)], rank)
     ready = {device: _record_event(device) for device in {view.shard.device for view in views} if device is not None}
+    if len(views) + len(rows) > MAX_ROWS:
+        what = f"has {len(views) + len(rows):,} tensors and plain values on this rank, and a node can store {MAX_ROWS:,}"
+        raise StateError(what, subject="the state", remedy="stack small tensors")
     views, writes = copy_unguarded(views)
     return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, writes)
 

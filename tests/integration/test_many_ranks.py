@@ -27,4 +27,6 @@ def test_more_than_ten_thousand_ranks_agree(tmp_path: Path) -> None:
     coordinator = coordinator_actor(tmp_path.as_uri())
     votes = [messages.encode(RestoreVote(rank, RANKS, f"process {rank}", 1, 60.0)) for rank in range(RANKS)]
     answers = ray.get([coordinator.handle_vote.remote(PROTOCOL, vote) for vote in votes], timeout=50)
-    assert {messages.decode(data, RestoreChoice).entry.id for data, _ in answers} == {1}
+    (shared,) = {choice for _, choice in answers}  # one object in the object store, not a message to each rank
+    assert {data for data, _ in answers} == {b""}
+    assert messages.decode(ray.get(shared), RestoreChoice).entry.id == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -85,7 +84,7 @@ class CoordinatorActor:
         self._restoring, self._recalling = asyncio.Lock(), asyncio.Lock()
         self._in_store: dict[EntryInfo, StoredEntry] = {}  # the entries that the store has, when all ranks voted last
         self._choices: tuple[object, dict[str, RestoreChoice]] = (None, {})  # by attempt, since this change of the rounds
-        self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
+        self._shared: tuple[RestoreChoice, ray.ObjectRef] | None = None  # the last one in the object store
         self._keeper: asyncio.Task[None] | None = None
         self._census = NodeCensus(ray_cluster.alive_nodes, ray_cluster.leaving_nodes)
         self._chores: asyncio.Task[None] | None = None
@@ -266,15 +265,15 @@ class CoordinatorActor:
         return messages.Acknowledged()
 
     async def handle_vote(self, protocol: str, data: bytes) -> tuple[bytes, ray.ObjectRef | None]:
-        """As ``settle``, encoded. Records that are known here come through the object store: once to each node, and not to each
-        rank."""
+        """As ``settle``, encoded. A choice, which may take megabytes, comes through the object store: once to each node, and not
+        to each rank."""
         with self._serving(protocol):
             choice = await self.settle(messages.decode(data, RestoreVote))
-        if not isinstance(choice, RestoreChoice) or not any(records := choice.records):
+        if not isinstance(choice, RestoreChoice) or choice == RestoreChoice(choice.entry):
             return messages.encode(choice), None
-        if records != self._shared[0]:
-            self._shared = records, ray.put(records)
-        return messages.encode(choice.with_records(itertools.repeat(b""))), self._shared[1]
+        if self._shared is None or not choice.has_parts_of(self._shared[0]):
+            self._shared = choice, ray.put(messages.encode(choice))
+        return b"", self._shared[1]
 
     async def settle(self, vote: RestoreVote) -> RestoreChoice | RanksReading | NoVersion:
         """Take a rank's vote on the version to restore. Returns the version to restore, or the one that all have restored."""

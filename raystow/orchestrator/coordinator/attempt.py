@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ...storage.commit.committer import Committer
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format import values
+from ...storage.format.capacity import check_record
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
@@ -102,6 +103,23 @@ class Attempt:
         if self.entry is None:
             raise SaveFailed(f"the attempt is {self.phase.value}", subject=self.subject)
         return self.entry
+
+    @property
+    def too_large(self) -> SaveFailed | None:
+        """Why it cannot become a version, if its record would be too large."""
+        metrics = self.metrics.get(0, {})
+        try:
+            check_record(len(self.nodes), self.world_size, (*metrics, *metrics.values(), *self.lossy.values()))
+        except SaveFailed as error:
+            return SaveFailed(error.what, subject=self.subject, remedy=error.remedy)
+        return None
+
+    @property
+    def odd_ranks(self) -> list[int]:
+        """The ranks that hold other plain tensors than rank 0."""
+        if len({*self.replicated.values()}) < 2:
+            return []
+        return [rank for rank, held in sorted(self.replicated.items()) if held != self.replicated[0]]
 
     def needs(self, node: int) -> bool:
         """Whether it cannot become a version without more work of a node, by number."""

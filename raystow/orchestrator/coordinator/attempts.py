@@ -154,6 +154,8 @@ class Coordinator:
             if begin.plain_tensors:
                 self._plain_tensors[begin.rank] = begin.plain_tensors
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
+        if (too_large := attempt.too_large) is not None:
+            self._abort(attempt, too_large)
         self._abort_if_missed(attempt)
         self._check_owners(attempt, begin)
         left = max(0.0, attempt.deadline - self._clock.monotonic())
@@ -165,8 +167,7 @@ class Coordinator:
         attempt.covered[rank], attempt.progress = covered, self._clock.monotonic()
         if len(attempt.covered) < attempt.world_size:
             return
-        if len({*attempt.replicated.values()}) > 1:
-            odd = [r for r, held in sorted(attempt.replicated.items()) if held != attempt.replicated[0]]
+        if odd := attempt.odd_ranks:
             same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
             what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(self._plain_tensors, odd[0])}"
             self._abort(attempt, f"{what}: {same}; shard what differs as DTensors")

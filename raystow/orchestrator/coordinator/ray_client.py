@@ -113,14 +113,15 @@ class RayCoordinatorClient:
         vote = replace(vote, damage=messages.shortened(vote.damage), error=messages.shortened(vote.error))
         answer: messages.Message = messages.RanksReading()
         while isinstance(answer, messages.RanksReading):
-            data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
+            data, shared = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
+            data = data if shared is None else self._fetched(shared)
             answer = messages.decode(data, RestoreChoice, messages.NoVersion, messages.RanksReading)
             vote = self._noted(answer, vote)
-        if not isinstance(answer, RestoreChoice):
-            return None
-        if records is None:
-            return answer
-        return answer.with_records(self._ray.call(lambda: records, _ANSWER, self._who))
+        return answer if isinstance(answer, RestoreChoice) else None
+
+    def _fetched(self, shared: ray.ObjectRef) -> bytes:
+        data: bytes = self._ray.call(lambda: shared, _ANSWER, self._who)
+        return data
 
     def compare(self, report: UnusedNames) -> bytes:
         """See ``restore.rounds``. Waits for the other ranks, if this one leaves names unused."""

@@ -21,6 +21,7 @@ from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StoreError
 from ...storage.format.manifest import Chunk, Value
 from ...storage.format.root import Entry
+from ...storage.limits import MAX_ROWS
 from ...storage.log import about
 from ...storage.object_store import ObjectStore
 from ...storage.runtime import background
@@ -88,7 +89,7 @@ class NodeAttempt:
         self._on_warning: dict[int, Callable[[str], None]] = {}
         self._ended: tuple[Outcome, Sequence[str]] | None = None
         self._reported = False  # to the coordinator, that everything is stored
-        self._coded = 0
+        self._coded = self._rows = 0
         self.raw = 0
         """Raw bytes of the chunks that have been packed."""
         self.over = False
@@ -254,8 +255,11 @@ class NodeAttempt:
         covered = total(coverage(chunk.name, chunk.dtype, chunk.shape, chunk.box) for chunk in chunks)
         with self._lock:
             self._covered[rank] = total((self._covered[rank], covered))
+            self._rows += len(chunks)
             self.raw += sum(chunk.nbytes for chunk in chunks)
             self._coded += sum(chunk.stored for chunk in chunks)
+        if self._rows + len(self._values) > MAX_ROWS:
+            self.fail(f"this node has more than {MAX_ROWS:,} chunks and plain values: save on more nodes, or fewer tensors")
 
     @contextlib.contextmanager
     def _failing(self, rank: int, what: str) -> Iterator[None]:
