@@ -156,7 +156,7 @@ def _timed_tasks() -> list[float]:
         if (took := time.thread_time() - start) > held[-1]:
             held.append(took)
 
-    asyncio.Handle._run = timed  # type: ignore[method-assign]
+    asyncio.Handle._run = timed  # type: ignore[assignment, method-assign]
     return held
 
 

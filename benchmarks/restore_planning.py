@@ -28,9 +28,8 @@ from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, path_text
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, VersionRecord
 
-NODES, SMALL = (2048, 8192), 300
+SMALL = 300
 REPOSITORY, ATTEMPT = "5e" * 16, "65c5e0a080b634de"
-SECONDS, MEMORY, METADATA = 1.0, 300 << 20, 4_000_000
 
 
 def make(folder: Path, sample: set[int], nodes: int) -> Entry:

@@ -14,7 +14,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ SAVES, NODE_SAVES, OLD_PEERS = "gpu_save-2026-11-26", "gpu_save-2026-11-26-node"
 COLD, LOADS, PAIR = "gpu_cold-2026-11-26", "gpu_restore-2026-11-26", "gpu_pair-2026-11-27"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-26", "control_plane-2026-11-23", "cpu_cold-2026-11-25-s3"
 DEFAULT, NODE, PEER, PINNED = "raystow deflate", "raystow deflate, node", "torch_checkpointing", "DCP async pinned"
-FAULTS, RANKS = "faults-2026-11-25", "gpu_ranks-2026-11-27"
+FAULTS, RANKS, SCALE = "faults-2026-11-25", "gpu_ranks-2026-11-27", "scale-2026-11-28"
 STORE, MEMORY = "raystow, from the store", "raystow, from the node's memory"
 
 Row = tuple[str, ...]
@@ -113,123 +113,152 @@ def overview() -> str:
     return table(("", "raystow", "torch_checkpointing 0.1.1", "DCP `async_save`, pinned", "`torch.save`"), rows)
 
 
-def saves() -> str:
-    """Render saves of one GPU."""
-    rows = (
-        (f"Added to a step of {long(SAVES, 1)}", lost(SAVES, 1, DEFAULT), lost(SAVES, 1, PEER), SAVES),
-        (f"Added to a step of {long(SAVES, 8)}", lost(SAVES, 8, DEFAULT), lost(SAVES, 8, PEER), SAVES),
-        *(
-            (f'Added to a step of {long(NODE_SAVES, n, NODE)}, `process="node"`', lost(NODE_SAVES, n, NODE), "", NODE_SAVES)
-            for n in (1, 8)
-        ),
-        (
-            f"`fence` waits, step of {long(SAVES, 1)}",
-            *(f"{step(SAVES, 1, saver, 'fence ms'):.0f} ms" for saver in (DEFAULT, PEER)),
-            SAVES,
-        ),
-        (
-            f"Durable after, step of {long(SAVES, 1)}",
-            *(f"{step(SAVES, 1, saver, 'durable s'):.2f} s" for saver in (DEFAULT, PEER)),
-            SAVES,
-        ),
-        ("Stored / raw", *(share(step(SAVES, 1, saver, "ratio")).replace("1.000", "1") for saver in (DEFAULT, PEER)), SAVES),
-        ("CPU seconds per GB", *(f"{step(SAVES, 1, saver, 'cpu s/GB'):.2f}" for saver in (DEFAULT, PEER)), SAVES),
-        ("First save of a process blocks, prepared", hold("raystow, prepared"), "", COLD),
-        ("First save of a process blocks", hold("raystow, nothing before"), hold(PEER), COLD),
-    )
-    return _with_files(("", "raystow", "torch_checkpointing"), rows)
-
-
-def restores() -> str:
-    """Render restores of one GPU."""
-    warm = [at(LOADS, "contestants", saver, "GB/s") for saver in ("raystow deflate", PEER, PINNED, "torch.save")]
-    rows = (
-        ("Warm process, from /dev/shm", *(f"{rate:.1f}" for rate in warm), LOADS),
-        (
-            "New process, from /dev/shm",
-            *(cold(case).removesuffix(" GB/s") for case in (STORE, PEER, PINNED, "torch.save")),
-            COLD,
-        ),
-        ("New process, from the node's memory", cold(MEMORY).removesuffix(" GB/s"), "", "", "", COLD),
-    )
-    return _with_files(("GB/s", "raystow", "torch_checkpointing", "DCP", "`torch.load`"), rows)
-
-
-def gpus() -> str:
-    """Render saves and restores of several GPUs of a host."""
+def gpu() -> str:
+    """Render saves and restores on one, two and four GPUs."""
+    pair = [at(PAIR, "steps", n, "both at once", rank, "durable s") for n in "18" for rank in (0, 1)]
+    peers = [at(LOADS, "contestants", saver, "GB/s") for saver in ("torch.save", PINNED, PEER)]
     both = [at(PAIR, "restore", "both at once", rank, "GB/s") for rank in (0, 1)]
-    pair = [at(PAIR, "steps", "1", "both at once", rank, "durable s") for rank in (0, 1)]
 
     def four(saver: str, *figures: str) -> list[float]:
         return [at(RANKS, "saves", saver, *figure.split(".")) for figure in figures]
 
     rows = (
-        ("Two H200: durable after", "{:.2f} and {:.2f} s".format(*pair), "", PAIR),
-        ("One of them: durable after", f"{at(PAIR, 'steps', '1', 'alone', 0, 'durable s'):.2f} s", "", PAIR),
-        ("Two H200: restore from the node's memory, each", "{:.1f} and {:.1f} GB/s".format(*both), "", PAIR),
-        ("One of them: the same", f"{at(PAIR, 'restore', 'alone', 0, 'GB/s'):.1f} GB/s", "", PAIR),
+        (f"Save adds to steps of {long(SAVES, 1)}", lost(SAVES, 1, DEFAULT), lost(SAVES, 1, PEER), SAVES),
         (
-            f"Four H100: added to a step of {at(RANKS, 'saves', DEFAULT, 'step ms'):.0f} ms",
+            f"`fence` waits, {long(SAVES, 1)} step",
+            *(f"{step(SAVES, 1, saver, 'fence ms'):.0f} ms" for saver in (DEFAULT, PEER)),
+            SAVES,
+        ),
+        (f"Save adds to steps of {long(SAVES, 8)}", lost(SAVES, 8, DEFAULT), lost(SAVES, 8, PEER), SAVES),
+        (f"Durable, {long(SAVES, 1)} step", *(f"{step(SAVES, 1, saver, 'durable s'):.2f} s" for saver in (DEFAULT, PEER)), SAVES),
+        ("Stored / raw", *(share(step(SAVES, 1, saver, "ratio")).replace("1.000", "1") for saver in (DEFAULT, PEER)), SAVES),
+        ("CPU seconds per GB saved", *(f"{step(SAVES, 1, saver, 'cpu s/GB'):.2f}" for saver in (DEFAULT, PEER)), SAVES),
+        (
+            f'With `process="node"`: a save adds to steps of {long(NODE_SAVES, 1, NODE)}, {long(NODE_SAVES, 8, NODE)}',
+            f"{lost(NODE_SAVES, 1, NODE)}, {lost(NODE_SAVES, 8, NODE)}",
+            "",
+            NODE_SAVES,
+        ),
+        (
+            "... durable; CPU seconds per GB",
+            "{:.2f} s; {:.2f}".format(*(step(NODE_SAVES, 1, NODE, key) for key in ("durable s", "cpu s/GB"))),
+            "",
+            NODE_SAVES,
+        ),
+        (
+            "State reaches host memory, idle GPU",
+            f"{at('gpu_save-2026-11-22-bf16', 'idle', 'raystow deflate, whole state', 'arrived GB/s'):.0f} GB/s",
+            f"{at('gpu_save-2026-11-22-bf16', 'idle', 'plain copy, whole state', 'GB/s'):.0f} GB/s (plain pinned copy)",
+            "gpu_save-2026-11-22-bf16",
+        ),
+        (
+            "Restore into GPU tensors, from /dev/shm",
+            f"{at(LOADS, 'contestants', 'raystow deflate', 'GB/s'):.1f} GB/s",
+            "{:.1f} (`torch.load`), {:.1f} (DCP), {:.1f} GB/s (torch_checkpointing)".format(*peers),
+            LOADS,
+        ),
+        (
+            "... from the node's memory",
+            f"{at(PAIR, 'restore', 'alone', 0, 'GB/s'):.1f} GB/s",
+            "",
+            PAIR,
+        ),
+        ("... two GPUs at once, each", "{:.1f} and {:.1f} GB/s".format(*both), "", PAIR),
+        (
+            "Two GPUs save at once: durable, {:.0f} ms step; {:.0f} ms".format(
+                *(at(PAIR, "steps", n, "alone", 0, "step ms") for n in "18")
+            ),
+            "{:.2f}, {:.2f} s; {:.2f}, {:.2f} s".format(*pair),
+            "{:.2f} s; {:.2f} s (raystow, one GPU)".format(*(at(PAIR, "steps", n, "alone", 0, "durable s") for n in "18")),
+            PAIR,
+        ),
+        (
+            f"Four GPUs, FSDP2, 52 GB: a save adds to steps of {at(RANKS, 'saves', DEFAULT, 'step ms'):.0f} ms",
             *(
                 "{:.0f} ms ({:.0f} to {:.0f})".format(*four(saver, "lost ms.median", "lost ms.min", "lost ms.max"))
                 for saver in (DEFAULT, PEER)
             ),
             RANKS,
         ),
-        ("Four H100: durable after", *("{:.1f} s".format(*four(saver, "durable s")) for saver in (DEFAULT, PEER)), RANKS),
-        ("Four H100: CPU seconds per GB", *("{:.2f}".format(*four(saver, "cpu s/GB")) for saver in (DEFAULT, PEER)), RANKS),
         (
-            "Four H100: restore from /dev/shm, in all",
+            "... durable; CPU seconds per GB",
+            *("{:.1f} s; {:.2f}".format(*four(saver, "durable s", "cpu s/GB")) for saver in (DEFAULT, PEER)),
+            RANKS,
+        ),
+        (
+            "... restore from /dev/shm, all together",
             *(f"{at(RANKS, 'restores', saver, 'GB/s'):.0f} GB/s" for saver in (DEFAULT, PEER)),
             RANKS,
         ),
+        (
+            "First save of a process holds the training",
+            f"{hold('raystow, prepared')}, {hold('raystow, nothing before')} if it comes at once",
+            hold(PEER),
+            COLD,
+        ),
+        ("First restore of a process, from the store", cold(STORE), f"{cold(PEER)}, {cold('torch.save')} (`torch.load`)", COLD),
+        ("... from the node's memory", cold(MEMORY), "", COLD),
     )
-    return _with_files(("", "raystow", "torch_checkpointing"), rows)
+    return _with_files(("", "raystow", "torch_checkpointing 0.1.1, or as noted"), rows)
 
 
-def control() -> str:
-    """Render the control plane."""
-    most, local, s3 = ("results", "coordinator", 2), ("results", "commit", "local", 2), ("results", "commit", "s3", 2)
+def cpu() -> str:
+    """Render the control plane, and restores without a GPU."""
+    local, s3 = ("results", "commit", "local", 2), ("results", "commit", "s3", 2)
+    folder = [at(CPU, "restoring", 0, "ways", way, "GB/s") for way in ("folder", "memory", "dcp", "torch.load")]
     newest = [at(CONTROL, "results", "opening", store, "raystow.latest(uri)", "ms", "p50") for store in ("local", "s3")]
-    commits = [[at(CONTROL, *path, "commit ms", key) for path in (local, s3)] for key in ("p50", "p99")]
+    commit = [at(CONTROL, *path, "commit ms", key) for path in (local, s3) for key in ("p50", "p99")]
     read = at(CPU, "restoring", 1, "ways", "apart", "store/needed")
+    ways = ("raystow: restore_latest", "dcp.load", "torch.load", "raystow: restore_latest, S3", "boto3 download, S3")
+    cold = [at(CPU_COLD, "ways", way, part) for way in ways for part in ("import", "seconds")]
     rows = (
-        ("Coordinator, one save of 2,048 nodes x 8 ranks: CPU time", f"{at(CONTROL, *most, 'cpu'):.1f} s", CONTROL),
-        ("Coordinator, the same save: memory", f"{at(CONTROL, *most, 'peak') / 2**20:.0f} MiB", CONTROL),
-        ("Commit with 1,000 versions, median: folder, S3 (moto)", "{:.0f}, {:.0f} ms".format(*commits[0]), CONTROL),
-        ("Commit with 1,000 versions, 99th percentile: folder, S3 (moto)", "{:.0f}, {:.0f} ms".format(*commits[1]), CONTROL),
-        ("Find the newest of 10,000 versions, one GET: folder, S3 (moto)", "{:.0f}, {:.0f} ms".format(*newest), CONTROL),
-        ("Plan a restore of 16,384 ranks: time", f"{at(CPU, 'planning', 'same', 'seconds'):.2f} s", CPU),
-        ("Bytes that 4 nodes read from the store / bytes needed", f"{read:.4f}", CPU),
+        *_scale(),
+        ("Commit with 1,000 versions, local folder: p50, p99", "{:.0f}, {:.0f} ms".format(*commit[:2]), CONTROL),
+        ("... on S3 (moto)", "{:.0f}, {:.0f} ms".format(*commit[2:]), CONTROL),
+        ("Find the newest of 10,000 versions: local folder, S3 (moto)", "{:.0f}, {:.0f} ms (1 GET)".format(*newest), CONTROL),
+        ("Bytes read from the store / bytes needed, 4 nodes", f"{read:.4f}", CPU),
+        ("Restore 193 MB on a CPU: folder, node's memory", "{:.2f}, {:.2f} GB/s".format(*folder[:2]), CPU),
+        ("... `dcp.load`, `torch.load` from a folder", "{:.2f}, {:.2f} GB/s".format(*folder[2:]), CPU),
+        ("First restore of 193 MB in a process, imports + call: folder", "{:.2f} + {:.2f} s".format(*cold[:2]), CPU_COLD),
+        ("... `dcp.load`, `torch.load`", "{:.2f} + {:.2f} s, {:.2f} + {:.2f} s".format(*cold[2:6]), CPU_COLD),
+        ("... S3 (Ceph); download by boto3", "{:.2f} + {:.2f} s; {:.2f} + {:.2f} s".format(*cold[6:]), CPU_COLD),
     )
     return _with_files(("", "measured"), rows)
 
 
-def cpu() -> str:
-    """Render restores without a GPU."""
-    warm = [at(CPU, "restoring", 0, "ways", way, "GB/s") for way in ("folder", "memory", "dcp", "torch.load")]
-    names = {
-        "raystow, from a folder": (f"{warm[0]:.2f} GB/s", "raystow: restore_latest"),
-        "raystow, from the node's memory": (f"{warm[1]:.2f} GB/s", ""),
-        "`dcp.load`": (f"{warm[2]:.2f} GB/s", "dcp.load"),
-        "`torch.load`": (f"{warm[3]:.2f} GB/s", "torch.load"),
-        "raystow, from S3 (Ceph)": ("", "raystow: restore_latest, S3"),
-        "boto3, download only": ("", "boto3 download, S3"),
-    }
-
-    def first(way: str) -> str:
-        return f"{sum(at(CPU_COLD, 'ways', way, part) for part in ('import', 'seconds')):.2f} s" if way else ""
-
-    return table(
-        ("193 MB", "warm", "new process, with imports"), ((name, rate, first(way)) for name, (rate, way) in names.items())
-    )
+def _scale() -> Iterator[Row]:
+    """Yield what grows with the number of ranks."""
+    saves = [("results", "coordinator", i) for i in range(3)]
+    cpu = [at(SCALE, *save, "cpu") + at(SCALE, *save, "cpu of joining") for save in saves]
+    memory = [at(SCALE, *save, "peak") / 2**20 for save in saves]
+    record = [at(SCALE, *save, "record") / 1e6 for save in saves]
+    yield "Coordinator, a save of 2,048, 16,384, 65,536 ranks: CPU, joining included", "{:.1f}, {:.1f}, {:.1f} s".format(*cpu), SCALE
+    yield "... memory", "{:.0f}, {:.0f}, {:.0f} MiB".format(*memory), SCALE
+    yield "... version record", "{:.2f}, {:.2f}, {:.2f} MB".format(*record), SCALE
+    plans = [("results", "planning", nodes, "same") for nodes in ("2048", "8192")]
+    figures = [at(SCALE, *plan, name) / unit for name, unit in (("cpu", 1), ("grown", 2**20), ("metadata", 1e6)) for plan in plans]
+    text = "{:.2f}, {:.2f} s; {:.0f}, {:.0f} MiB; {:.1f}, {:.1f} MB".format(*figures)
+    yield "Plan a restore of 16,384, 65,536 ranks: CPU; memory; metadata of a rank", text, SCALE
+    removed = [at(SCALE, "results", "upkeep", name) for name in ("plan cpu", "collection cpu", "grown")]
+    text = f"{removed[0] + removed[1]:.1f} s; {removed[2] / 2**20:.0f} MiB"
+    yield "Delete a version of 65,536 ranks, 802,817 objects: CPU; memory", text, SCALE
 
 
 def _with_files(header: Row, rows: Iterable[Row]) -> str:
-    """Render rows that end with their result file; links to the files follow the table."""
-    found = list(rows)
-    files = ", ".join(f"[{file}](../benchmarks/results/{file}.json)" for file in dict.fromkeys(row[-1] for row in found))
-    return f"{table(header, (row[:-1] for row in found))}\nFiles: {files}.\n"
+    """Render rows that end with a result file: its machine and a link to it."""
+    return table(
+        (*header, "machine, file with date"),
+        ((*row[:-1], f"{_machine(row[-1])}, [{row[-1]}](../benchmarks/results/{row[-1]}.json)") for row in rows),
+    )
+
+
+def _machine(file: str) -> str:
+    """Return the machine of a result; the date is in the name of the file."""
+    found = result(file)
+    assert isinstance(found, dict)
+    machine = found["machine"]
+    gpu = machine["gpu"]["name"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3") + ", " if machine.get("gpu") else ""
+    return f"{gpu}{machine['cores']} cores"
 
 
 def runs() -> str:
@@ -266,10 +295,7 @@ def _outcome(of: dict[str, float | None]) -> str:
 
 TABLES = {
     "overview": overview,
-    "saves": saves,
-    "restores": restores,
-    "gpus": gpus,
-    "control": control,
+    "gpu": gpu,
     "cpu": cpu,
     "faults": faults,
 }
