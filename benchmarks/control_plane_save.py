@@ -96,9 +96,9 @@ def fragment(node: int, nodes: int) -> tuple[Fragment, Report]:
 
 def report(node: int, nodes: int) -> tuple[Report, bytes]:
     """Return the report of a node of the sample, and its fragment as Parquet."""
-    made, told = fragment(node, nodes)
+    made, node_report = fragment(node, nodes)
     data = made.dump()
-    return replace(told, info=replace(told.info, size=len(data), digest=stored_digest(data).hex())), data
+    return replace(node_report, info=replace(node_report.info, size=len(data), digest=stored_digest(data).hex())), data
 
 
 def reports(nodes: int) -> list[tuple[Report, bytes]]:
@@ -169,14 +169,15 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
     for begins, _, _ in reports:
         tickets += [await _call(actor.begin(begin)) for begin in begins][:1]
     waiting = [asyncio.create_task(actor.answer(AwaitRanks(ticket))) for ticket in tickets]
-    for ticket, (begins, told, _) in zip(tickets, reports, strict=True):
-        for begin, covered in zip(begins, told.covered, strict=True):
+    for ticket, (begins, node_report, _) in zip(tickets, reports, strict=True):
+        for begin, covered in zip(begins, node_report.covered, strict=True):
             await _call(actor.answer(RankFinished(ticket, begin.rank, covered)))
     await asyncio.gather(*waiting)
-    for ticket, (_, told, _) in zip(tickets, reports, strict=True):
-        await _call(actor.answer(PartStaged(ticket, told.info)))
+    for ticket, (_, node_report, _) in zip(tickets, reports, strict=True):
+        await _call(actor.answer(PartStaged(ticket, node_report.info)))
     sealed = [
-        asyncio.create_task(actor.fragment(ticket, told.info)) for ticket, (_, _, told) in zip(tickets, reports, strict=True)
+        asyncio.create_task(actor.fragment(ticket, node_report.info))
+        for ticket, (_, _, node_report) in zip(tickets, reports, strict=True)
     ]
     entry = (await asyncio.gather(*sealed))[0]
     assert isinstance(entry, Entry)
@@ -200,7 +201,7 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     made = reports(nodes)
     built = time.perf_counter() - start
-    whole = total(covered for told, _ in made for covered in told.covered)
+    whole = total(covered for node_report, _ in made for covered in node_report.covered)
     pipe, theirs = context.Pipe()
     process = context.Process(target=coordinate, args=(theirs, uri, nodes))
     process.start()
@@ -208,9 +209,9 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
     costs = []
     for save in range(1, saves + 2):
         pipe.send(save > saves)
-        for node, (told, _) in enumerate(made):
-            pipe.send((_begins(node, nodes, save, whole), told))
-            pipe.send(told)
+        for node, (node_report, _) in enumerate(made):
+            pipe.send((_begins(node, nodes, save, whole), node_report))
+            pipe.send(node_report)
         costs.append(pipe.recv())
     pipe.send(None)
     process.join()
@@ -218,18 +219,18 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
         "nodes": nodes,
         "ranks": nodes * RANKS,
         "chunk rows": nodes * RANKS * TENSORS,
-        "packs": sum(told.info.packs or 0 for told, _ in made),
+        "packs": sum(node_report.info.packs or 0 for node_report, _ in made),
         "cpu": max(cpu for _, cpu, *_ in costs[:-1]),
         "cpu of each": [cpu for _, cpu, *_ in costs[:-1]],
         "wall": max(wall for *_, wall, _, _ in costs[:-1]),
         "cpu of joining": joining,
         "longest task": costs[-1][-1],
-        "largest message": max(len(encode(PartStored(_TICKET, told.info))) for told, _ in made),
+        "largest message": max(len(encode(PartStored(_TICKET, node_report.info))) for node_report, _ in made),
         "peak": max(peak for *_, peak, _ in costs),
         "empty": empty,
         "building the fragments": built,
         "fragment": max(len(data) for _, data in made),
-        **_checked(repository, [(told, data) for told, data in made if data], saves + 1, nodes),
+        **_checked(repository, [(node_report, data) for node_report, data in made if data], saves + 1, nodes),
     }
 
 
@@ -258,8 +259,8 @@ def _checked(repository: Repository, sample: Sequence[tuple[Report, bytes]], sav
     record = version.record
     assert (len(repository.versions()), len(record.fragments), record.world_size) == (saves, nodes, nodes * RANKS)
     by_ranks = {info.ranks: info for info in record.fragments}
-    for told, data in sample:
-        info = by_ranks[told.info.ranks]
+    for node_report, data in sample:
+        info = by_ranks[node_report.info.ranks]
         assert (info.digest, info.size) == (stored_digest(data).hex(), len(data))
         key = keys.fragment(version.id, version.attempt, info.node)
         assert len(Fragment.load(data, info.node, key).chunks) == info.chunks == RANKS * TENSORS

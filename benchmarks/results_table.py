@@ -14,7 +14,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -113,152 +113,146 @@ def overview() -> str:
     return table(("", "raystow", "torch_checkpointing 0.1.1", "DCP `async_save`, pinned", "`torch.save`"), rows)
 
 
-def gpu() -> str:
-    """Render saves and restores on one, two and four GPUs."""
-    pair = [at(PAIR, "steps", n, "both at once", rank, "durable s") for n in "18" for rank in (0, 1)]
-    peers = [at(LOADS, "contestants", saver, "GB/s") for saver in ("torch.save", PINNED, PEER)]
+def saves() -> str:
+    """Render saves of one GPU."""
+    rows = (
+        (f"Added to a step of {long(SAVES, 1)}", lost(SAVES, 1, DEFAULT), lost(SAVES, 1, PEER), SAVES),
+        (f"Added to a step of {long(SAVES, 8)}", lost(SAVES, 8, DEFAULT), lost(SAVES, 8, PEER), SAVES),
+        *(
+            (f'Added to a step of {long(NODE_SAVES, n, NODE)}, `process="node"`', lost(NODE_SAVES, n, NODE), "", NODE_SAVES)
+            for n in (1, 8)
+        ),
+        (
+            f"`fence` waits, step of {long(SAVES, 1)}",
+            *(f"{step(SAVES, 1, saver, 'fence ms'):.0f} ms" for saver in (DEFAULT, PEER)),
+            SAVES,
+        ),
+        (
+            f"Durable after, step of {long(SAVES, 1)}",
+            *(f"{step(SAVES, 1, saver, 'durable s'):.2f} s" for saver in (DEFAULT, PEER)),
+            SAVES,
+        ),
+        ("Stored / raw", *(share(step(SAVES, 1, saver, "ratio")).replace("1.000", "1") for saver in (DEFAULT, PEER)), SAVES),
+        ("CPU seconds per GB", *(f"{step(SAVES, 1, saver, 'cpu s/GB'):.2f}" for saver in (DEFAULT, PEER)), SAVES),
+        ("First save of a process blocks, prepared", hold("raystow, prepared"), "", COLD),
+        ("First save of a process blocks", hold("raystow, nothing before"), hold(PEER), COLD),
+    )
+    return _with_files(("", "raystow", "torch_checkpointing"), rows)
+
+
+def restores() -> str:
+    """Render restores of one GPU."""
+    warm = [at(LOADS, "contestants", saver, "GB/s") for saver in ("raystow deflate", PEER, PINNED, "torch.save")]
+    rows = (
+        ("Warm process, from /dev/shm", *(f"{rate:.1f}" for rate in warm), LOADS),
+        (
+            "New process, from /dev/shm",
+            *(cold(case).removesuffix(" GB/s") for case in (STORE, PEER, PINNED, "torch.save")),
+            COLD,
+        ),
+        ("New process, from the node's memory", cold(MEMORY).removesuffix(" GB/s"), "", "", "", COLD),
+    )
+    return _with_files(("GB/s", "raystow", "torch_checkpointing", "DCP", "`torch.load`"), rows)
+
+
+def gpus() -> str:
+    """Render saves and restores of several GPUs of a host."""
     both = [at(PAIR, "restore", "both at once", rank, "GB/s") for rank in (0, 1)]
+    pair = [at(PAIR, "steps", "1", "both at once", rank, "durable s") for rank in (0, 1)]
 
     def four(saver: str, *figures: str) -> list[float]:
         return [at(RANKS, "saves", saver, *figure.split(".")) for figure in figures]
 
     rows = (
-        (f"Save adds to steps of {long(SAVES, 1)}", lost(SAVES, 1, DEFAULT), lost(SAVES, 1, PEER), SAVES),
+        ("Two H200: durable after", "{:.2f} and {:.2f} s".format(*pair), "", PAIR),
+        ("One of them: durable after", f"{at(PAIR, 'steps', '1', 'alone', 0, 'durable s'):.2f} s", "", PAIR),
+        ("Two H200: restore from the node's memory, each", "{:.1f} and {:.1f} GB/s".format(*both), "", PAIR),
+        ("One of them: the same", f"{at(PAIR, 'restore', 'alone', 0, 'GB/s'):.1f} GB/s", "", PAIR),
         (
-            f"`fence` waits, {long(SAVES, 1)} step",
-            *(f"{step(SAVES, 1, saver, 'fence ms'):.0f} ms" for saver in (DEFAULT, PEER)),
-            SAVES,
-        ),
-        (f"Save adds to steps of {long(SAVES, 8)}", lost(SAVES, 8, DEFAULT), lost(SAVES, 8, PEER), SAVES),
-        (f"Durable, {long(SAVES, 1)} step", *(f"{step(SAVES, 1, saver, 'durable s'):.2f} s" for saver in (DEFAULT, PEER)), SAVES),
-        ("Stored / raw", *(share(step(SAVES, 1, saver, "ratio")).replace("1.000", "1") for saver in (DEFAULT, PEER)), SAVES),
-        ("CPU seconds per GB saved", *(f"{step(SAVES, 1, saver, 'cpu s/GB'):.2f}" for saver in (DEFAULT, PEER)), SAVES),
-        (
-            f'With `process="node"`: a save adds to steps of {long(NODE_SAVES, 1, NODE)}, {long(NODE_SAVES, 8, NODE)}',
-            f"{lost(NODE_SAVES, 1, NODE)}, {lost(NODE_SAVES, 8, NODE)}",
-            "",
-            NODE_SAVES,
-        ),
-        (
-            "... durable; CPU seconds per GB",
-            "{:.2f} s; {:.2f}".format(*(step(NODE_SAVES, 1, NODE, key) for key in ("durable s", "cpu s/GB"))),
-            "",
-            NODE_SAVES,
-        ),
-        (
-            "State reaches host memory, idle GPU",
-            f"{at('gpu_save-2026-11-22-bf16', 'idle', 'raystow deflate, whole state', 'arrived GB/s'):.0f} GB/s",
-            f"{at('gpu_save-2026-11-22-bf16', 'idle', 'plain copy, whole state', 'GB/s'):.0f} GB/s (plain pinned copy)",
-            "gpu_save-2026-11-22-bf16",
-        ),
-        (
-            "Restore into GPU tensors, from /dev/shm",
-            f"{at(LOADS, 'contestants', 'raystow deflate', 'GB/s'):.1f} GB/s",
-            "{:.1f} (`torch.load`), {:.1f} (DCP), {:.1f} GB/s (torch_checkpointing)".format(*peers),
-            LOADS,
-        ),
-        (
-            "... from the node's memory",
-            f"{at(PAIR, 'restore', 'alone', 0, 'GB/s'):.1f} GB/s",
-            "",
-            PAIR,
-        ),
-        ("... two GPUs at once, each", "{:.1f} and {:.1f} GB/s".format(*both), "", PAIR),
-        (
-            "Two GPUs save at once: durable, {:.0f} ms step; {:.0f} ms".format(
-                *(at(PAIR, "steps", n, "alone", 0, "step ms") for n in "18")
-            ),
-            "{:.2f}, {:.2f} s; {:.2f}, {:.2f} s".format(*pair),
-            "{:.2f} s; {:.2f} s (raystow, one GPU)".format(*(at(PAIR, "steps", n, "alone", 0, "durable s") for n in "18")),
-            PAIR,
-        ),
-        (
-            f"Four GPUs, FSDP2, 52 GB: a save adds to steps of {at(RANKS, 'saves', DEFAULT, 'step ms'):.0f} ms",
+            f"Four H100: added to a step of {at(RANKS, 'saves', DEFAULT, 'step ms'):.0f} ms",
             *(
                 "{:.0f} ms ({:.0f} to {:.0f})".format(*four(saver, "lost ms.median", "lost ms.min", "lost ms.max"))
                 for saver in (DEFAULT, PEER)
             ),
             RANKS,
         ),
+        ("Four H100: durable after", *("{:.1f} s".format(*four(saver, "durable s")) for saver in (DEFAULT, PEER)), RANKS),
+        ("Four H100: CPU seconds per GB", *("{:.2f}".format(*four(saver, "cpu s/GB")) for saver in (DEFAULT, PEER)), RANKS),
         (
-            "... durable; CPU seconds per GB",
-            *("{:.1f} s; {:.2f}".format(*four(saver, "durable s", "cpu s/GB")) for saver in (DEFAULT, PEER)),
-            RANKS,
-        ),
-        (
-            "... restore from /dev/shm, all together",
+            "Four H100: restore from /dev/shm, in all",
             *(f"{at(RANKS, 'restores', saver, 'GB/s'):.0f} GB/s" for saver in (DEFAULT, PEER)),
             RANKS,
         ),
-        (
-            "First save of a process holds the training",
-            f"{hold('raystow, prepared')}, {hold('raystow, nothing before')} if it comes at once",
-            hold(PEER),
-            COLD,
-        ),
-        ("First restore of a process, from the store", cold(STORE), f"{cold(PEER)}, {cold('torch.save')} (`torch.load`)", COLD),
-        ("... from the node's memory", cold(MEMORY), "", COLD),
     )
-    return _with_files(("", "raystow", "torch_checkpointing 0.1.1, or as noted"), rows)
+    return _with_files(("", "raystow", "torch_checkpointing"), rows)
 
 
-def cpu() -> str:
-    """Render the control plane, and restores without a GPU."""
+def control() -> str:
+    """Render the control plane."""
     local, s3 = ("results", "commit", "local", 2), ("results", "commit", "s3", 2)
-    folder = [at(CPU, "restoring", 0, "ways", way, "GB/s") for way in ("folder", "memory", "dcp", "torch.load")]
     newest = [at(CONTROL, "results", "opening", store, "raystow.latest(uri)", "ms", "p50") for store in ("local", "s3")]
-    commit = [at(CONTROL, *path, "commit ms", key) for path in (local, s3) for key in ("p50", "p99")]
+    commits = [[at(CONTROL, *path, "commit ms", key) for path in (local, s3)] for key in ("p50", "p99")]
     read = at(CPU, "restoring", 1, "ways", "apart", "store/needed")
-    ways = ("raystow: restore_latest", "dcp.load", "torch.load", "raystow: restore_latest, S3", "boto3 download, S3")
-    cold = [at(CPU_COLD, "ways", way, part) for way in ways for part in ("import", "seconds")]
     rows = (
-        *_scale(),
-        ("Commit with 1,000 versions, local folder: p50, p99", "{:.0f}, {:.0f} ms".format(*commit[:2]), CONTROL),
-        ("... on S3 (moto)", "{:.0f}, {:.0f} ms".format(*commit[2:]), CONTROL),
-        ("Find the newest of 10,000 versions: local folder, S3 (moto)", "{:.0f}, {:.0f} ms (1 GET)".format(*newest), CONTROL),
-        ("Bytes read from the store / bytes needed, 4 nodes", f"{read:.4f}", CPU),
-        ("Restore 193 MB on a CPU: folder, node's memory", "{:.2f}, {:.2f} GB/s".format(*folder[:2]), CPU),
-        ("... `dcp.load`, `torch.load` from a folder", "{:.2f}, {:.2f} GB/s".format(*folder[2:]), CPU),
-        ("First restore of 193 MB in a process, imports + call: folder", "{:.2f} + {:.2f} s".format(*cold[:2]), CPU_COLD),
-        ("... `dcp.load`, `torch.load`", "{:.2f} + {:.2f} s, {:.2f} + {:.2f} s".format(*cold[2:6]), CPU_COLD),
-        ("... S3 (Ceph); download by boto3", "{:.2f} + {:.2f} s; {:.2f} + {:.2f} s".format(*cold[6:]), CPU_COLD),
+        ("Commit with 1,000 versions, median: folder, S3 (moto)", "{:.0f}, {:.0f} ms".format(*commits[0]), CONTROL),
+        ("Commit with 1,000 versions, 99th percentile: folder, S3 (moto)", "{:.0f}, {:.0f} ms".format(*commits[1]), CONTROL),
+        ("Find the newest of 10,000 versions, one GET: folder, S3 (moto)", "{:.0f}, {:.0f} ms".format(*newest), CONTROL),
+        ("Bytes that 4 nodes read from the store / bytes needed", f"{read:.4f}", CPU),
     )
     return _with_files(("", "measured"), rows)
 
 
-def _scale() -> Iterator[Row]:
-    """Yield what grows with the number of ranks."""
+def scale() -> str:
+    """Render what grows with the number of ranks."""
     saves = [("results", "coordinator", i) for i in range(3)]
-    cpu = [at(SCALE, *save, "cpu") + at(SCALE, *save, "cpu of joining") for save in saves]
-    memory = [at(SCALE, *save, "peak") / 2**20 for save in saves]
-    record = [at(SCALE, *save, "record") / 1e6 for save in saves]
-    yield "Coordinator, a save of 2,048, 16,384, 65,536 ranks: CPU, joining included", "{:.1f}, {:.1f}, {:.1f} s".format(*cpu), SCALE
-    yield "... memory", "{:.0f}, {:.0f}, {:.0f} MiB".format(*memory), SCALE
-    yield "... version record", "{:.2f}, {:.2f}, {:.2f} MB".format(*record), SCALE
     plans = [("results", "planning", nodes, "same") for nodes in ("2048", "8192")]
-    figures = [at(SCALE, *plan, name) / unit for name, unit in (("cpu", 1), ("grown", 2**20), ("metadata", 1e6)) for plan in plans]
-    text = "{:.2f}, {:.2f} s; {:.0f}, {:.0f} MiB; {:.1f}, {:.1f} MB".format(*figures)
-    yield "Plan a restore of 16,384, 65,536 ranks: CPU; memory; metadata of a rank", text, SCALE
-    removed = [at(SCALE, "results", "upkeep", name) for name in ("plan cpu", "collection cpu", "grown")]
-    text = f"{removed[0] + removed[1]:.1f} s; {removed[2] / 2**20:.0f} MiB"
-    yield "Delete a version of 65,536 ranks, 802,817 objects: CPU; memory", text, SCALE
+
+    def save(figure: str, form: str, name: str, of: int = 1) -> Row:
+        return name, *(f"{at(SCALE, *one, figure) / of:{form}}" for one in saves)
+
+    def plan(figure: str, form: str, name: str, of: int = 1) -> Row:
+        return name, "", *(f"{at(SCALE, *one, figure) / of:{form}}" for one in plans)
+
+    rows = (
+        save("cpu", ".1f", "Coordinator, a save: CPU seconds"),
+        save("cpu of joining", ".1f", "... all ranks join before: CPU seconds"),
+        save("peak", ".0f", "... memory, MiB", 1 << 20),
+        save("record", ".2f", "Version record, MB", 10**6),
+        plan("cpu", ".2f", "A rank plans its restore: CPU seconds"),
+        plan("grown", ".0f", "... memory, MiB", 1 << 20),
+        plan("metadata", ".1f", "... metadata that it reads, MB", 10**6),
+        ("Delete a version: objects", "", "", f"{at(SCALE, 'results', 'upkeep', 'objects'):,.0f}"),
+        ("... CPU seconds", "", "", f"{at(SCALE, 'results', 'upkeep', 'collection cpu'):.1f}"),
+        ("... memory, MiB", "", "", f"{at(SCALE, 'results', 'upkeep', 'grown') / (1 << 20):.0f}"),
+    )
+    return table((f"[{SCALE}](../benchmarks/results/{SCALE}.json)", "2,048 ranks", "16,384 ranks", "65,536 ranks"), rows)
 
 
-def _with_files(header: Row, rows: Iterable[Row]) -> str:
-    """Render rows that end with a result file: its machine and a link to it."""
+def cpu() -> str:
+    """Render restores without a GPU."""
+    warm = [at(CPU, "restoring", 0, "ways", way, "GB/s") for way in ("folder", "memory", "dcp", "torch.load")]
+    names = {
+        "raystow, from a folder": (f"{warm[0]:.2f} GB/s", "raystow: restore_latest"),
+        "raystow, from the node's memory": (f"{warm[1]:.2f} GB/s", ""),
+        "`dcp.load`": (f"{warm[2]:.2f} GB/s", "dcp.load"),
+        "`torch.load`": (f"{warm[3]:.2f} GB/s", "torch.load"),
+        "raystow, from S3 (Ceph)": ("", "raystow: restore_latest, S3"),
+        "boto3, download only": ("", "boto3 download, S3"),
+    }
+
+    def first(way: str) -> str:
+        return f"{sum(at(CPU_COLD, 'ways', way, part) for part in ('import', 'seconds')):.2f} s" if way else ""
+
     return table(
-        (*header, "machine, file with date"),
-        ((*row[:-1], f"{_machine(row[-1])}, [{row[-1]}](../benchmarks/results/{row[-1]}.json)") for row in rows),
+        ("193 MB", "warm", "new process, with imports"), ((name, rate, first(way)) for name, (rate, way) in names.items())
     )
 
 
-def _machine(file: str) -> str:
-    """Return the machine of a result; the date is in the name of the file."""
-    found = result(file)
-    assert isinstance(found, dict)
-    machine = found["machine"]
-    gpu = machine["gpu"]["name"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3") + ", " if machine.get("gpu") else ""
-    return f"{gpu}{machine['cores']} cores"
+def _with_files(header: Row, rows: Iterable[Row]) -> str:
+    """Render rows that end with their result file; links to the files follow the table."""
+    found = list(rows)
+    files = ", ".join(f"[{file}](../benchmarks/results/{file}.json)" for file in dict.fromkeys(row[-1] for row in found))
+    return f"{table(header, (row[:-1] for row in found))}\nFiles: {files}.\n"
 
 
 def runs() -> str:
@@ -295,7 +289,11 @@ def _outcome(of: dict[str, float | None]) -> str:
 
 TABLES = {
     "overview": overview,
-    "gpu": gpu,
+    "saves": saves,
+    "restores": restores,
+    "gpus": gpus,
+    "control": control,
+    "scale": scale,
     "cpu": cpu,
     "faults": faults,
 }
