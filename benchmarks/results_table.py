@@ -214,18 +214,16 @@ def scale() -> str:
         return name, "", *(f"{at(SCALE, *one, figure) / of:{form}}" for one in plans)
 
     rows = (
-        save("cpu", ".1f", "Coordinator, a save: CPU seconds"),
-        save("cpu of joining", ".1f", "... all ranks join before: CPU seconds"),
+        save("cpu", ".1f", "Save: coordinator's CPU seconds"),
+        save("cpu of joining", ".1f", "... joining: CPU seconds"),
         save("peak", ".0f", "... memory, MiB", 1 << 20),
         save("record", ".2f", "Version record, MB", 10**6),
-        plan("cpu", ".2f", "A rank plans its restore: CPU seconds"),
+        plan("cpu", ".2f", "Plan a restore: CPU seconds"),
         plan("grown", ".0f", "... memory, MiB", 1 << 20),
-        plan("metadata", ".1f", "... metadata that it reads, MB", 10**6),
-        ("Delete a version: objects", "", "", f"{at(SCALE, 'results', 'upkeep', 'objects'):,.0f}"),
-        ("... CPU seconds", "", "", f"{at(SCALE, 'results', 'upkeep', 'collection cpu'):.1f}"),
-        ("... memory, MiB", "", "", f"{at(SCALE, 'results', 'upkeep', 'grown') / (1 << 20):.0f}"),
+        plan("metadata", ".1f", "... metadata, MB", 10**6),
+        ("Delete a version: CPU seconds", "", "", f"{at(SCALE, 'results', 'upkeep', 'collection cpu'):.1f}"),
     )
-    return table((f"[{SCALE}](../benchmarks/results/{SCALE}.json)", "2,048 ranks", "16,384 ranks", "65,536 ranks"), rows)
+    return table((f"[{SCALE}](../benchmarks/results/{SCALE}.json)", "2,048", "16,384", "65,536 ranks"), rows)
 
 
 def cpu() -> str:

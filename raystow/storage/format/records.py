@@ -58,12 +58,12 @@ def dump(fields: Mapping[str, object], key: str) -> bytes:
 
 def _lines(fields: Mapping[str, object]) -> Iterator[str]:
     """A line for each field, and for each object of an array."""
-    encode = json.JSONEncoder(allow_nan=False).encode
+    encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
     for name, value in fields.items():
         if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
-            yield f" {encode(name)}: [\n  " + ",\n  ".join(map(encode, value)) + "\n ]"
+            yield f"{encode(name)}:[\n" + ",\n".join(map(encode, value)) + "]"
         else:
-            yield f" {encode(name)}: {encode(value)}"
+            yield f"{encode(name)}:{encode(value)}"
 
 
 def load(data: bytes, key: str) -> Json:
