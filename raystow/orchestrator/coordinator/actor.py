@@ -117,7 +117,7 @@ class CoordinatorActor:
             if self._opened is None:
                 names = self._uri, self._settings, self._owner()
                 self._opened = await asyncio.to_thread(OpenedRepository, *names, self._abandoned)
-                gc_pause.freeze()  # collections while thousands of calls wait visit those alone
+                gc_pause.collect_rarely()
             committer = self._opened.committer
         catalog = committer.catalog
         # The epoch is above all earlier ones of the repository.
