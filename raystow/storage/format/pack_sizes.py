@@ -19,6 +19,7 @@ PackSizes = dict[tuple[str, int], int]
 """Bytes of the packs of a node, by group and number."""
 
 _COLUMNS = ("group", "pack", "start", "stored")
+_NO_PLANES = parquet.integers([0])[0]
 
 
 def pack_sizes(data: bytes, key: str) -> PackSizes:
@@ -34,7 +35,7 @@ def pack_sizes(data: bytes, key: str) -> PackSizes:
 def add_packs(table: pa.Table, sizes: PackSizes) -> None:
     """Add the packs that rows of the manifest name. Rows of values and references store no planes, and name none."""
     table = table.select(list(_COLUMNS))
-    for batch in table.filter(pc.greater(pc.list_value_length(table["stored"]), 0)).to_batches():
+    for batch in table.filter(pc.greater(pc.list_value_length(table["stored"]), _NO_PLANES)).to_batches():
         groups, packs, starts, stored = (batch[name] for name in _COLUMNS)
         if groups.null_count or packs.null_count or starts.null_count or stored.flatten().null_count:
             raise Damaged("a row without its place in a pack")
