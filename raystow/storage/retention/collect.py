@@ -187,7 +187,8 @@ class CollectionPlan:
             rest = tuple(d for d in root.dropped if (d.id, d.attempt) not in gone)
             return root if len(rest) == len(root.dropped) else replace(root, dropped=rest)
 
-        if any(g.kind is GarbageKind.DROPPED for g in self.due):
+        # What was open when the plan was made may have been committed and dropped since.
+        if any(g.kind in (GarbageKind.DROPPED, GarbageKind.OPEN, GarbageKind.REWRITE) for g in self.due):
             self.catalog.register.update(change)
 
 
