@@ -160,7 +160,7 @@ def test_a_version_committed_after_the_plan_is_kept(run):
     assert [version.record for version in run.repository.versions()] == [record]
 
 
-def test_a_version_committed_and_dropped_after_the_plan_is_forgotten(run):
+def test_a_version_dropped_since_the_plan_is_forgotten(run):
     record = replace(empty_record(run.committer), packs=None)
     run.store.put(keys.pack(record.id, record.attempt, 0, "weights", 0), [b"."])
     plan = run.repository.plan_collection(grace=0)
