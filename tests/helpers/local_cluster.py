@@ -34,7 +34,7 @@ from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import RaystowError
 from raystow.storage.format import values
 from raystow.storage.format.root import Entry
-from raystow.storage.format.version_record import FragmentInfo, PackInfo
+from raystow.storage.format.version_record import FragmentInfo
 from raystow.storage.repository import create_repository
 from raystow.storage.runtime.clock import SYSTEM, Clock
 from raystow.storage.versions.version import Version
@@ -78,11 +78,11 @@ class LocalPort:
     def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
         self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
 
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        self._apply(lambda core: core.staged(ticket, info, packs))
+    def staged(self, ticket: Ticket, info: FragmentInfo) -> None:
+        self._apply(lambda core: core.staged(ticket, info))
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
-        self._apply(lambda core: core.fragment(ticket, info, packs))
+    def fragment(self, ticket: Ticket, info: FragmentInfo, warn: Callable[[str], None]) -> Entry:
+        self._apply(lambda core: core.fragment(ticket, info))
         return self._until(ticket, lambda attempt: attempt.phase.over).result()
 
     def failed(self, ticket: Ticket, reason: str) -> None:

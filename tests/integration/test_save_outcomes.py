@@ -69,12 +69,12 @@ def test_a_restarted_coordinator_knows_committed_attempts(tmp_path: Path) -> Non
     ray.kill(coordinator_actor(tmp_path.as_uri()), no_restart=False)
     port = RayCoordinatorClient(tmp_path.as_uri())
     ticket = Ticket(version.id, version.entry.attempt, 0, 60.0, 1)
-    entry = _called(lambda: port.fragment(ticket, record.fragments[0], record.packs, print))
+    entry = _called(lambda: port.fragment(ticket, record.fragments[0], print))
     assert entry == version.entry
     assert repository.root().epoch == epoch + 1
     assert port.outcome(version.id, version.entry.attempt) == version.entry
     with pytest.raises(raystow.SaveFailed, match="became no version"):
-        port.fragment(Ticket(version.id + 1, "f" * 16, 0, 60.0, 2), record.fragments[0], record.packs, print)
+        port.fragment(Ticket(version.id + 1, "f" * 16, 0, 60.0, 2), record.fragments[0], print)
 
 
 def _called(call: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raystow.orchestrator.coordinator.attempt import Attempt, Phase
@@ -11,7 +11,7 @@ from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, RaystowError, SaveFailed
 from raystow.storage.format.root import Entry, Root
-from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.storage.format.version_record import FragmentInfo, VersionRecord
 from raystow.storage.repository import create_repository
 from raystow.storage.retention.policy import Policy
 from raystow.workers.protocol.messages import Begin, Incarnation, RanksWarning, Ticket
@@ -67,13 +67,11 @@ class Host:
         found = self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, last_warning)
         return found if isinstance(found, RanksWarning) else None
 
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        self._apply(lambda core: core.staged(ticket, info, packs))
+    def staged(self, ticket: Ticket, info: FragmentInfo) -> None:
+        self._apply(lambda core: core.staged(ticket, info))
 
-    def fragment(
-        self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], last_warning: int
-    ) -> Entry | RanksWarning | None:
-        self._apply(lambda core: core.fragment(ticket, info, packs))
+    def fragment(self, ticket: Ticket, info: FragmentInfo, last_warning: int) -> Entry | RanksWarning | None:
+        self._apply(lambda core: core.fragment(ticket, info))
         found = self._until(ticket, lambda attempt: attempt.phase.over, last_warning)
         return found if isinstance(found, RanksWarning) else found.entry
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raystow.storage.errors import ClusterError, RaystowError
 from raystow.storage.format.root import Entry
-from raystow.storage.format.version_record import FragmentInfo, PackInfo
+from raystow.storage.format.version_record import FragmentInfo
 from raystow.workers.protocol.messages import Begin, Incarnation, RanksWarning, Ticket
 
 from .scheduler import Process
@@ -35,11 +35,11 @@ class SimPort:
     def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
         self._wait("wait_complete", ticket.timeout + _ANSWER, warn, ticket)
 
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        self._call("staged", _ANSWER, ticket, info, packs)
+    def staged(self, ticket: Ticket, info: FragmentInfo) -> None:
+        self._call("staged", _ANSWER, ticket, info)
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
-        return self._wait("fragment", ticket.timeout + 2 * _ANSWER, warn, ticket, info, packs)
+    def fragment(self, ticket: Ticket, info: FragmentInfo, warn: Callable[[str], None]) -> Entry:
+        return self._wait("fragment", ticket.timeout + 2 * _ANSWER, warn, ticket, info)
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._call("failed", _ANSWER, ticket, reason)

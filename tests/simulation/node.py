@@ -113,14 +113,14 @@ class Node:
         try:
             port.finished(ticket, self.rank, 0)
             port.wait_complete(ticket, self._warned)
-            port.staged(ticket, part.info, part.packs)
+            port.staged(ticket, part.info)
             if not self.process.wait(lambda: bool(uploads), ticket.timeout):
                 raise ClusterError("a pack could not be stored in time")
             if uploads[0] is not None:
                 raise uploads[0]
             self.store.put(fragment, [part.fragment])
             reported = True
-            port.fragment(ticket, part.info, part.packs, self._warned)
+            port.fragment(ticket, part.info, self._warned)
         except RaystowError as error:
             self._tell_failed(port, ticket, error)
             if not reported:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -18,9 +17,9 @@ from ...storage.commit.catalog import Catalog
 from ...storage.commit.committer import outcome_in
 from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
+from ...storage.format.version_record import FragmentInfo, VersionRecord
 from ...storage.log import about
-from ...storage.runtime import background
+from ...storage.runtime import background, gc_pause
 from ...storage.runtime.clock import SYSTEM
 from ...storage.stores.settings import JobSettings, StoreAddress
 from ...workers import actor_environment
@@ -86,7 +85,7 @@ class CoordinatorActor:
         self._restoring, self._recalling = asyncio.Lock(), asyncio.Lock()
         self._in_store: dict[EntryInfo, StoredEntry] = {}  # the entries that the store has, when all ranks voted last
         self._choices: tuple[object, dict[str, RestoreChoice]] = (None, {})  # by attempt, since this change of the rounds
-        self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
+        self._shared: tuple[RestoreChoice, ray.ObjectRef] | None = None  # the last one in the object store
         self._keeper: asyncio.Task[None] | None = None
         self._census = NodeCensus(ray_cluster.alive_nodes, ray_cluster.leaving_nodes)
         self._chores: asyncio.Task[None] | None = None
@@ -119,6 +118,7 @@ class CoordinatorActor:
             if self._opened is None:
                 names = self._uri, self._settings, self._owner()
                 self._opened = await asyncio.to_thread(OpenedRepository, *names, self._abandoned)
+                gc_pause.collect_rarely()
             committer = self._opened.committer
         catalog = committer.catalog
         return CoordinatorStarted(catalog.id, catalog.trust.keys, committer.epoch, number)
@@ -170,13 +170,11 @@ class CoordinatorActor:
             raise self._fenced[0]
         return await self._apply(lambda core: core.begin(begin))
 
-    async def fragment(
-        self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], last_warning: int | None = None
-    ) -> Entry | RanksWarning:
+    async def fragment(self, ticket: Ticket, info: FragmentInfo, last_warning: int | None = None) -> Entry | RanksWarning:
         """Take a node's fragment, and return when the attempt is a version, or with the warning after number ``last_warning``."""
         if (await self._started()).core.find(ticket.attempt) is None:  # an earlier coordinator may have committed it
             return await self.outcome(ticket.id, ticket.attempt)
-        await self._apply(lambda core: core.fragment(ticket, info, packs))
+        await self._apply(lambda core: core.fragment(ticket, info))
         found = await self._until(ticket, lambda attempt: attempt.phase.over, last_warning)
         return found if isinstance(found, RanksWarning) else found.result()
 
@@ -226,8 +224,8 @@ class CoordinatorActor:
                 return await self.start(request)
             case Begin():
                 return await self.begin(request)
-            case messages.PartStored(ticket, info, packs, last_warning):
-                stored = await self.fragment(ticket, info, packs, last_warning)
+            case messages.PartStored(ticket, info, last_warning):
+                stored = await self.fragment(ticket, info, last_warning)
                 return stored if isinstance(stored, RanksWarning) else messages.Committed(stored)
             case messages.JoinRun(rank, incarnation, world_size):
                 await self.join(rank, incarnation, world_size)
@@ -237,8 +235,8 @@ class CoordinatorActor:
                 found = await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING, last_warning)
                 if isinstance(found, RanksWarning):
                     return found
-            case messages.PartStaged(ticket, info, packs):
-                await self._apply(lambda core: core.staged(ticket, info, packs))
+            case messages.PartStaged(ticket, info):
+                await self._apply(lambda core: core.staged(ticket, info))
             case messages.PartFailed(ticket, reason):
                 await self._apply(lambda core: core.failed(ticket, reason))
             case messages.RankSaveFailed(rank, incarnation, save, step, reason):
@@ -267,15 +265,15 @@ class CoordinatorActor:
         return messages.Acknowledged()
 
     async def handle_vote(self, protocol: str, data: bytes) -> tuple[bytes, ray.ObjectRef | None]:
-        """As ``settle``, encoded. Records that are known here come through the object store: once to each node, and not to each
-        rank."""
+        """As ``settle``, encoded. A choice, which may take megabytes, comes through the object store: once to each node, and not
+        to each rank."""
         with self._serving(protocol):
             choice = await self.settle(messages.decode(data, RestoreVote))
-        if not isinstance(choice, RestoreChoice) or not any(records := choice.records):
+        if not isinstance(choice, RestoreChoice) or choice == RestoreChoice(choice.entry):
             return messages.encode(choice), None
-        if records != self._shared[0]:
-            self._shared = records, ray.put(records)
-        return messages.encode(choice.with_records(itertools.repeat(b""))), self._shared[1]
+        if self._shared is None or not choice.has_parts_of(self._shared[0]):
+            self._shared = choice, ray.put(messages.encode(choice))
+        return b"", self._shared[1]
 
     async def settle(self, vote: RestoreVote) -> RestoreChoice | RanksReading | NoVersion:
         """Take a rank's vote on the version to restore. Returns the version to restore, or the one that all have restored."""
@@ -364,7 +362,8 @@ class CoordinatorActor:
         return None
 
     async def _started(self) -> OpenedRepository:
-        await self.start()
+        if self._opened is None or self._starting.locked():
+            await self.start()
         assert self._opened is not None
         return self._opened
 

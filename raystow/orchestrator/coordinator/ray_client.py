@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ...storage.coding.digest import stored_digest
 from ...storage.errors import SettingsMissing
 from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo, PackInfo
+from ...storage.format.version_record import FragmentInfo
 from ...storage.log import about
 from ...storage.stores.settings import LOCAL, StoreSettings
 from ...workers import actor_environment
@@ -87,11 +87,11 @@ class RayCoordinatorClient:
     def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
         self._wait(lambda last: messages.AwaitRanks(ticket, last), messages.Acknowledged, ticket.timeout + _ANSWER, warn)
 
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        self._tell(messages.PartStaged(ticket, info, tuple(packs)))
+    def staged(self, ticket: Ticket, info: FragmentInfo) -> None:
+        self._tell(messages.PartStaged(ticket, info))
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
-        timeout, part = ticket.timeout + 2 * _ANSWER, messages.PartStored(ticket, info, tuple(packs))
+    def fragment(self, ticket: Ticket, info: FragmentInfo, warn: Callable[[str], None]) -> Entry:
+        timeout, part = ticket.timeout + 2 * _ANSWER, messages.PartStored(ticket, info)
         return self._wait(lambda last_warning: replace(part, last_warning=last_warning), messages.Committed, timeout, warn).entry
 
     def failed(self, ticket: Ticket, reason: str) -> None:
@@ -114,14 +114,15 @@ class RayCoordinatorClient:
         vote = replace(vote, damage=messages.shortened(vote.damage), error=messages.shortened(vote.error))
         answer: messages.Message = messages.RanksReading()
         while isinstance(answer, messages.RanksReading):
-            data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
+            data, shared = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
+            data = data if shared is None else self._fetched(shared)
             answer = messages.decode(data, RestoreChoice, messages.NoVersion, messages.RanksReading)
             vote = self._noted(answer, vote)
-        if not isinstance(answer, RestoreChoice):
-            return None
-        if records is None:
-            return answer
-        return answer.with_records(self._ray.call(lambda: records, _ANSWER, self._who))
+        return answer if isinstance(answer, RestoreChoice) else None
+
+    def _fetched(self, shared: ray.ObjectRef) -> bytes:
+        data: bytes = self._ray.call(lambda: shared, _ANSWER, self._who)
+        return data
 
     def compare(self, report: UnusedNames) -> bytes:
         """See ``restore.rounds``. Waits for the other ranks, if this one leaves names unused."""

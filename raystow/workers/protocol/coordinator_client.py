@@ -5,11 +5,11 @@ In a cluster ``orchestrator.coordinator.actor`` implements the client; in a test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo, PackInfo
+from ...storage.format.version_record import FragmentInfo
 from .messages import Begin, EntryInfo, Incarnation, SegmentStored, SegmentTicket, Ticket
 
 
@@ -25,10 +25,10 @@ class CoordinatorClient(Protocol):
     def wait_complete(self, ticket: Ticket, warn: Callable[[str], None]) -> None:
         """Return when every rank of the attempt has finished. Meanwhile, ``warn`` gets late ranks."""
 
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+    def staged(self, ticket: Ticket, info: FragmentInfo) -> None:
         """Report that the node's packs and fragment are complete, in memory, and being uploaded."""
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo], warn: Callable[[str], None]) -> Entry:
+    def fragment(self, ticket: Ticket, info: FragmentInfo, warn: Callable[[str], None]) -> Entry:
         """Report that the node's packs and fragment are durable; return when the attempt is a version. ``warn``: as above."""
 
     def failed(self, ticket: Ticket, reason: str) -> None:

@@ -44,7 +44,7 @@ COORDINATOR_REQUESTS = (
 MESSAGES = tuple(Message.__subclasses__())
 """All messages."""
 
-PROTOCOL = "2.9a96d9ead02916a1"
+PROTOCOL = "2.00a181db58477ff3"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ....storage.format.root import Entry
 from ....storage.format.signature import PublicKey
-from ....storage.format.version_record import FragmentInfo, PackInfo
+from ....storage.format.version_record import FragmentInfo
 from ....storage.retention.policy import Policy
 from ..codec import Column, Digest, JsonText, Message, MessagePart, Table, Text, WorldSize
 from .incarnation import Incarnation as Incarnation
@@ -138,7 +138,6 @@ class PartStaged(Message, frozen=True):
 
     ticket: Ticket
     fragment: FragmentInfo
-    packs: Column[PackInfo]
 
 
 class PartStored(Message, frozen=True):
@@ -147,7 +146,6 @@ class PartStored(Message, frozen=True):
 
     ticket: Ticket
     fragment: FragmentInfo
-    packs: Column[PackInfo]
     last_warning: int = 0
 
 
