@@ -130,10 +130,11 @@ fuzz: $(READY)  ## fuzz each parser of stored bytes for FUZZ_SECONDS (60)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[fuzz]"
 	for target in $(FUZZ_TARGETS); do $(BIN)/python tests/fuzz/campaign.py $$target $(FUZZ_SECONDS) || exit; done
 
-bench-control: $(READY)  ## commits, a coordinator of 2,048 nodes, opening 10,000 versions (some minutes)
+bench-control: $(READY)  ## commits, opening 10,000 versions, saves and restores of 65,536 ranks (some minutes)
 	$(BIN)/python benchmarks/control_plane.py
+	$(BIN)/python benchmarks/scale.py
 
-bench-restore: $(READY)  ## restore speed from each source, planning for 16,384 ranks (some minutes)
+bench-restore: $(READY)  ## restore speed from each source (some minutes)
 	$(BIN)/python benchmarks/restore.py
 
 bench-gpu: $(READY)  ## cost of saves for training on a GPU, and restore speed

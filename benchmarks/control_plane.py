@@ -1,8 +1,7 @@
-"""Measure the control plane: commits, the coordinator of many nodes, and opening a repository with many versions.
+"""Measure commits, and opening a repository with many versions. For the coordinator, see ``scale``.
 
 - *Commit*: ``Committer.commit``, on a local folder and on an S3 server, with 1, 100 and 1,000 live versions: write the version
   record, then read, change and swap the root. Between commits, outside the clock, the oldest version is removed from the root.
-- *Coordinator*: saves by 16, 256 and 2,048 nodes of 8 ranks with 1,000 tensors each; see ``control_plane_save``.
 - *Opening*: find the newest of 10,000 versions in a new process; store calls are counted.
 
 The S3 server is the one in RAYSTOW_TEST_S3 or AWS_ENDPOINT_URL, with credentials in the environment; otherwise moto, a single
@@ -27,7 +26,7 @@ from unittest import mock
 
 import report
 import typer
-from control_plane_save import RANKS, TENSORS, simulate
+from control_plane_save import RANKS, TENSORS
 from report import table_of
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +36,7 @@ from raystow.storage import repository as opening
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.format.root import Entry, Root
-from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.storage.format.version_record import FragmentInfo, VersionRecord
 from raystow.storage.repository import Repository, create_repository
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
@@ -46,11 +45,8 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from helpers.s3_server import make_bucket, s3_server
 
 LIVE = (1, 100, 1000)
-NODES = (16, 256, 2048)
 MANY = 10_000
-CPU, MEMORY, OPENING = 5.0, 2 << 30, 0.2
-LINEAR = 1.2
-"""Tolerance for linear cost: upper bound of the cost of one more node among many, relative to one more among few."""
+OPENING = 0.2
 
 
 def entries(number: int) -> tuple[Entry, ...]:
@@ -77,10 +73,9 @@ def put_root(repository: Repository, root: Root) -> bytes:
 def record(committer: Committer) -> VersionRecord:
     """Return the record of a save by one node."""
     id, attempt = committer.reserve()
-    fragment = FragmentInfo(0, 364_000, "5e" * 32, tuple(range(RANKS)), RANKS * TENSORS, RANKS * TENSORS << 20, 6 << 30)
-    packs = tuple(PackInfo(0, "weights", number, 64 << 20) for number in range(97))
+    fragment = FragmentInfo(0, 364_000, "5e" * 32, tuple(range(RANKS)), RANKS * TENSORS, RANKS * TENSORS << 20, 6 << 30, packs=97)
     of = committer.catalog.id, id, attempt, committer.epoch
-    return VersionRecord(*of, 100, SYSTEM.now(), RANKS, fragments=(fragment,), packs=packs)
+    return VersionRecord(*of, 100, SYSTEM.now(), RANKS, fragments=(fragment,), packs=None)
 
 
 def commits(uri: str, live: int, rounds: int) -> dict[str, Any]:
@@ -169,24 +164,14 @@ def s3() -> Iterator[tuple[str, str]]:
 
 def claims(results: dict[str, Any]) -> dict[str, bool]:
     """Return raystow's goals and whether this run meets them."""
-    few, some, many = results["coordinator"]
     found = results["opening"]["local"]["raystow.latest(uri)"]
     return {
-        f"the coordinator's CPU time at {many['nodes']} nodes is below {CPU:.0f} s": many["cpu"] < CPU,
-        f"its memory there is below {MEMORY >> 30} GiB": many["peak"] < MEMORY,
-        "its CPU time grows at most linearly": slope(some, many, "cpu") <= LINEAR * slope(few, some, "cpu"),
-        "its memory grows at most linearly": slope(some, many, "peak") <= LINEAR * slope(few, some, "peak"),
         f"the newest of {MANY:,} versions is found in one GET": found["calls"] == {"get": 1},
         **{
             f"and in {1e3 * OPENING:.0f} ms on {store} (p50)": ways["raystow.latest(uri)"]["ms"]["p50"] < 1e3 * OPENING
             for store, ways in results["opening"].items()
         },
     }
-
-
-def slope(few: dict[str, Any], many: dict[str, Any], what: str) -> float:
-    """Return the cost of one more node."""
-    return float((many[what] - few[what]) / (many["nodes"] - few["nodes"]))
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
@@ -196,13 +181,6 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
         for row in rows:
             figures = [f"{row[of][at]:.1f}" for of in ("commit ms", "plain put ms") for at in ("p50", "p99")]
             grid.add_row(store, f"{row['live']:,}", f"{row['root'] / 1e3:,.0f}", *figures)
-    yield grid
-    headings = ("ranks", "packs", "record, MB", "CPU, s", "wall, s", "peak, MiB", "of it empty")
-    grid = table_of(f"the coordinator, for one save of {TENSORS:,} tensors; by nodes", *headings)
-    for row in results["coordinator"]:
-        counts = [f"{row[name]:,}" for name in ("nodes", "ranks", "packs")]
-        sizes = [f"{row[name] / (1 << 20):.0f}" for name in ("peak", "empty")]
-        grid.add_row(*counts, f"{row['record'] / 1e6:.1f}", f"{row['cpu']:.2f}", f"{row['wall']:.2f}", *sizes)
     yield grid
     grid = table_of(f"the newest of {MANY:,} versions", "<call", "<store calls", "p50, ms", "p99")
     for store, ways in results["opening"].items():
@@ -216,26 +194,21 @@ def main(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
     folder: Annotated[Path | None, typer.Option(help="parent folder of the local store, which is deleted at the end")] = None,
     rounds: Annotated[int, typer.Option(min=10, help="measured commits per store and number of versions")] = 200,
-    saves: Annotated[int, typer.Option(min=1, help="saves per number of nodes; the most expensive counts")] = 3,
 ) -> None:
-    """Measure commits, the coordinator of many nodes, and opening."""
+    """Measure commits and opening."""
     os.environ.pop("RAYSTOW_TRUSTED_KEYS", None)
     os.environ.pop("RAYSTOW_SIGNING_KEY", None)
     console = Console()
     about: dict[str, Any] = {
         **report.about("raystow", "ray", "boto3", "pyarrow"),
         "rounds": rounds,
-        "saves": saves,
-        "node": {"ranks": RANKS, "tensors of each rank": TENSORS},
     }
-    results: dict[str, Any] = {"commit": {}, "coordinator": [], "opening": {}}
+    results: dict[str, Any] = {"commit": {}, "opening": {}}
     with tempfile.TemporaryDirectory(dir=folder) as place, s3() as (uri, server):
         about["S3 server"] = server
         for store, base in (("local", place), ("s3", uri)):
             results["commit"][store] = [commits(f"{base}/live-{live}", live, rounds) for live in LIVE]
             results["opening"][store] = open_many(f"{base}/many", rounds // 10)
-        for nodes in NODES:
-            results["coordinator"].append(simulate(f"{place}/nodes-{nodes}", nodes, saves))
     held = claims(results)
     console.print(f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {about['date']}; S3: {about['S3 server']}")
     report.show(console, tables(results), held)

@@ -1,18 +1,18 @@
 """Measure the cost of a save by many nodes for the coordinator.
 
 The coordinator is the product's class on an event loop in a separate process, with the real committer and a real store, but
-without Ray. This process simulates the nodes: each builds its fragment of real ``Chunk`` rows, and a few write Parquet. Reports
-are sent through a pipe as pickles, as they are sent over the network.
+without Ray. This process simulates the nodes: a few build and write their fragment of real ``Chunk`` rows, the others report the
+same numbers. Reports are sent through a pipe, encoded as messages, as they are sent over the network.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import time
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -31,15 +31,17 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, path_text
 from raystow.storage.format.root import Entry
-from raystow.storage.format.version_record import FragmentInfo, PackInfo
+from raystow.storage.format.version_record import FragmentInfo
 from raystow.storage.repository import Repository, create_repository
 from raystow.workers.packing.packer import PACK
-from raystow.workers.protocol.messages import AwaitRanks, Begin, JoinRun, PartStaged, PartStored, RankFinished, Ticket
+from raystow.workers.protocol.messages import AwaitRanks, Begin, JoinRun, PartStaged, PartStored, RankFinished, Ticket, encode
 from raystow.workers.ray_connection import RayConnection
 
 T = TypeVar("T")
 
 RANKS, TENSORS = 8, 1000
+_TICKET = Ticket(10**6, "0" * 16, 10**4, 600.0, 10**6)
+
 SAMPLE = 4
 """Nodes that write their fragment as Parquet."""
 
@@ -52,11 +54,10 @@ _KINDS = (  # 1 MiB per rank and kind of tensor: group, dtype, shard, codecs and
 
 @dataclass(frozen=True)
 class Report:
-    """A node's report: coverage of each rank, fragment and packs."""
+    """A node's report: coverage of each rank, and fragment."""
 
     covered: tuple[int, ...]
     info: FragmentInfo
-    packs: tuple[PackInfo, ...]
 
 
 def tensor(i: int, nodes: int) -> tuple[str, str, str, tuple[int, int], tuple[int, int], Coding]:
@@ -90,21 +91,31 @@ def fragment(node: int, nodes: int) -> tuple[Fragment, Report]:
             covered[local] = total((covered[local], coverage(name, dtype, shape, (offset, shard))))
     ranks = tuple(range(node * RANKS, (node + 1) * RANKS))
     raw_bytes, stored = sum(chunk.nbytes for chunk in chunks), sum(chunk.coding.size for chunk in chunks)
-    packs = tuple(
-        PackInfo(node, group, number, PACK if number < last else end)
-        for group, (last, end) in ends.items()
-        for number in range(last + 1)
-    )
-    info = FragmentInfo(node, 0, "", ranks, len(chunks), raw_bytes, stored)
-    return Fragment(node, tuple(chunks), ()), Report(tuple(covered), info, packs)
+    packs = sum(last + 1 for last, _ in ends.values())
+    info = FragmentInfo(node, 0, "", ranks, len(chunks), raw_bytes, stored, 0.017, packs=packs)
+    return Fragment(node, tuple(chunks), ()), Report(tuple(covered), info)
 
 
 def report(node: int, nodes: int) -> tuple[Report, bytes]:
-    """Return a node's report, and its fragment as Parquet if it belongs to the sample."""
+    """Return the report of a node of the sample, and its fragment as Parquet."""
     made, node_report = fragment(node, nodes)
-    data = made.dump() if node % max(1, nodes // SAMPLE) == 0 else b""
-    digest = stored_digest(data or f"node {node}".encode()).hex()
-    return replace(node_report, info=replace(node_report.info, size=len(data), digest=digest)), data
+    data = made.dump()
+    return replace(node_report, info=replace(node_report.info, size=len(data), digest=stored_digest(data).hex())), data
+
+
+def reports(nodes: int) -> list[tuple[Report, bytes]]:
+    """Return the reports of all nodes; those outside the sample say what node 0 does, with random coverage and digests."""
+    pattern, data = report(0, nodes)
+    made = [(pattern, data)]
+    for node in range(1, nodes):
+        if node % max(1, nodes // SAMPLE) == 0:
+            made.append(report(node, nodes))
+            continue
+        random = np.random.default_rng(node)
+        ranks = tuple(range(node * RANKS, (node + 1) * RANKS))
+        info = replace(pattern.info, node=node, ranks=ranks, digest=random.bytes(32).hex())
+        made.append((Report(tuple(random.integers(0, 1 << 63, RANKS).tolist()), info), b""))
+    return made
 
 
 def coordinate(pipe: Connection, uri: str, nodes: int) -> None:
@@ -127,11 +138,28 @@ async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
     for rank in range(nodes * RANKS):
         await _call(actor.answer(JoinRun(rank, incarnation(f"process-{rank}", repository), nodes * RANKS)))
     pipe.send(time.process_time() - start)
-    while (saves := pipe.recv()) is not None:
+    while (timed := pipe.recv()) is not None:
         wall, start = time.perf_counter(), time.process_time()
         reports = [(*pipe.recv(), pipe.recv()) for _ in range(nodes)]
+        gc.freeze()  # the reports, which a coordinator gets one by one
+        held = _timed_tasks() if timed else [0.0]
+        await asyncio.sleep(0)
         version = await _save(actor, reports)
-        pipe.send((saves, version.id, time.process_time() - start, time.perf_counter() - wall, peak_memory()))
+        pipe.send((version.id, time.process_time() - start, time.perf_counter() - wall, peak_memory(), max(held)))
+
+
+def _timed_tasks() -> list[float]:
+    """Measure from now on for how many seconds of CPU each step of a task holds the event loop; return the longest ones."""
+    run, held = asyncio.Handle._run, [0.0]
+
+    def timed(handle: asyncio.Handle) -> None:
+        start = time.thread_time()
+        run(handle)
+        if (took := time.thread_time() - start) > held[-1]:
+            held.append(took)
+
+    asyncio.Handle._run = timed  # type: ignore[assignment, method-assign]
+    return held
 
 
 async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Report, Report]]) -> Entry:
@@ -148,9 +176,9 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
             await _call(actor.answer(RankFinished(ticket, begin.request.rank, covered)))
     await asyncio.gather(*waiting)
     for ticket, (_, node_report, _) in zip(tickets, reports, strict=True):
-        await _call(actor.answer(PartStaged(ticket, node_report.info, node_report.packs)))
+        await _call(actor.answer(PartStaged(ticket, node_report.info)))
     sealed = [
-        asyncio.create_task(actor.answer(PartStored(ticket, node_report.info, node_report.packs)))
+        asyncio.create_task(actor.answer(PartStored(ticket, node_report.info)))
         for ticket, (_, _, node_report) in zip(tickets, reports, strict=True)
     ]
     return (await asyncio.gather(*sealed))[0].entry
@@ -162,7 +190,8 @@ async def _call(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
-    """Save ``saves`` times with a number of nodes; return the highest cost of a save for the coordinator.
+    """Save ``saves`` times with a number of nodes; return the highest cost of a save for the coordinator. The tasks of one more
+    save are timed, which takes CPU time itself.
 
     ``cpu``: seconds of all threads of its process, from the first byte of the nodes' reports to the committed version. ``peak``:
     peak memory of its process after the last save, in bytes; ``empty``: the same before the first rank joined.
@@ -170,17 +199,16 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
     repository = create_repository(uri)
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, context) as pool:
-        made = list(pool.map(report, range(nodes), [nodes] * nodes, chunksize=4))
+    made = reports(nodes)
     built = time.perf_counter() - start
-    whole = total(coverage(name, dtype, shape) for name, _, dtype, shape, _, _ in (tensor(i, nodes) for i in range(TENSORS)))
+    whole = total(covered for node_report, _ in made for covered in node_report.covered)
     pipe, theirs = context.Pipe()
     process = context.Process(target=coordinate, args=(theirs, uri, nodes))
     process.start()
     empty, joining = pipe.recv(), pipe.recv()
     costs = []
-    for save in range(1, saves + 1):
-        pipe.send(save)
+    for save in range(1, saves + 2):
+        pipe.send(save > saves)
         for node, (node_report, _) in enumerate(made):
             pipe.send((_begins(repository.id, node, nodes, save, whole), node_report))
             pipe.send(node_report)
@@ -191,16 +219,18 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
         "nodes": nodes,
         "ranks": nodes * RANKS,
         "chunk rows": nodes * RANKS * TENSORS,
-        "packs": sum(len(node_report.packs) for node_report, _ in made),
-        "cpu": max(cpu for _, _, cpu, _, _ in costs),
-        "cpu of each": [cpu for _, _, cpu, _, _ in costs],
-        "wall": max(wall for *_, wall, _ in costs),
+        "packs": sum(node_report.info.packs or 0 for node_report, _ in made),
+        "cpu": max(cpu for _, cpu, *_ in costs[:-1]),
+        "cpu of each": [cpu for _, cpu, *_ in costs[:-1]],
+        "wall": max(wall for *_, wall, _, _ in costs[:-1]),
         "cpu of joining": joining,
-        "peak": max(peak for *_, peak in costs),
+        "longest task": costs[-1][-1],
+        "largest message": max(len(encode(PartStored(_TICKET, node_report.info))) for node_report, _ in made),
+        "peak": max(peak for *_, peak, _ in costs),
         "empty": empty,
         "building the fragments": built,
         "fragment": max(len(data) for _, data in made),
-        **_checked(repository, [(node_report, data) for node_report, data in made if data], saves, nodes),
+        **_checked(repository, [(node_report, data) for node_report, data in made if data], saves + 1, nodes),
     }
 
 

@@ -1,4 +1,4 @@
-"""Measure restores from each source, and the planning time of a rank in a very large run.
+"""Measure restores from each source. For plans of very large runs, see ``scale``.
 
 *Restoring.* One or four ranks save a state of sharded DTensors; the same number of ranks, or three, restore it in place. In one
 case the state is replicated on all ranks. One run compares: raystow from the memory of the saving node, from another node's
@@ -11,7 +11,7 @@ to zero; rank 0's clock runs between two barriers. Every tensor is compared bit 
 all ranks. Files are in the page cache. Node workers count the bytes from the store, each once for all ranks; they are compared
 with the version's stored bytes. raystow checks two digests per chunk and decodes; the other two do neither.
 
-*Planning*: see ``restore_planning``. The S3 server is the one in RAYSTOW_TEST_S3 or AWS_ENDPOINT_URL, with credentials in the
+The S3 server is the one in RAYSTOW_TEST_S3 or AWS_ENDPOINT_URL, with credentials in the
 environment; otherwise moto, a single Python process that is slower than a real server.
 """
 
@@ -37,7 +37,6 @@ import typer
 from control_plane import s3
 from ray.cluster_utils import Cluster
 from report import table_of
-from restore_planning import MEMORY, SECONDS, planning
 from rich.console import Console
 from rich.table import Table
 
@@ -241,21 +240,18 @@ def join(ranks: Sequence[Any], folder: Path, replicated: bool) -> int:
     return sum(ray.get([rank.join.remote(where, i, len(ranks), replicated) for i, rank in enumerate(ranks)], timeout=300))
 
 
-def claims(cases: list[dict[str, Any]], plans: dict[str, Any]) -> dict[str, bool]:
+def claims(cases: list[dict[str, Any]]) -> dict[str, bool]:
     """Return raystow's goals, and whether this run meets them."""
     asked = [case["ways"][way]["store/needed"] for case in cases for way in ("folder", "apart", "s3")]
     ways = [case["ways"][way] for case in cases for way in ("memory", "peer")]
-    one = plans["same"], plans["half"]
     return {
         f"bytes from the store at most {AMPLIFICATION} times what is needed": max(asked) <= AMPLIFICATION,
         "nothing from the store while nodes have it in memory": all(not from_store(way["read"]) for way in ways),
-        f"2,048 nodes: a rank plans in less than {SECONDS:.0f} s": max(plan["seconds"] for plan in one) < SECONDS,
-        f"2,048 nodes: in a process of less than {MEMORY >> 30} GiB": max(plan["peak"] for plan in one) < MEMORY,
     }
 
 
-def tables(cases: list[dict[str, Any]], plans: dict[str, Any]) -> Iterator[Table]:
-    """Yield a table for each case, and one for the plans."""
+def tables(cases: list[dict[str, Any]]) -> Iterator[Table]:
+    """Yield a table for each case."""
     for case in cases:
         held = "each holds all" if case["replicated"] else "split"
         title = f"{case['saved by']} -> {case['restored by']} ranks, {held}, {case['raw'] / 1e6:.0f} MB raw"
@@ -268,14 +264,6 @@ def tables(cases: list[dict[str, Any]], plans: dict[str, Any]) -> Iterator[Table
             times = f"{figures['seconds']:.2f}", f"{max(figures['all seconds']):.2f}", f"{figures['GB/s']:.2f}"
             grid.add_row(TITLES[way], *times, *read, ratio)
         yield grid
-    title = "planning: saved by 2,048 nodes of 8 ranks, 1,000 tensors"
-    grid = table_of(title, "ranks", "s", "CPU s", "fragments", "MiB", "grown by")
-    for name in ("same", "half"):
-        plan = plans[name]
-        sizes = f"{plan['peak'] / (1 << 20):.0f}", f"{plan['grown'] / (1 << 20):.0f}"
-        numbers = f"{plan['ranks']:,}", f"{plan['seconds']:.2f}", f"{plan['cpu']:.2f}", str(plan["fragments"])
-        grid.add_row(f"{name} world", *numbers, *sizes)
-    yield grid
 
 
 def main(
@@ -283,7 +271,7 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="parent folder of the local store, which is deleted at the end")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="rounds that count")] = 5,
 ) -> None:
-    """Measure restoring and planning."""
+    """Measure restoring."""
     for name in ("RAYSTOW_TRUSTED_KEYS", "RAYSTOW_SIGNING_KEY"):
         os.environ.pop(name, None)
     console = Console(width=120)
@@ -292,17 +280,15 @@ def main(
         "rounds": rounds,
         "state": {"tensors": len(SHAPES), "elements": sum(map(math.prod, SHAPES))},
     }
-    plans = planning(rounds)
-    about["load after planning"] = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=folder) as place, s3() as (bucket, server):
         about["S3 server"] = server
         with nodes() as on:
             cases = [measure(on, Path(place), bucket, case, rounds) for case in CASES]
     about["load after restoring"] = os.getloadavg()[0]
-    held = claims(cases, plans)
+    held = claims(cases)
     console.print(f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {about['date']}; S3: {server}")
-    report.show(console, tables(cases, plans), held)
-    report.write(console, out, "restore", {**about, "restoring": cases, "planning": plans, "claims": held})
+    report.show(console, tables(cases), held)
+    report.write(console, out, "restore", {**about, "restoring": cases, "claims": held})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ SAVES, NODE_SAVES, OLD_PEERS = "gpu_save-2026-11-26", "gpu_save-2026-11-26-node"
 COLD, LOADS, PAIR = "gpu_cold-2026-11-26", "gpu_restore-2026-11-26", "gpu_pair-2026-11-27"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-26", "control_plane-2026-11-23", "cpu_cold-2026-11-25-s3"
 DEFAULT, NODE, PEER, PINNED = "raystow deflate", "raystow deflate, node", "torch_checkpointing", "DCP async pinned"
-FAULTS, RANKS = "faults-2026-11-25", "gpu_ranks-2026-11-27"
+FAULTS, RANKS, SCALE = "faults-2026-11-25", "gpu_ranks-2026-11-27", "scale-2026-11-28"
 STORE, MEMORY = "raystow, from the store", "raystow, from the node's memory"
 
 Row = tuple[str, ...]
@@ -189,20 +189,41 @@ def gpus() -> str:
 
 def control() -> str:
     """Render the control plane."""
-    most, local, s3 = ("results", "coordinator", 2), ("results", "commit", "local", 2), ("results", "commit", "s3", 2)
+    local, s3 = ("results", "commit", "local", 2), ("results", "commit", "s3", 2)
     newest = [at(CONTROL, "results", "opening", store, "raystow.latest(uri)", "ms", "p50") for store in ("local", "s3")]
     commits = [[at(CONTROL, *path, "commit ms", key) for path in (local, s3)] for key in ("p50", "p99")]
     read = at(CPU, "restoring", 1, "ways", "apart", "store/needed")
     rows = (
-        ("Coordinator, one save of 2,048 nodes x 8 ranks: CPU time", f"{at(CONTROL, *most, 'cpu'):.1f} s", CONTROL),
-        ("Coordinator, the same save: memory", f"{at(CONTROL, *most, 'peak') / 2**20:.0f} MiB", CONTROL),
         ("Commit with 1,000 versions, median: folder, S3 (moto)", "{:.0f}, {:.0f} ms".format(*commits[0]), CONTROL),
         ("Commit with 1,000 versions, 99th percentile: folder, S3 (moto)", "{:.0f}, {:.0f} ms".format(*commits[1]), CONTROL),
         ("Find the newest of 10,000 versions, one GET: folder, S3 (moto)", "{:.0f}, {:.0f} ms".format(*newest), CONTROL),
-        ("Plan a restore of 16,384 ranks: time", f"{at(CPU, 'planning', 'same', 'seconds'):.2f} s", CPU),
         ("Bytes that 4 nodes read from the store / bytes needed", f"{read:.4f}", CPU),
     )
     return _with_files(("", "measured"), rows)
+
+
+def scale() -> str:
+    """Render what grows with the number of ranks."""
+    saves = [("results", "coordinator", i) for i in range(3)]
+    plans = [("results", "planning", nodes, "same") for nodes in ("2048", "8192")]
+
+    def save(figure: str, form: str, name: str, of: int = 1) -> Row:
+        return name, *(f"{at(SCALE, *one, figure) / of:{form}}" for one in saves)
+
+    def plan(figure: str, form: str, name: str, of: int = 1) -> Row:
+        return name, "", *(f"{at(SCALE, *one, figure) / of:{form}}" for one in plans)
+
+    rows = (
+        save("cpu", ".1f", "Save: coordinator's CPU seconds"),
+        save("cpu of joining", ".1f", "... joining: CPU seconds"),
+        save("peak", ".0f", "... memory, MiB", 1 << 20),
+        save("record", ".2f", "Version record, MB", 10**6),
+        plan("cpu", ".2f", "Plan a restore: CPU seconds"),
+        plan("grown", ".0f", "... memory, MiB", 1 << 20),
+        plan("metadata", ".1f", "... metadata, MB", 10**6),
+        ("Delete a version: CPU seconds", "", "", f"{at(SCALE, 'results', 'upkeep', 'collection cpu'):.1f}"),
+    )
+    return table((f"[{SCALE}](../benchmarks/results/{SCALE}.json)", "2,048", "16,384", "65,536 ranks"), rows)
 
 
 def cpu() -> str:
@@ -270,6 +291,7 @@ TABLES = {
     "restores": restores,
     "gpus": gpus,
     "control": control,
+    "scale": scale,
     "cpu": cpu,
     "faults": faults,
 }

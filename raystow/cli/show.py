@@ -107,7 +107,7 @@ def _facts(
         "attempt": version.attempt,
         "world_size": record.world_size,
         "nodes": len(record.fragments),
-        "packs": len(record.packs),
+        "packs": record.pack_count,
         "chunks": sum(len(rows) for rows in version.chunks.values()),
         "tensors": len(tensors),
         "values": len(version.values()),
@@ -149,7 +149,7 @@ def _lines(target: Target, version: Version, tensors: int) -> Iterator[tuple[str
     ratio = ratio_text(version.bytes, version.raw)
     yield "bytes", f"{size(version.raw)} raw, {size(version.bytes)} stored (ratio {ratio})"
     yield "content", f"{count(tensors, 'tensor')}, {count(len(version.values()), 'plain value')}"
-    yield "objects", f"{count(len(record.packs), 'pack')} of {count(chunks, 'chunk')}"
+    yield "objects", f"{count(record.pack_count, 'pack')} of {count(chunks, 'chunk')}"
     yield "needs", _needs(target, version)
     if (thinned := record.thinned) is not None:
         rounded = "" if thinned.mantissa_bits is None else f", with {thinned.mantissa_bits} bits of mantissa"

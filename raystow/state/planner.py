@@ -190,7 +190,11 @@ def _leaves(planner: Planner, tree: object, rank: int) -> tuple[tuple[TensorView
     if len(rows) > MAX_ROWS:
         (around, _), *_ = Counter(leaf.path[:-1] for leaf in leaves if not leaf.is_tensor).most_common(1)
         raise StateError(f"more than {MAX_ROWS:,} plain values", subject=show(around), remedy="make them an array")
-    return planner.shards.look([box for leaf in leaves if leaf.is_tensor for box in boxes(leaf)], rank), rows
+    views = planner.shards.look([box for leaf in leaves if leaf.is_tensor for box in boxes(leaf)], rank)
+    if len(views) + len(rows) > MAX_ROWS:
+        what = f"has {len(views) + len(rows):,} tensors and plain values on this rank, and a node can store {MAX_ROWS:,}"
+        raise StateError(what, subject="the state", remedy="stack small tensors")
+    return views, rows
 
 
 def _record_event(device: int) -> torch.cuda.Event:

@@ -14,10 +14,10 @@ MAX_MARKER = 64 << 10
 """The marker: one id, and the public keys that a repository may ask for."""
 
 MAX_ROOT = 64 << 20
-"""The root: about 200,000 live versions."""
+"""The root: about 260,000 versions."""
 
 MAX_RECORD = 64 << 20
-"""A version record: about 700,000 packs, of raystow's size 40 TB."""
+"""A version record: about a million ranks, 8 on a node."""
 
 MAX_ITEMS = 1 << 22
 """Elements and containers of a JSON text, which take up to 200 bytes each as objects, and strings not more than they say."""

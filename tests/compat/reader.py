@@ -122,12 +122,21 @@ def rows(folder, version):
     entry = root["versions"][-1] if version is None else next(e for e in root["versions"] if e["id"] == version)
     home = folder / "versions" / f"{entry['id']:08d}-{entry['attempt']}"
     assert blake3((home / "version.json").read_bytes()).hexdigest() == entry["digest"]
-    for info in record(home / "version.json")["fragments"]:
+    fields = record(home / "version.json")
+    for info in fields["fragments"]:
         path = home / f"tensors-{info['node']:05d}.parquet"
         assert blake3(path.read_bytes()).hexdigest() == info["digest"], f"{path}: damaged"
         table = [row for row in pq.read_table(path).to_pylist() if row["kind"] != "value"]
         bases = {row["base"] for row in table} - {None}
         assert (info.get("bases", []), bases - set(entry.get("bases", []))) == (sorted(bases), set())
+        if "packs" not in fields:  # the rows name the packs
+            ends = {}
+            for row in table:
+                if row["transform"][-1:] != ["same"]:
+                    place = f"{row['group']}-{info['node']:05d}-{row['pack']:05d}.pack"
+                    ends[place] = max(ends.get(place, 0), row["start"] + sum(row["stored"]))
+            assert len(ends) == info["packs"]
+            assert ends == {place: (home / place).stat().st_size for place in ends}, f"{home}: damaged"
         for row in table:
             assert row["base"] is None or row["base"] < entry["id"]
             yield row, home / f"{row['group']}-{info['node']:05d}-{row['pack']:05d}.pack"

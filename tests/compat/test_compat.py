@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 DELTAS = HERE / "golden-deltas"
+PACKS = HERE / "golden-packs"
 
 
 def raw_bytes(value: object) -> bytes:
@@ -104,6 +105,18 @@ def test_the_reader_reads_a_new_repository(tmp_path):
     read = reader.read(tmp_path / "run")
     assert digests(read) == digests(state)
     assert len(raystow.open(tmp_path / "run").latest().chunks["big"]) > 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_records_without_packs_are_readable(version):
+    wanted = json.loads((PACKS / "expected.json").read_text())[str(version)]
+    assert digests(reader.read(PACKS, version)) == wanted
+    repository = raystow.open(PACKS)
+    held = repository.version(version)
+    assert digests({name: held.read(name) for name in wanted}) == wanted
+    assert held.record.packs is None
+    assert repository.verify(held, deep=True).packs == len([*held.packs]) == held.record.pack_count
+    assert [chunk.is_reference for chunk in held.chunks["mask"]] == [version == 2]
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])

@@ -25,7 +25,7 @@ class CoordinatorPort(RayCoordinatorClient):
         super().__init__(str(address))
         self._actor, self._trip = RemotePort(address), trip
 
-    def call(self, request: messages.Request[Any], timeout: float) -> messages.Message:
+    def call(self, request: messages.CoordinatorRequest[Any], timeout: float) -> messages.Message:
         name, data = type(request).__name__, messages.encode(request)
         self._trip(f"before calling {name}")
         give_up = SYSTEM.monotonic() + _RESTARTS

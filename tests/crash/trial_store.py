@@ -110,4 +110,4 @@ def _of_versions(repository: Repository) -> Iterable[str]:
         record = version.record
         yield record.key()
         yield from (keys.fragment(record.id, record.attempt, fragment.node) for fragment in record.fragments)
-        yield from (keys.pack(record.id, record.attempt, pack.node, pack.group, pack.number) for pack in record.packs)
+        yield from (keys.pack(record.id, record.attempt, pack.node, pack.group, pack.number) for pack in version.packs)

@@ -40,6 +40,7 @@ RECORD = VersionRecord(
     (PackInfo(0, "weights", 0, 20),),
     {"deflate": "asked for"},
 )
+LIKE_NEW = replace(RECORD, fragments=(replace(RECORD.fragments[0], packs=1, stall=0.5),), packs=None)
 
 
 def row(**fields: Any) -> dict[str, Any]:
@@ -124,8 +125,9 @@ def seeds() -> dict[str, list[bytes]]:
         "any_record": [MARKER],
         "marker": [body(MARKER), body(records.dump({"repository": ID, "signed_by": ["ab" * 32]}, keys.MARKER))],
         "root": [body(ROOT.dump()), body(Root(ID).dump()), body(FORKED.dump())],
-        "record": [body(RECORD.dump())],
+        "record": [body(RECORD.dump()), body(LIKE_NEW.dump())],
         "fragment": fragments(),
+        "pack_sizes": fragments(),
         "value": [values.dumps(value).encode() for value in plain],
         "pack": packs(),
         "value_text": [value_text.dumps({"a": [1, (2.5, None)], "t": np.ones(3), "q": deque([1], 2), 7: {"x"}}).encode()],

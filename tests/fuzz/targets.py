@@ -24,7 +24,8 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.storage.coding.dtypes import DTYPES
 from raystow.storage.errors import RaystowError
 from raystow.storage.format import keys, records, values
-from raystow.storage.format.manifest import Value
+from raystow.storage.format.manifest import Fragment, Value
+from raystow.storage.format.pack_sizes import pack_sizes as packs_named
 from raystow.storage.format.root import Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.limits import MAX_NUMBER
@@ -109,6 +110,14 @@ def fragment(data: bytes) -> None:
             allowed(lambda name=name: latest.read(name))
     allowed(lambda: latest.values(0))
     opened.verify(latest)
+
+
+def pack_sizes(data: bytes) -> None:
+    """List the packs that a fragment names; check that they are those of its rows."""
+    key, sizes, rows = keys.fragment(1, ATTEMPT, 0), [], []
+    listed = allowed(lambda: sizes.append(packs_named(data, key)))
+    if allowed(lambda: rows.append(Fragment.load(data, 0, key).packs)) and listed:
+        assert sizes == rows
 
 
 def allowed(work: Callable[[], object]) -> bool:
@@ -206,7 +215,6 @@ def prune(data: bytes) -> None:
         allowed(lambda entry=entry: planned.replacement(entry))
 
 
-TARGETS: dict[str, Callable[[bytes], Any]] = {
-    target.__name__: target
-    for target in (any_record, marker, root, record, fragment, value, pack, key, value_text, value_tree, safetensors, plan, prune)
-}
+_OF_RECORDS = any_record, marker, root, record, plan, prune
+_OF_PARTS = fragment, pack_sizes, pack, value, value_text, value_tree, key, safetensors
+TARGETS: dict[str, Callable[[bytes], Any]] = {target.__name__: target for target in (*_OF_RECORDS, *_OF_PARTS)}

@@ -20,7 +20,7 @@ from raystow.storage.format import keys
 from raystow.storage.format.manifest import Box, Chunk, Fragment, Value, path_text
 from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.signature import Signer
-from raystow.storage.format.version_record import PackInfo, VersionRecord
+from raystow.storage.format.version_record import VersionRecord
 from raystow.storage.repository import Repository, create_repository
 from raystow.storage.root.register import Register
 from raystow.storage.runtime.clock import SYSTEM, Clock
@@ -167,7 +167,7 @@ def write_rows(
     store = committer.catalog.store
     store.put(keys.pack(record.id, record.attempt, 0, "weights", 0), [pack])
     store.put(keys.fragment(record.id, record.attempt, 0), [data])
-    fields = {**vars(record), "fragments": (fragment.info(data, [0]),), "packs": (PackInfo(0, "weights", 0, len(pack)),)}
+    fields = {**vars(record), "fragments": (fragment.info(data, [0]),), "packs": None}
     return committer.commit(VersionRecord(**fields))
 
 

@@ -18,7 +18,7 @@ from raystow.workers.protocol.messages import Ticket
 
 def part(node: int, bases: tuple[int, ...] = ()) -> FragmentInfo:
     """Return the report of a node that has stored nothing."""
-    return FragmentInfo(node, 0, "00" * 32, (node,), 0, 0, 0, bases=bases)
+    return FragmentInfo(node, 0, "00" * 32, (node,), 0, 0, 0, bases=bases, packs=0)
 
 
 @dataclass
@@ -51,7 +51,7 @@ class CoordinatedRun:
         for rank, ticket in enumerate(tickets):
             self.core.finished(ticket, rank, 7 if rank == 0 else 0)
         for ticket in tickets:
-            self.core.fragment(ticket, part(ticket.node, bases), [])
+            self.core.fragment(ticket, part(ticket.node, bases))
 
     def both(self, step: int, *, delta: int = 0) -> list[Ticket]:
         return [self.begin(rank, step, save=step, delta=delta) for rank in range(2)]

@@ -40,7 +40,7 @@ from raystow.storage.versions.version import Version
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node.node import Node
 from raystow.workers.protocol.coordinator_client import CoordinatorClient
-from raystow.workers.protocol.messages import JoinRun, Message, OpenSession, RankSaveRequest, Request
+from raystow.workers.protocol.messages import CoordinatorRequest, JoinRun, Message, OpenSession, RankSaveRequest
 from raystow.workers.shm.ring import SLOT
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
@@ -56,7 +56,7 @@ class LocalPort(CoordinatorClient):
         self._core, self._committer = coordinator, committer
         self._changed = threading.Condition()
 
-    def call(self, request: Request[Any], timeout: float) -> Message:
+    def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
         with self._changed:
             try:
                 answer = handle(self._core, request)

@@ -17,14 +17,14 @@ from raystow.orchestrator.client.version_callbacks import VersionCallbacks
 from raystow.storage.errors import ClusterError
 from raystow.storage.format.root import Entry
 from raystow.storage.log import about
-from raystow.workers.protocol.messages import JoinRun
+from raystow.workers.protocol.messages import Committed, FindOutcome, JoinRun
 from raystow.workers.staging.progress import SaveProgress
 
 _log = about(logging.getLogger("raystow"))
 
 
 class Cluster:
-    """The connection of a rank to a coordinator that answers ``outcome`` with ``answers`` in turn, and then not at all."""
+    """The connection of a rank to a coordinator that answers ``FindOutcome`` with ``answers`` in turn, and then not at all."""
 
     def __init__(self, *answers: Entry | Exception) -> None:
         self.uri, self.port, self.answers = "s3://b", self, [*answers]
@@ -38,11 +38,11 @@ class Cluster:
         self.reported.append(what)
         return False
 
-    def outcome(self, id: int, attempt: str, *, timeout: float) -> Entry:
+    def ask(self, request: FindOutcome, *, timeout: float) -> Committed:
         answer = self.answers.pop(0) if self.answers else ClusterError("did not answer")
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return Committed(answer)
 
     def check(self) -> None: ...
 

@@ -32,6 +32,7 @@ from raystow.workers.protocol.coordinator_client import CoordinatorClient
 from raystow.workers.protocol.messages import (
     STORE,
     Acknowledged,
+    CoordinatorRequest,
     EntryInfo,
     EntryKept,
     EntryPlace,
@@ -39,7 +40,6 @@ from raystow.workers.protocol.messages import (
     Message,
     OpenJournal,
     OpenSegment,
-    Request,
     SegmentStored,
     StoredEntry,
 )
@@ -78,7 +78,7 @@ class SegmentRun(CoordinatorClient):
         """Return the last steps of the segments."""
         return [one.step for one in self.root.segments]
 
-    def call(self, request: Request[Any], timeout: float) -> Message:
+    def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
         if isinstance(request, OpenSegment):
             return self.segments.open(request.newest)
         assert isinstance(request, SegmentStored)

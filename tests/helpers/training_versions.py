@@ -16,7 +16,6 @@ from raystow.storage.coding.digest import raw_digest
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, Value, path_text
-from raystow.storage.format.version_record import PackInfo
 from raystow.storage.repository import Repository
 from raystow.storage.retention import replacement
 from raystow.storage.versions.version import Version
@@ -57,7 +56,7 @@ def mixed(committer: Committer, step: int, *, copy: bool = False) -> Version:
     same pack; and moments in another pack. With ``copy``, another tensor of the weights is a copy of the master weights.
     """
     record = replace(empty_record(committer, step), metrics={"loss": 1.0 / step}, world_size=2)
-    infos, packs = [], []
+    infos = []
     for node in range(2):
         name, tail = ("optimizer.master", ".w"), f".{node}"
         rows, pack = rows_and_pack({"".join(name) + tail: halves(MASTER), "norm" + tail: whole(NORM)})
@@ -69,7 +68,6 @@ def mixed(committer: Committer, step: int, *, copy: bool = False) -> Version:
         empty, _ = rows_and_pack({"empty.a" + tail: whole(NORM[:0]), "empty.b" + tail: whole(NORM[:0])})
         for group, data in (("weights", pack), ("optimizer", apart)):
             committer.catalog.store.put(keys.pack(record.id, record.attempt, node, group, 0), [data])
-            packs.append(PackInfo(node, group, 0, len(data)))
         moments = [structs.replace(row, group="optimizer") for row in moments[: 2 - node]]  # one empty tensor, in one fragment
         chunks = tuple(structs.replace(row, node=node) for row in [*rows, *empty, *moments])
         values = (
@@ -80,7 +78,7 @@ def mixed(committer: Committer, step: int, *, copy: bool = False) -> Version:
         data = fragment.dump()
         committer.catalog.store.put(keys.fragment(record.id, record.attempt, node), [data])
         infos.append(fragment.info(data, [node], stall=0.5))
-    return committer.commit(replace(record, fragments=tuple(infos), packs=tuple(packs)))
+    return committer.commit(replace(record, fragments=tuple(infos), packs=None))
 
 
 def bits(version: Version) -> dict[str, bytes]:

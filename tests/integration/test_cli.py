@@ -324,7 +324,19 @@ def test_doctor_without_a_cluster_reports_no_failure() -> None:
     report = run_json("doctor")
     checks = found(report)
     assert report["ok"]
-    assert {"python", "loops", "torch", "ray", "cluster", "gpus", "shared memory", "/dev/shm", "cores", "memory"} <= set(checks)
+    assert {
+        "python",
+        "loops",
+        "torch",
+        "ray",
+        "cluster",
+        "bounds",
+        "gpus",
+        "shared memory",
+        "/dev/shm",
+        "cores",
+        "memory",
+    } <= set(checks)
     assert all(check["status"] in ("ok", "warning") for check in report["checks"])
     assert checks["cluster"]["found"] == "no Ray cluster is running here"
     assert "memfd" in checks["shared memory"]["found"]

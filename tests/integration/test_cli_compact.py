@@ -137,7 +137,7 @@ def test_a_thinned_delta_history_keeps_weights_that_dcp_loads(folder: Path) -> N
 def test_a_damaged_base_is_reported_and_its_deltas_stay(folder: Path) -> None:
     repository = open_repository(str(folder))
     first = repository.version(1)
-    for pack in first.record.packs:
+    for pack in first.packs:
         repository.store.put(keys.pack(1, first.attempt, *pack.place), [bytes(pack.size)])
     before = bases(repository)
     fields = run_json("compact", folder, code=3)
@@ -184,7 +184,7 @@ def test_a_run_skips_a_compaction_that_is_too_large(folder: Path, caplog: pytest
 def test_a_run_does_not_retry_an_unreadable_version(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     repository = open_repository(str(folder))
     first = repository.version(1)
-    repository.store.delete([keys.pack(1, first.attempt, *pack.place) for pack in first.record.packs])
+    repository.store.delete([keys.pack(1, first.attempt, *pack.place) for pack in first.packs])
     housekeeping = Housekeeping(Committer(repository, "me"), grace=0.0)
     for _ in range(2):
         housekeeping.run(POLICY, bases=[6])

@@ -150,7 +150,7 @@ def test_prune_text_reports_dropped_and_thinned_versions(folder: Path) -> None:
 def test_a_damaged_version_is_reported_and_others_are_thinned(folder: Path) -> None:
     repository = open_repository(str(folder))
     first = repository.version(1)
-    (pack, *_) = [p for p in first.record.packs if p.group == "weights"]
+    (pack, *_) = [p for p in first.packs if p.group == "weights"]
     key = keys.pack(1, first.attempt, *pack.place)
     repository.store.put(key, [bytes(pack.size)])
     fields = run_json("prune", folder, "--resumable", 1, code=3)

@@ -22,7 +22,7 @@ from raystow.storage.retention.policy import Policy
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.protocol.coordinator_client import CoordinatorClient
-from raystow.workers.protocol.messages import Message, Request, RestoreChoice, RestoreVote
+from raystow.workers.protocol.messages import CoordinatorRequest, Message, RestoreChoice, RestoreVote
 
 State = dict[str, Any]
 
@@ -160,10 +160,10 @@ def test_memory_restores_a_delta_while_the_store_is_down(uri: str, monkeypatch: 
     class Port(CoordinatorClient):
         """A port that selects the newest version, with the locations that the coordinator knows."""
 
-        def call(self, request: Request[Any], timeout: float) -> Message:
+        def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
             return RestoreChoice.of(newest.entry, known, near, cluster.committer.record)
 
-        def send(self, request: Request[Any]) -> None: ...
+        def send(self, request: CoordinatorRequest[Any]) -> None: ...
 
     def down(*_: object, **__: object) -> None:
         raise StoreUnavailable("503", subject="the store")

@@ -46,9 +46,7 @@ def read_of(cluster: LocalCluster, version: Version) -> dict[str, int]:
     """Read all packs through the node, compare them with those of the store, and return the bytes read from each source."""
     cache = NodeCacheStore(version.store, cluster.address(0), cluster.repository.id)
     cache.location = lambda key: ObjectLocation(sizes[key])
-    sizes = {
-        keys.pack(version.id, version.attempt, pack.node, pack.group, pack.number): pack.size for pack in version.record.packs
-    }
+    sizes = {keys.pack(version.id, version.attempt, pack.node, pack.group, pack.number): pack.size for pack in version.packs}
     assert sum(sizes.values()) == SIZE
     for key, size in sizes.items():
         stored = version.store.get(key, max_bytes=size)
@@ -63,7 +61,7 @@ def read_of(cluster: LocalCluster, version: Version) -> dict[str, int]:
 def lent_pack(cluster: LocalCluster) -> tuple[LentMemory, list[int]]:
     """Return the memory of the only pack of the newest version, and the starts of its chunks in the order of the tensor."""
     version = cluster.repository.latest()
-    (pack,) = version.record.packs
+    (pack,) = version.packs
     lent = cluster.tier(0).lend(cluster.repository.id, keys.pack(version.id, version.attempt, pack.node, pack.group, pack.number))
     assert lent is not None
     return lent, [row.start for row in sorted(version.chunks["w0"], key=lambda row: row.offset)]

@@ -70,7 +70,7 @@ def test_a_restarted_coordinator_knows_committed_attempts(tmp_path: Path) -> Non
     ray.kill(coordinator_actor(tmp_path.as_uri()), no_restart=False)
     port = RayCoordinatorClient(tmp_path.as_uri())
     ticket = Ticket(version.id, version.entry.attempt, 0, 60.0, 1)
-    part = PartStored(ticket, record.fragments[0], tuple(record.packs))
+    part = PartStored(ticket, record.fragments[0])
     entry = _called(lambda: port.ask(part).entry)
     assert entry == version.entry
     assert repository.root().epoch == epoch + 1

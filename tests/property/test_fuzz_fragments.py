@@ -84,6 +84,7 @@ def hostile_rows(draw: st.DrawFn) -> list[dict[str, Any]]:
 def test_hostile_rows_raise_only_raystow_errors(rows: list[dict[str, Any]]) -> None:
     data = written(rows)
     allowed(lambda: TARGETS["fragment"](data))
+    allowed(lambda: TARGETS["pack_sizes"](data))
 
 
 @checked
@@ -96,6 +97,7 @@ def test_changed_bytes_raise_only_raystow_errors(data: st.DataObject) -> None:
         at = data.draw(st.integers(0, len(seed) - 1) | st.integers(footer, len(seed) - 1))
         seed[at] = data.draw(st.sampled_from([0, 1, 127, 128, 255, seed[at] ^ 1, seed[at] ^ 128]) | st.integers(0, 255))
     allowed(lambda: TARGETS["fragment"](bytes(seed)))
+    allowed(lambda: TARGETS["pack_sizes"](bytes(seed)))
 
 
 @checked

@@ -256,7 +256,7 @@ class Cluster:
         for key, data in stored.items():
             store.put(key, [data])
         record = VersionRecord(repository.id, id, attempt, committer.epoch, self._step, created=clock.now(), world_size=1)
-        committer.commit(replace(record, fragments=(part.info,), packs=part.packs))
+        committer.commit(replace(record, fragments=(part.info,), packs=None))
 
     def _check_clean(self) -> None:
         self.watch.whole()

@@ -394,7 +394,9 @@ class Watch:
             raise Violation("a version is whole", f"{folder}version.json is not what the root says")
         fields = json.loads(record)
         names = [f"tensors-{f['node']:05d}.parquet" for f in fields["fragments"]]
-        names += [f"{p['group']}-{p['node']:05d}-{p['number']:05d}.pack" for p in fields["packs"]]
+        names += [
+            f"{payload.GROUP}-{f['node']:05d}-{number:05d}.pack" for f in fields["fragments"] for number in range(f["packs"])
+        ]
         if entry.get("bases", []) != sorted({base for f in fields["fragments"] for base in f.get("bases", ())}):
             raise Violation("a version is whole", f"the root does not tell what {folder} is a delta to")
         if sorted({f["node"] for f in fields["fragments"]}) != list(range(fields["world_size"])):
@@ -429,7 +431,7 @@ class Watch:
 
     def _nodes(self, entry: Json) -> list[int]:
         """Return the nodes that store packs of a version."""
-        return sorted(pack["node"] for pack in self._record(entry)["packs"])
+        return sorted(fragment["node"] for fragment in self._record(entry)["fragments"] if fragment["packs"])
 
     def _bits(self, entry: Json) -> int | None:
         """Return the mantissa bits to which a thinned version was rounded, from its record."""

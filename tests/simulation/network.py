@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from raystow.storage.errors import ClusterError, RaystowError
 from raystow.workers.protocol.coordinator_client import ANSWER, CoordinatorClient
-from raystow.workers.protocol.messages import Message, Request
+from raystow.workers.protocol.messages import CoordinatorRequest, Message
 
 from .scheduler import Process
 
@@ -23,7 +23,7 @@ class SimPort(CoordinatorClient):
         self._cluster, self._caller = cluster, caller
         self._host = cluster.some_host()
 
-    def call(self, request: Request[Any], timeout: float) -> Message:
+    def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
         answer: Message = self._call("handle", timeout, request)
         return answer
 

@@ -127,14 +127,14 @@ class Node:
         try:
             port.ask(RankFinished(ticket, self.rank, 0))
             port.ask(AwaitRanks(ticket), self._warned)
-            port.ask(PartStaged(ticket, part.info, part.packs))
+            port.ask(PartStaged(ticket, part.info))
             if not self.process.wait(lambda: bool(uploads), ticket.timeout):
                 raise ClusterError("a pack could not be stored in time")
             if uploads[0] is not None:
                 raise uploads[0]
             self.store.put(fragment, [part.fragment])
             reported = True
-            port.ask(PartStored(ticket, part.info, part.packs), self._warned)
+            port.ask(PartStored(ticket, part.info), self._warned)
         except RaystowError as error:
             self._tell_failed(port, ticket, error)
             if not reported:

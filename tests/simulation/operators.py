@@ -176,9 +176,8 @@ class Operator:
         pace = self._rng.choice([1.0, 300.0, 2000.0, 2000.0])
         version = repository.at(entry)
         try:
-            record = version.record
-            wanted = [keys.fragment(entry.id, entry.attempt, f.node) for f in record.fragments]
-            wanted += [keys.pack(entry.id, entry.attempt, *p.place) for p in record.packs]
+            wanted = [keys.fragment(entry.id, entry.attempt, f.node) for f in version.record.fragments]
+            wanted += [keys.pack(entry.id, entry.attempt, *p.place) for p in version.packs]
             for key in wanted:
                 self.clock.sleep(self._rng.around(pace))
                 if self.store.get(key, max_bytes=1 << 20) != self._cluster.watch.expected[key]:

@@ -13,7 +13,7 @@ from raystow.storage.coding.chunk import Coding
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.kernels import Words, subtract
 from raystow.storage.format.manifest import ARRAY, Chunk, Fragment, path_text
-from raystow.storage.format.version_record import FragmentInfo, PackInfo
+from raystow.storage.format.version_record import FragmentInfo
 from raystow.storage.versions import runs
 
 KINDS = 4
@@ -28,7 +28,6 @@ class Part:
     pack: bytes
     fragment: bytes
     info: FragmentInfo
-    packs: tuple[PackInfo, ...]
 
 
 @functools.cache
@@ -59,7 +58,7 @@ def part(node: int, kind: int, base: int | None = None) -> Part:
     )
     fragment = Fragment(node, (row,), ())
     data = fragment.dump()
-    return Part(pack, data, fragment.info(data, [node]), (PackInfo(node, GROUP, 0, len(pack)),))
+    return Part(pack, data, fragment.info(data, [node]))
 
 
 @functools.cache

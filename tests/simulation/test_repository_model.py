@@ -253,7 +253,7 @@ class RepositoryModel(RuleBasedStateMachine):
             self.store.put(keys.fragment(id, attempt, node), [part.fragment])
         self.model.written[id, attempt], self.model.steps[id, attempt] = self.clock.time, step
         self.model.objects[id, attempt] = 2 * nodes
-        return replace(record, fragments=tuple(p.info for p in parts), packs=tuple(pack for p in parts for pack in p.packs))
+        return replace(record, fragments=tuple(p.info for p in parts), packs=None)
 
     def _some_version(self, data: st.DataObject) -> Version | None:
         versions = self.repository.versions()

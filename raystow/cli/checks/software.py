@@ -15,6 +15,8 @@ import numpy as np
 
 from ..._version import __version__
 from ...storage.coding import kernels
+from ...storage.format import capacity
+from ...storage.limits import MAX_DEPTH, MAX_NAME, MAX_ROWS
 from .finding import Finding, damaged, ok, warning
 
 TIMEOUT = 20.0
@@ -124,7 +126,23 @@ def survey() -> dict[str, object]:
     return answer
 
 
-CHECKS = {"python": python, "loops": loops, "binaries": binaries, "torch": torch, "ray": ray, "cluster": cluster}
+def bounds() -> Finding:
+    """Return what a version and a repository hold at most, in the user's terms."""
+    version = f"a version: about {capacity.RANKS:,} ranks, 8 on a node"
+    node = f"a node: {MAX_ROWS:,} chunks and plain values, in chunks of 4 MiB {MAX_ROWS >> 18} TiB"
+    names = f"a name: {MAX_NAME:,} characters, {MAX_DEPTH} parts"
+    return ok("; ".join((version, node, names, f"a repository: about {capacity.VERSIONS:,} versions")))
+
+
+CHECKS = {
+    "python": python,
+    "loops": loops,
+    "binaries": binaries,
+    "torch": torch,
+    "ray": ray,
+    "cluster": cluster,
+    "bounds": bounds,
+}
 
 
 def _older(version: str, *least: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
@@ -20,7 +19,7 @@ from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import VersionRecord
 from ...storage.log import about
-from ...storage.runtime import background
+from ...storage.runtime import background, gc_pause
 from ...storage.runtime.clock import SYSTEM
 from ...storage.stores.settings import JobSettings, StoreAddress
 from ...workers import actor_environment
@@ -28,6 +27,7 @@ from ...workers.node.actor import ask_for_settings, holders, journal_entries, ra
 from ...workers.protocol import messages
 from ...workers.protocol.messages import (
     Begin,
+    CoordinatorRequest,
     CoordinatorStarted,
     CoordinatorStatus,
     EntryInfo,
@@ -37,7 +37,6 @@ from ...workers.protocol.messages import (
     NoVersion,
     RankReading,
     RanksWarning,
-    Request,
     RestoreChoice,
     RestoreVote,
     StartRun,
@@ -85,7 +84,7 @@ class CoordinatorActor:
         self._restoring, self._recalling = asyncio.Lock(), asyncio.Lock()
         self._in_store: dict[EntryInfo, StoredEntry] = {}  # the entries that the store has, when all ranks voted last
         self._choices: tuple[object, dict[str, RestoreChoice]] = (None, {})  # by attempt, since this change of the rounds
-        self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
+        self._shared: tuple[RestoreChoice, ray.ObjectRef] | None = None  # the last one in the object store
         self._keeper: asyncio.Task[None] | None = None
         self._census = NodeCensus(ray_cluster.alive_nodes, ray_cluster.leaving_nodes)
         self._chores: asyncio.Task[None] | None = None
@@ -118,6 +117,7 @@ class CoordinatorActor:
             if self._opened is None:
                 names = self._uri, self._settings, self._owner()
                 self._opened = await asyncio.to_thread(OpenedRepository, *names, self._abandoned)
+                gc_pause.collect_rarely()
             committer = self._opened.committer
         catalog = committer.catalog
         return CoordinatorStarted(catalog.id, catalog.trust.keys, committer.epoch, number)
@@ -159,15 +159,15 @@ class CoordinatorActor:
     async def handle(self, protocol: str, data: bytes) -> tuple[bytes, ray.ObjectRef | None]:
         """Answer a request of a rank or node worker: one of ``COORDINATOR_REQUESTS``, encoded.
 
-        Records that are known here come through the object store: once to each node, and not to each rank.
+        A choice, which may take megabytes, comes through the object store: once to each node, and not to each rank.
         """
         with self._serving(protocol):
             answer = await self.answer(messages.decode(data, *messages.COORDINATOR_REQUESTS))
-        if not isinstance(answer, RestoreChoice) or not any(records := answer.records):
+        if not isinstance(answer, RestoreChoice) or answer == RestoreChoice(answer.entry):
             return messages.encode(answer), None
-        if records != self._shared[0]:
-            self._shared = records, ray.put(records)
-        return messages.encode(answer.with_records(itertools.repeat(b""))), self._shared[1]
+        if self._shared is None or not answer.has_parts_of(self._shared[0]):
+            self._shared = answer, ray.put(messages.encode(answer))
+        return b"", self._shared[1]
 
     @contextlib.contextmanager
     def _serving(self, protocol: str) -> Iterator[None]:
@@ -179,7 +179,7 @@ class CoordinatorActor:
             self._calls -= 1
             self._used = SYSTEM.monotonic()
 
-    async def answer(self, request: Request[_Answer]) -> _Answer:
+    async def answer(self, request: CoordinatorRequest[_Answer]) -> _Answer:
         """Answer one of ``COORDINATOR_REQUESTS``; it may be ``RanksWarning``, too."""
         return cast(_Answer, await self._answer(request))
 
@@ -334,7 +334,8 @@ class CoordinatorActor:
         return None
 
     async def _started(self) -> OpenedRepository:
-        await self.start()
+        if self._opened is None or self._starting.locked():
+            await self.start()
         assert self._opened is not None
         return self._opened
 

@@ -10,8 +10,9 @@ from ...state.coverage import total
 from ...storage.commit.committer import Committer
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format import values
+from ...storage.format.capacity import check_record
 from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
+from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
 from ...workers.protocol.messages import Begin, Incarnation
 from ..late_ranks import LATE, NumberedWarning, late_text
@@ -36,9 +37,6 @@ ANOTHER_RUN = 'if another run writes here, stop it or give it a URI of its own; 
 
 _LISTED = 3  # metrics that a warning names
 
-NodeResult = tuple[FragmentInfo, tuple[PackInfo, ...]]
-"""What one node has stored: its manifest fragment and its packs."""
-
 
 @dataclass
 class Attempt:
@@ -46,12 +44,12 @@ class Attempt:
 
     ``metrics``: rank -> its metrics as JSON. ``ranks``: rank -> its node. ``saves``: rank -> the number of its save.
     ``delivered``: rank -> its process, which has ended after its node worker had all of the save. ``owned_dtensors``: DTensor
-    -> the first rank of its mesh. ``nodes``: node -> its number in the attempt. ``staged`` and ``stored``: results by node
-    number, complete in memory and durable. ``failure``: why it was aborted. ``created``: when all was staged. ``promised``: the
-    record that it will have. ``restores``: restores that its record reports. ``base``: the version that it is compared with;
-    ``deltas``: whether changed chunks may be deltas to that. ``takes_over``: whether a rank asks to take the repository over
-    from another run. ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one reported last; ``warn_at``:
-    when to look for ranks that are late; ``warning``: the newest about them.
+    -> the first rank of its mesh. ``nodes``: node -> its number in the attempt. ``staged`` and ``stored``: fragments by node
+    number, whose packs and file are complete in memory and durable. ``failure``: why it was aborted. ``created``: when all was
+    staged. ``promised``: the record that it will have. ``restores``: restores that its record reports. ``base``: the version
+    that it is compared with; ``deltas``: whether changed chunks may be deltas to that. ``takes_over``: whether a rank asks to
+    take the repository over from another run. ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one
+    reported last; ``warn_at``: when to look for ranks that are late; ``warning``: the newest about them.
     """
 
     id: int
@@ -72,13 +70,13 @@ class Attempt:
     replicated: dict[int, int] = field(default_factory=dict)
     owned_dtensors: dict[str, int] = field(default_factory=dict)
     nodes: dict[str, int] = field(default_factory=dict)
-    staged: dict[int, NodeResult] = field(default_factory=dict)
+    staged: dict[int, FragmentInfo] = field(default_factory=dict)
     created: float = 0.0
     restores: tuple[RestoreInfo, ...] = ()
     promised: VersionRecord | None = None
     expected: int = 0
     covered: dict[int, int] = field(default_factory=dict)
-    stored: dict[int, NodeResult] = field(default_factory=dict)
+    stored: dict[int, FragmentInfo] = field(default_factory=dict)
     entry: Entry | None = None
     swept: bool = False
     generation: int = 0
@@ -120,6 +118,23 @@ class Attempt:
         self.retention = request.retention or self.retention
         self.takes_over = self.takes_over or request.on_fenced == "takeover"
         self.expected = total((self.expected, contents.expected))
+
+    @property
+    def too_large(self) -> SaveFailed | None:
+        """Why it cannot become a version, if its record would be too large."""
+        metrics = self.metrics.get(0, {})
+        try:
+            check_record(len(self.nodes), self.world_size, (*metrics, *metrics.values(), *self.lossy.values()))
+        except SaveFailed as error:
+            return SaveFailed(error.what, subject=self.subject, remedy=error.remedy)
+        return None
+
+    @property
+    def odd_ranks(self) -> list[int]:
+        """The ranks that hold other plain tensors than rank 0."""
+        if len({*self.replicated.values()}) < 2:
+            return []
+        return [rank for rank, held in sorted(self.replicated.items()) if held != self.replicated[0]]
 
     def needs(self, node: int) -> bool:
         """Whether it cannot become a version without more work of a node, by number."""
@@ -169,10 +184,9 @@ class Attempt:
 
 
 def version_record(
-    committer: Committer, attempt: Attempt, results: Mapping[int, NodeResult], *, created: float, writer: Mapping[str, str]
+    committer: Committer, attempt: Attempt, fragments: Mapping[int, FragmentInfo], *, created: float, writer: Mapping[str, str]
 ) -> VersionRecord:
-    """The record of an attempt with these results, by node number. ``writer``: names and versions of the software."""
-    parts = [result for _, result in sorted(results.items())]
+    """The record of an attempt with these fragments, by node number. ``writer``: names and versions of the software."""
     return VersionRecord(
         repository=committer.catalog.id,
         id=attempt.id,
@@ -185,8 +199,8 @@ def version_record(
         coding=attempt.coding,
         lossy=attempt.lossy,
         writer=dict(writer),
-        fragments=tuple(info for info, _ in parts),
-        packs=tuple(pack for _, packs in parts for pack in packs),
+        fragments=tuple(info for _, info in sorted(fragments.items())),
+        packs=None,
         restores=attempt.restores,
     )
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from ...state.coverage import differing, total
 from ...storage.commit.committer import Committer
-from ...storage.errors import Damaged, Fenced, NotARepository, OutcomeUnknown, RaystowError, SaveFailed
+from ...storage.errors import Fenced, NotARepository, OutcomeUnknown, RaystowError, SaveFailed
 from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord, check_part, check_restore
+from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord, check_part, check_restore
 from ...storage.log import Log, about
 from ...storage.root.root_register import BEGIN_ANEW
 from ...storage.runtime.clock import Clock
@@ -147,6 +147,8 @@ class Coordinator:
             attempt.join(begin, self._clock.monotonic())
             self._plain_tensors[rank] = plain_tensors or self._plain_tensors.get(rank, ())
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
+        if (too_large := attempt.too_large) is not None:
+            self._abort(attempt, too_large)
         self._abort_if_missed(attempt)
         self._check_owners(attempt, rank, begin.contents.owned_dtensors)
         left = max(0.0, attempt.deadline - self._clock.monotonic())
@@ -158,8 +160,7 @@ class Coordinator:
         attempt.covered[rank], attempt.progress = covered, self._clock.monotonic()
         if len(attempt.covered) < attempt.world_size:
             return
-        odd = [r for r, held in sorted(attempt.replicated.items()) if held != attempt.replicated[0]]
-        if odd:
+        if odd := attempt.odd_ranks:
             same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
             what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(self._plain_tensors, odd[0])}"
             self._abort(attempt, f"{what}: {same}; shard what differs as DTensors")
@@ -173,13 +174,13 @@ class Coordinator:
         self._metrics_differ = self._metrics_differ or attempt.warn_of_metrics()  # said once: they may differ in each save
         self._enter(attempt, Phase.SEALING)
 
-    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+    def staged(self, ticket: Ticket, info: FragmentInfo) -> None:
         """A node's packs and fragment are complete in memory, and being uploaded."""
         attempt = self._of(ticket, Phase.SEALING)
         if ticket.node in attempt.staged:
             return  # reported before; the answer was lost
-        self._check_part(attempt, ticket, info, packs)
-        attempt.staged[ticket.node] = info, tuple(packs)
+        self._check_part(attempt, ticket, info)
+        attempt.staged[ticket.node] = info
         if len(attempt.staged) == len(attempt.nodes):
             attempt.created = self._clock.now()
             attempt.restores, self._restores = self._restores, ()
@@ -201,14 +202,15 @@ class Coordinator:
         staged += [self._lost] if self._lost is not None else []
         return sorted(staged, key=lambda record: record.id, reverse=True)
 
-    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+    def fragment(self, ticket: Ticket, info: FragmentInfo) -> None:
         """A node's packs and fragment are durable."""
         attempt = self.attempt(ticket)
         if attempt.phase is Phase.COMMITTED or ticket.node in attempt.stored:
             return  # reported before; the answer was lost
         attempt = self._of(ticket, Phase.SEALING)
-        self._check_part(attempt, ticket, info, packs)
-        attempt.stored[ticket.node], attempt.progress = (info, tuple(packs)), self._clock.monotonic()
+        if (known := attempt.staged.get(ticket.node)) != info:
+            self._check_part(attempt, ticket, info)
+        attempt.stored[ticket.node], attempt.progress = known if known == info else info, self._clock.monotonic()
         if len(attempt.stored) == len(attempt.nodes):
             self._enter(attempt, Phase.READY)
 
@@ -313,7 +315,7 @@ class Coordinator:
         """Note the result of a commit: the root's entry, or the error."""
         if isinstance(outcome, Entry):
             attempt.entry = outcome
-            stalls = [info.stall for info, _ in attempt.stored.values() if info.stall is not None]
+            stalls = [info.stall for info in attempt.stored.values() if info.stall is not None]
             took = self._clock.monotonic() - attempt.opened
             self.costs.saved(max(stalls, default=None), took, cold=1 in attempt.saves.values())
             if not (attempt.deltas and outcome.bases):
@@ -437,12 +439,10 @@ class Coordinator:
             raise attempt.failure or SaveFailed(f"the attempt is {attempt.phase.value}", subject=attempt.subject)
         return attempt
 
-    def _check_part(self, attempt: Attempt, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+    def _check_part(self, attempt: Attempt, ticket: Ticket, info: FragmentInfo) -> None:
         """Abort the attempt, and raise, if readers would refuse what a node reports."""
         try:
-            if ticket.node not in attempt.nodes.values():
-                raise Damaged("the attempt has no such node")
-            check_part(info, packs, ticket.node)
+            check_part(info, ticket.node, nodes=len(attempt.nodes))
         except RaystowError as error:
             self._abort(attempt, f"node {ticket.node} reported an invalid part: {error.what}")
             raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}") from error

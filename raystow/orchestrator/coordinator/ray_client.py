@@ -15,7 +15,7 @@ from ...workers import actor_environment
 from ...workers.node.actor import NAMESPACE
 from ...workers.protocol import messages
 from ...workers.protocol.coordinator_client import ANSWER, CoordinatorClient
-from ...workers.protocol.messages import PROTOCOL, RestoreChoice
+from ...workers.protocol.messages import PROTOCOL
 from ...workers.ray_connection import RayConnection
 from .actor import UNUSED, CoordinatorActor
 
@@ -52,7 +52,7 @@ class RayCoordinatorClient(CoordinatorClient):
         if settings != LOCAL:
             self.ask(messages.OpenStore(self._uri, settings), timeout=timeout)
 
-    def call(self, request: messages.Request[_Answer], timeout: float) -> messages.Message:
+    def call(self, request: messages.CoordinatorRequest[_Answer], timeout: float) -> messages.Message:
         data = messages.encode(request)
 
         def answer() -> tuple[bytes, ObjectRef | None]:
@@ -71,15 +71,15 @@ class RayCoordinatorClient(CoordinatorClient):
                 self.open_store()
         return self._decoded(request, *self._ray.find(answer, forget))
 
-    def send(self, request: messages.Request[_Answer]) -> None:
+    def send(self, request: messages.CoordinatorRequest[_Answer]) -> None:
         self._ray.send(lambda: self._known().handle.remote(PROTOCOL, messages.encode(request)), self._who)
 
-    def _decoded(self, request: messages.Request[_Answer], data: bytes, records: ObjectRef | None) -> messages.Message:
+    def _decoded(self, request: messages.CoordinatorRequest[_Answer], data: bytes, shared: ObjectRef | None) -> messages.Message:
+        """Decode an answer. ``shared``: has it instead, if it is the same for many ranks."""
+        if shared is not None:
+            data = self._ray.call(lambda: shared, ANSWER, self._who)
         answer: messages.Message = messages.decode(data, *messages.answers_of(type(request)), messages.RanksWarning)
-        if records is None:
-            return answer
-        assert isinstance(answer, RestoreChoice)
-        return answer.with_records(self._ray.call(lambda: records, ANSWER, self._who))
+        return answer
 
     def _known(self) -> ActorHandle:
         """The coordinator, which is started if there is none."""

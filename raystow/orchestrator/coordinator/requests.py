@@ -27,10 +27,10 @@ def handle(core: Coordinator, request: Message) -> Answer:
             core.finished(ticket, rank, covered)
         case messages.AwaitRanks(ticket, last):
             return _when(core, ticket, last, lambda attempt: attempt.phase is not Phase.GATHERING, lambda attempt: Acknowledged())
-        case messages.PartStaged(ticket, info, packs):
-            core.staged(ticket, info, packs)
-        case messages.PartStored(ticket, info, packs, last):
-            core.fragment(ticket, info, packs)
+        case messages.PartStaged(ticket, info):
+            core.staged(ticket, info)
+        case messages.PartStored(ticket, info, last):
+            core.fragment(ticket, info)
             return _when(core, ticket, last, lambda attempt: attempt.phase.over, lambda attempt: Committed(attempt.result()))
         case messages.PartFailed(ticket, reason):
             core.failed(ticket, reason)

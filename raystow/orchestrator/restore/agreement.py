@@ -6,12 +6,13 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from ...storage.errors import Damaged, NotFound, RankRestarted, RaystowError
 from ...storage.format import keys
+from ...storage.format.keys import PlaceInAttempt
 from ...storage.format.root import Entry
 from ...storage.limits import MAX_ROWS
 from ...storage.log import about
@@ -192,15 +193,15 @@ class ClusterAgreement:
         near = {choice.entry.id: choice.near for choice in choices}
         self.sources = sources = Sources(near.pop(entry.id), self._here, bases=near)
         alone = self._opening.world_size == 1
-        group, sizes = self._choice.group, {(version.id, version.attempt): _sizes(version)}
+        group, size_of = self._choice.group, {(version.id, version.attempt): _sizes(version)}
         for base in version.bases.all():
             records[base.record_key] = ObjectLocation(base.entry.size)
-            sizes[base.id, base.attempt] = _sizes(base)
+            size_of[base.id, base.attempt] = _sizes(base)
 
         @functools.cache
         def place(key: str) -> ObjectLocation | None:
             parts, whose = keys.place_of(key), keys.attempt_of(key)
-            size = None if parts is None or whose not in sizes else sizes[whose].get(parts)
+            size = None if parts is None or whose not in size_of else size_of[whose](parts)
             if parts is None or whose is None or size is None:
                 return None
             base = 0 if whose[0] == version.id else whose[0]
@@ -265,8 +266,12 @@ class ClusterAgreement:
             self._cache = None
 
 
-def _sizes(version: Version) -> dict[Any, int]:
-    """Sizes of fragments and packs by the parts of their keys: formatting hundreds of thousands of keys, of which a rank reads a
-    few, would take longer."""
-    record = version.record
-    return {**record.pack_sizes, **{(info.node,): info.size for info in record.fragments}}
+def _sizes(version: Version) -> Callable[[PlaceInAttempt], int | None]:
+    """What gives the size of a fragment or pack by the rest of its key. That of a pack is known once its fragment was read, as it
+    was before the pack is."""
+    fragments = {info.node: info.size for info in version.record.fragments}
+
+    def size(place: PlaceInAttempt) -> int | None:
+        return fragments.get(place[0]) if len(place) == 1 else version.pack_size(*place)
+
+    return size

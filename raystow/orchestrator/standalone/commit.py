@@ -74,8 +74,8 @@ class StandaloneCommit:
         texts = {name: values.dumps(value) for name, value in metrics.items()}
         attempt = Attempt(self.id, self.attempt, self.step, len(parts), metrics={0: texts})
         software = {"raystow": __version__, "python": platform.python_version(), **(writer or {})}
-        results = {number: (part.info, part.packs) for number, part in enumerate(parts)}
-        record = version_record(self._committer, attempt, results, created=SYSTEM.now(), writer=software)
+        fragments = {number: part.info for number, part in enumerate(parts)}
+        record = version_record(self._committer, attempt, fragments, created=SYSTEM.now(), writer=software)
         return self._committer.commit(record)
 
     def apply_retention(self, policy: Policy) -> None:

@@ -40,7 +40,6 @@ class StoredPart:
     """``covered``: the sum of ``state.coverage.coverage`` over what was stored and counted."""
 
     info: FragmentInfo
-    packs: tuple[PackInfo, ...]
     covered: int
 
 
@@ -95,7 +94,7 @@ class StandaloneWriter:
         """Store the manifest fragment, after ``seal``. ``values``: the plain values in it, of any ranks."""
         key, data, fragment = self._writer.fragment(values)
         self._store.put(key, [data])
-        return StoredPart(fragment.info(data, [self._ticket.node]), self._packs, self._covered)
+        return StoredPart(fragment.info(data, [self._ticket.node]), self._covered)
 
     def _code(self, piece: PlannedChunk, counted: bool) -> None:
         try:

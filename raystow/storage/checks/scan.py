@@ -14,6 +14,7 @@ from ..coding.digest import stored_digest
 from ..commit import segments
 from ..errors import Damaged, NotFound, Untrusted
 from ..format import keys
+from ..format.pack_sizes import PackSizes, listed, pack_sizes
 from ..format.root import Entry, Segment
 from ..format.segment_record import SegmentRecord
 from ..format.signature import SEGMENT, Trust
@@ -110,15 +111,20 @@ def _examined(store: ObjectStore, trust: Trust, id: int, attempt: str, sizes: Ma
 def _lacks(store: ObjectStore, record: VersionRecord, sizes: Mapping[str, int]) -> str:
     """What a version with this record lacks, given the sizes of its objects by key."""
     fragments = {keys.fragment(record.id, record.attempt, f.node): f for f in record.fragments}
+
+    def packs(node: int, found: PackSizes) -> dict[str, int]:
+        return {keys.pack(record.id, record.attempt, node, *place): size for place, size in found.items()}
+
     expected = {key: f.size for key, f in fragments.items()}
-    expected |= {keys.pack(record.id, record.attempt, *pack.place): pack.size for pack in record.packs}
+    for node, found in listed(record.packs or ()).items():
+        expected |= packs(node, found)
     wrong = segments.wrong_sizes(expected, sizes)
-    if not wrong:
-        wrong = [
-            f"{_name(key)} does not match its digest"
-            for key, f in fragments.items()
-            if stored_digest(store.get(key, max_bytes=min(f.size, MAX_FRAGMENT))).hex() != f.digest
-        ]
+    for key, f in fragments.items() if not wrong else ():
+        data = store.get(key, max_bytes=min(f.size, MAX_FRAGMENT))
+        if stored_digest(data).hex() != f.digest:
+            wrong.append(f"{_name(key)} does not match its digest")
+        elif record.packs is None:
+            wrong += segments.wrong_sizes(packs(f.node, pack_sizes(data, key)), sizes)
     more = f", and {len(wrong) - 1} more like it" if wrong[1:] else ""
     return f"{wrong[0]}{more}" if wrong else ""
 

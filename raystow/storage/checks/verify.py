@@ -85,7 +85,7 @@ def checked_packs(version: Version, seen: set[int] | None = None) -> Packs:
             raise Damaged("the manifest's chunks do not hold each element exactly once", subject=rows[0].name)
         for row in (row for row in rows if not row.is_reference):
             packs[keys.pack(version.id, version.attempt, row.node, row.group, row.pack)].append(row)
-    recorded = {keys.pack(version.id, version.attempt, *pack.place): pack.size for pack in version.record.packs}
+    recorded = {keys.pack(version.id, version.attempt, *pack.place): pack.size for pack in version.packs}
     found = {info.key: info.size for info in version.store.list(keys.prefix(version.id, version.attempt))}
     for key in sorted(set(packs) | set(recorded)):
         _check_pack(key, packs[key], recorded.get(key, 0), found.get(key))

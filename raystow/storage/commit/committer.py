@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 
 from ..errors import Damaged, InvariantError, NotARepository, NotFound, OutcomeUnknown, SaveFailed, StoreError
-from ..format import keys
+from ..format import capacity, keys
 from ..format.root import REPAIRER, Entry, Root, Segment
 from ..format.segment_record import SegmentRecord
 from ..format.signature import VERSION, Signer
@@ -96,7 +96,11 @@ class Committer:
         return self.rollbacks_at(id) == self.rollbacks
 
     def reserve(self) -> tuple[int, str]:
-        """An id and attempt for the next version. Ids ascend; this epoch uses no id twice, even if its attempt fails."""
+        """An id and attempt for the next version. Ids ascend; this epoch uses no id twice, even if its attempt fails.
+
+        Raises ``SaveFailed`` if the root cannot list another version.
+        """
+        capacity.check_root(self.root)
         with self._ids:
             id = self._next_id
             self._next_id += 1

@@ -50,7 +50,7 @@ def copy_objects(
     """
     chunks = checked_packs(version)
     there = {info.key: info.size for info in replica.list(keys.prefix(version.id, version.attempt))}
-    packs = list(version.record.packs)
+    packs = list(version.packs)
     fitting = memory // max([1, *(pack.size for pack in packs)])
     with ThreadPoolExecutor(max(1, min(_AT_ONCE, fitting)), "raystow-copy") as pool:
 

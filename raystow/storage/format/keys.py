@@ -14,6 +14,9 @@ LEASES = "leases/"
 SEGMENTS = "segments/"
 PROBE = "probe/"
 
+PlaceInAttempt = tuple[int] | tuple[int, str, int]
+"""Of a fragment its node, of a pack its node, group and number."""
+
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _GROUP = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _OBJECT = re.compile(r"versions/([0-9]{8,19})-([0-9a-f]{16})/([^/]+)")
@@ -59,7 +62,7 @@ def pack(version: int, attempt: str, node: int, group: str, number: int) -> str:
     return f"{prefix(version, attempt)}{group}-{_count(node):05d}-{_count(number):05d}.pack"
 
 
-def place_of(key: str) -> tuple[int] | tuple[int, str, int] | None:
+def place_of(key: str) -> PlaceInAttempt | None:
     """The rest of a key: of a fragment the node, of a pack node, group and number; else None."""
     name = key.rpartition("/")[2]
     if match := _FRAGMENT.fullmatch(name):

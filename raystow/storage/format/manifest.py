@@ -212,6 +212,16 @@ class Fragment:
         """Ids of the versions that chunks are deltas or references to, ascending."""
         return tuple(sorted({chunk.coding.base for chunk in self.chunks if chunk.coding.base is not None}))
 
+    @property
+    def packs(self) -> dict[tuple[str, int], int]:
+        """The bytes of each pack by group and number: those that its rows fill, without references."""
+        sizes: dict[tuple[str, int], int] = {}
+        for chunk in self.chunks:
+            if not chunk.is_reference:
+                place, end = (chunk.group, chunk.pack), chunk.start + chunk.coding.size
+                sizes[place] = max(end, sizes.get(place, 0))
+        return sizes
+
     def dump(self) -> bytes:
         """The fragment as a Parquet file, sorted by name and offset; ``StateError`` if it is more than readers take."""
         chunks = sorted(self.chunks, key=lambda c: (c.name, c.offset))
@@ -244,6 +254,7 @@ class Fragment:
             stored=sum(chunk.stored for chunk in self.chunks),
             stall=stall,
             bases=self.bases,
+            packs=len(self.packs),
         )
 
     @staticmethod
@@ -275,16 +286,16 @@ def rows_of(table: pa.Table) -> Iterator[Row]:
 
 def _packed(lists: pa.ListArray) -> list[bytes | None]:
     """The sizes of each row's streams as ``Coding`` has them."""
-    ends = _numbers(lists.offsets)
+    ends = numbers(lists.offsets)
     flat = lists.values[ends[0] : ends[-1]]
-    if flat.null_count or _numbers(flat).min(initial=1) < 1:
+    if flat.null_count or numbers(flat).min(initial=1) < 1:
         raise Damaged("impossible sizes of streams")
-    data, ends = _numbers(flat).tobytes(), ((ends - ends[0]) * flat.type.byte_width).tolist()
+    data, ends = numbers(flat).tobytes(), ((ends - ends[0]) * flat.type.byte_width).tolist()
     there = lists.is_valid().to_pylist()
     return [data[start:end] if known else None for start, end, known in zip(ends, ends[1:], there, strict=False)]
 
 
-def _numbers(array: pa.Array) -> Words:
+def numbers(array: pa.Array) -> Words:
     """Integers where they lie. ``to_numpy`` would import pandas where there is one, which takes a third of a second, and swallows
     a Ctrl-C that comes meanwhile."""
     dtype, memory = np.dtype(str(array.type)), array.buffers()[1]

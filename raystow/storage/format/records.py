@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from ..coding.digest import stored_digest
@@ -43,17 +43,27 @@ _LINE = len('{"digest": "') + 64 + len('",\n')
 def dump(fields: Mapping[str, object], key: str) -> bytes:
     """The bytes of a record for ``key``. Raises ``StateError`` if they exceed the limit or are no JSON."""
     try:
-        text = json.dumps({"format": FORMAT, "record": _name(key), **fields}, indent=1, allow_nan=False)
+        body = (",\n".join(_lines({"format": FORMAT, "record": _name(key), **fields})) + "\n}").encode()
     except (ValueError, TypeError) as error:
         raise StateError(f"the record cannot be written: {error}", subject=key) from error
-    body = text[text.index("{") + 1 :].lstrip("\n").encode()
-    if (items := items_of(text)) > MAX_ITEMS:
+    data = f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body
+    if (items := items_of(data.decode())) > MAX_ITEMS:
         what = f"the record would have {items} elements, and readers take {MAX_ITEMS}"
         raise StateError(what, subject=key, remedy="prune versions, or save less in one")
-    if _LINE + len(body) > LIMITS[_name(key)]:
-        what = f"the record would take {_LINE + len(body)} bytes, and readers take {LIMITS[_name(key)]}"
+    if len(data) > LIMITS[_name(key)]:
+        what = f"the record would take {len(data)} bytes, and readers take {LIMITS[_name(key)]}"
         raise StateError(what, subject=key, remedy="prune versions, or save less in one")
-    return f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body
+    return data
+
+
+def _lines(fields: Mapping[str, object]) -> Iterator[str]:
+    """A line for each field, and for each object of an array."""
+    encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+    for name, value in fields.items():
+        if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+            yield f"{encode(name)}:[\n" + ",\n".join(map(encode, value)) + "]"
+        else:
+            yield f"{encode(name)}:{encode(value)}"
 
 
 def load(data: bytes, key: str) -> Json:

@@ -14,6 +14,7 @@ from ..limits import MAX_DIMENSIONS
 from . import parquet
 from .boxes import Box, overlap, span
 from .manifest import SCHEMA, VALUE, Chunk, Fragment, Value, parsing, rows_of
+from .pack_sizes import PackSizes, add_packs
 
 _BOX = ("name", "kind", "shape", "offset", "extent")
 
@@ -44,12 +45,13 @@ _WHOLE = Sought(tensor=True)
 @dataclass
 class Selection:
     """Rows of a fragment. ``names``: of all its tensors. ``spans``: of each tensor sought, the first and last element that the
-    fragment has, row-major."""
+    fragment has, row-major. ``packs``: all that the fragment names."""
 
     chunks: list[Chunk] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     spans: dict[str, tuple[int, int]] = field(default_factory=dict)
+    packs: PackSizes = field(default_factory=dict)
 
 
 def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought]) -> Selection:
@@ -69,6 +71,7 @@ def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought]) -> Se
             rows = table.filter(wanted)
             kept = _kept(rows, sought, selection.spans)
             made = Fragment.of(rows_of(rows.take(parquet.integers(kept)) if len(kept) < len(rows) else rows), node)
+            add_packs(table, selection.packs)
             selection.chunks += made.chunks
             selection.values += made.values
     return selection

@@ -16,7 +16,7 @@ from .root import Entry
 class FragmentInfo:
     """One manifest fragment. ``digest``: BLAKE3, hexadecimal. ``ranks``: whose shards it describes. ``stall``: the longest time
     in seconds that the save held up the training loop of one of these ranks, if known. ``bases``: ids of the bases of its chunks,
-    ascending."""
+    ascending. ``packs``: the number of packs that its rows name; None in records that list all packs."""
 
     node: int
     size: int
@@ -27,6 +27,7 @@ class FragmentInfo:
     stored: int
     stall: float | None = None
     bases: tuple[int, ...] = ()
+    packs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class PackInfo:
 
 
 class Packs(Collection[PackInfo]):
-    """The packs of a version, by column. There may be hundreds of thousands: as objects they would slow the garbage collector
-    down for longer than it takes to read them."""
+    """The packs that a record lists, by column. There may be hundreds of thousands: as objects they would slow the garbage
+    collector down for longer than it takes to read them."""
 
     def __init__(self, nodes: Sequence[int], groups: Sequence[str], numbers: Sequence[int], sizes: Sequence[int]) -> None:
         self._nodes, self._groups, self._numbers, self._sizes = nodes, groups, numbers, sizes
@@ -89,18 +90,13 @@ class Packs(Collection[PackInfo]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Collection) and tuple(self) == tuple(other)
 
-    @property
-    def sizes(self) -> dict[tuple[int, str, int], int]:
-        """The size of each by its place."""
-        return dict(zip(zip(self._nodes, self._groups, self._numbers, strict=True), self._sizes, strict=True))
-
 
 @dataclass(frozen=True)
 class VersionRecord:
-    """``created``: seconds since 1970. ``metrics``: plain values by name. ``thinned``: if the version was thinned. ``saved``: see
-    ``Entry``. For people: ``writer`` (names and versions of software), ``coding`` (the codec of GPU tensors, and whether the
-    version is a delta, with reasons), ``restores`` (since the version before), ``lossy`` (which tensors were rounded, and how).
-    """
+    """``created``: seconds since 1970. ``metrics``: plain values by name. ``packs``: None if the fragments' rows name
+    them, as in all new records. ``thinned``: if the version was thinned. ``saved``: see ``Entry``. For people: ``writer`` (names
+    and versions of software), ``coding`` (the codec of GPU tensors, and whether the version is a delta, with reasons),
+    ``restores`` (since the version before), ``lossy`` (which tensors were rounded, and how)."""
 
     repository: str
     id: int
@@ -112,7 +108,7 @@ class VersionRecord:
     metrics: dict[str, object] = field(default_factory=dict)
     writer: dict[str, str] = field(default_factory=dict)
     fragments: tuple[FragmentInfo, ...] = ()
-    packs: Collection[PackInfo] = ()
+    packs: Collection[PackInfo] | None = ()
     coding: dict[str, str] = field(default_factory=dict)
     restores: tuple[RestoreInfo, ...] = ()
     lossy: dict[str, str] = field(default_factory=dict)
@@ -125,9 +121,9 @@ class VersionRecord:
         return max((f.stall for f in self.fragments if f.stall is not None), default=None)
 
     @property
-    def pack_sizes(self) -> dict[tuple[int, str, int], int]:
-        """Bytes of each pack by its place."""
-        return self.packs.sizes if isinstance(self.packs, Packs) else {pack.place: pack.size for pack in self.packs}
+    def pack_count(self) -> int:
+        """The number of packs."""
+        return sum(f.packs or 0 for f in self.fragments) if self.packs is None else len(self.packs)
 
     @property
     def raw(self) -> int:
@@ -146,23 +142,25 @@ class VersionRecord:
 
     def dump(self) -> bytes:
         """The bytes of ``version.json``."""
-        # Not asdict: it copies every number of hundreds of thousands of packs.
+        # Not asdict: it copies every number of thousands of fragments.
         fields = {
             **vars(self),
             "metrics": {name: values.encode(value) for name, value in self.metrics.items()},
             "fragments": [_known(f) for f in self.fragments],
-            "packs": [vars(p) for p in self.packs],
+            "packs": None if self.packs is None else [vars(p) for p in self.packs],
             "restores": [vars(r) for r in self.restores],
             "thinned": _known(self.thinned) if self.thinned is not None else None,
         }
-        since = {name: fields.pop(name) for name in ("thinned", "saved")}  # only of versions that were replaced
-        return records.dump({**fields, **{name: value for name, value in since.items() if value}}, self.key())
+        absent = {"packs": None, "thinned": None, "saved": ""}
+        return records.dump({n: value for n, value in fields.items() if n not in absent or value != absent[n]}, self.key())
 
     @staticmethod
     def load(data: bytes, key: str) -> VersionRecord:
         """Parse and check a record whose digest was compared with the root's."""
         fields = records.load(data, key)
-        listed, kinds = records.objects(fields, "packs", key), {"node": int, "group": str, "number": int, "size": int}
+        fragments = tuple(_fragment(info, key) for info in records.objects(fields, "fragments", key))
+        if "packs" not in fields and any(info.packs is None for info in fragments):
+            raise Damaged("neither the record nor each of its fragments has a field 'packs'", subject=key)
         restores = records.objects(fields, "restores", key, optional=True)
         metrics = records.field(fields, "metrics", dict, key)
         thinned = records.field(fields, "thinned", dict, key) if "thinned" in fields else None
@@ -175,8 +173,8 @@ class VersionRecord:
             key,
             optional=("coding", "lossy", "saved"),
             metrics={name: values.decode(form) for name, form in metrics.items()},
-            fragments=tuple(_fragment(info, key) for info in records.objects(fields, "fragments", key)),
-            packs=Packs(*(records.column(listed, name, kind, key) for name, kind in kinds.items())),
+            fragments=fragments,
+            packs=_listed(fields, key) if "packs" in fields else None,
             restores=tuple(records.parse(RestoreInfo, restore, key) for restore in restores),
             thinned=records.parse(Thinned, thinned, key, optional=bits) if thinned is not None else None,
         )
@@ -212,16 +210,13 @@ class VersionRecord:
         return keys.record(self.id, self.attempt)
 
 
-def check_part(info: FragmentInfo, packs: Sequence[PackInfo], node: int) -> None:
-    """Raise ``Damaged`` if readers would refuse what node number ``node`` reports of its part of a version."""
-    if {info.node, *(pack.node for pack in packs)} != {node}:
-        raise Damaged("the part is that of another node")
+def check_part(info: FragmentInfo, node: int, *, nodes: int) -> None:
+    """Raise ``Damaged`` if readers would refuse what number ``node`` of so many nodes reports of its part of a version."""
+    if not 0 <= info.node == node < nodes or info.packs is None:
+        raise Damaged("the part is that of another node, or does not say how many packs it has")
     if not records.DIGEST.fullmatch(info.digest) or not 0 <= info.size <= MAX_FRAGMENT:
         raise Damaged(f"an impossible fragment of {info.size} bytes with digest {shown(info.digest)}")
-    part = replace(_EMPTY, fragments=(info,), packs=tuple(packs))
-    VersionRecord.load(part.dump(), part.key())
-    if len({keys.pack(part.id, part.attempt, *pack.place) for pack in packs}) < len(packs):
-        raise Damaged("a pack is reported twice")
+    _fragment({**_known(info), "ranks": [*info.ranks], "bases": [*info.bases]}, _EMPTY.key())
 
 
 def check_restore(info: RestoreInfo) -> None:
@@ -230,7 +225,7 @@ def check_restore(info: RestoreInfo) -> None:
     VersionRecord.load(record.dump(), record.key())
 
 
-_EMPTY = VersionRecord("", 1, "0" * 16, 0, 0, 0.0, 1)
+_EMPTY = VersionRecord("", 1, "0" * 16, 0, 0, 0.0, 1, packs=None)
 
 
 def _known(part: FragmentInfo | Thinned) -> dict[str, object]:
@@ -238,9 +233,16 @@ def _known(part: FragmentInfo | Thinned) -> dict[str, object]:
     return {name: value for name, value in vars(part).items() if value is not None and (name, value) != ("bases", ())}
 
 
+def _listed(fields: records.Json, key: str) -> Packs:
+    rows, kinds = records.objects(fields, "packs", key), {"node": int, "group": str, "number": int, "size": int}
+    return Packs(*(records.column(rows, name, kind, key) for name, kind in kinds.items()))
+
+
 def _fragment(fields: records.Json, key: str) -> FragmentInfo:
     ranks = records.integers(fields, "ranks", key, most=MAX_NUMBER)
-    info = records.parse(FragmentInfo, fields, key, optional=("stall", "bases"), ranks=ranks)
+    info = records.parse(FragmentInfo, fields, key, optional=("stall", "bases", "packs"), ranks=ranks)
     if info.chunks > MAX_ROWS:
         raise Damaged(f"field 'chunks' is {info.chunks}, more than the {MAX_ROWS} rows of a fragment", subject=key)
+    if info.packs is not None and info.packs > info.chunks:
+        raise Damaged(f"field 'packs' is {info.packs}, more than the {info.chunks} chunks in them", subject=key)
     return info

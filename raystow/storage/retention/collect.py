@@ -17,8 +17,9 @@ version was dropped, and a version's record goes first, so that no incomplete ve
 from __future__ import annotations
 
 import enum
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..arguments import refused
@@ -71,6 +72,23 @@ class Garbage:
     def record(self) -> str:
         """The key of its record."""
         return (keys.segment_record if self.kind is GarbageKind.SEGMENT else keys.record)(self.id, self.attempt)
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The number of an attempt's objects, their bytes, and when the newest was written."""
+
+    count: int = 0
+    nbytes: int = 0
+    modified: float = -math.inf
+
+    @staticmethod
+    def of(infos: Iterable[ObjectInfo]) -> Objects:
+        """Count objects, of which there may be hundreds of thousands."""
+        count, nbytes, modified = 0, 0, -math.inf
+        for info in infos:
+            count, nbytes, modified = count + 1, nbytes + info.size, max(modified, info.modified)
+        return Objects(count, nbytes, modified)
 
 
 @dataclass(frozen=True)
@@ -169,7 +187,8 @@ class CollectionPlan:
             rest = tuple(d for d in root.dropped if (d.id, d.attempt) not in gone)
             return root if len(rest) == len(root.dropped) else replace(root, dropped=rest)
 
-        if any(g.kind is GarbageKind.DROPPED for g in self.due):
+        # What was open when the plan was made may have been committed and dropped since.
+        if any(g.kind in (GarbageKind.DROPPED, GarbageKind.OPEN, GarbageKind.REWRITE) for g in self.due):
             self.catalog.register.update(change)
 
 
@@ -184,12 +203,12 @@ def _plan_all(catalog: Catalog, grace: float) -> CollectionPlan:
     """Look through the whole repository, with one listing of all objects."""
     store, now = catalog.store, catalog.now()
     # The root is read after the listing, so what is committed meanwhile is not taken for garbage.
-    found = {attempt: list(infos) for attempt, infos in scan.attempts(store)}
+    found = {attempt: Objects.of(infos) for attempt, infos in scan.attempts(store)}
     root = catalog.root()
     listed = {(entry.id, entry.attempt) for entry in root.listed}
     # An attempt may be noted and have no objects: the last collection died before its end.
     noted = {(d.id, d.attempt) for d in root.dropped} | {(r.id, r.attempt) for r in root.rewrites}
-    unlisted = ((attempt, found.get(attempt, [])) for attempt in sorted((noted | found.keys()) - listed))
+    unlisted = ((attempt, found.get(attempt, Objects())) for attempt in sorted((noted | found.keys()) - listed))
     garbage = [*_judged(root, now, unlisted), *_segments(store, root, now)]
     trials = (info for info in store.list(keys.PROBE) if keys.is_trial(info.key))
     scraps = leases.ended(store, now) + [info.key for info in trials if now - info.modified >= grace]
@@ -204,9 +223,9 @@ def _plan_dropped(catalog: Catalog, grace: float) -> CollectionPlan:
     if not root.dropped and root.next_segment == 1:
         return CollectionPlan(catalog, ())
     now = catalog.now()
-    # One after the other: together they may have millions of objects.
     found = (
-        ((d.id, d.attempt), list(store.list(keys.prefix(d.id, d.attempt))) if now - d.at >= grace else []) for d in root.dropped
+        ((d.id, d.attempt), Objects.of(store.list(keys.prefix(d.id, d.attempt)) if now - d.at >= grace else ()))
+        for d in root.dropped
     )
     garbage = [*_segments(store, root, now), *_judged(root, now, found)]
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)))
@@ -225,19 +244,19 @@ def _segments(store: ObjectStore, root: Root, now: float) -> list[Garbage]:
     ]
 
 
-def _judged(root: Root, now: float, attempts: Iterable[tuple[tuple[int, str], Sequence[ObjectInfo]]]) -> Iterator[Garbage]:
+def _judged(root: Root, now: float, attempts: Iterable[tuple[tuple[int, str], Objects]]) -> Iterator[Garbage]:
     """The attempts, each given with its objects, as garbage."""
     dropped = {(d.id, d.attempt): d.at for d in root.dropped}
     rewrites = {(r.id, r.attempt): r.at for r in root.rewrites}
-    for (id, attempt), infos in attempts:
-        since = max((info.modified for info in infos), default=rewrites.get((id, attempt), now))
+    for (id, attempt), objects in attempts:
+        since = objects.modified if objects.count else rewrites.get((id, attempt), now)
         if (id, attempt) in dropped:
             kind, since = GarbageKind.DROPPED, dropped[id, attempt]
         elif (id, attempt) in rewrites:
             kind = GarbageKind.REWRITE
         else:
             kind = GarbageKind.OPEN if id >= root.next_id else GarbageKind.FAILED
-        yield Garbage(id, attempt, kind, len(infos), sum(info.size for info in infos), now - since)
+        yield Garbage(id, attempt, kind, objects.count, objects.nbytes, now - since)
 
 
 def _kept(garbage: list[Garbage], held: set[tuple[int, str]], grace: float) -> Iterator[Garbage]:
@@ -255,13 +274,12 @@ def _kept(garbage: list[Garbage], held: set[tuple[int, str]], grace: float) -> I
 
 
 def _batches(store: ObjectStore, garbage: Garbage) -> Iterator[list[ObjectInfo]]:
-    """The objects as they are now, the record first and alone."""
-    infos = [info for info in store.list(garbage.prefix) if keys.in_layout(info.key)]
-    if first := [info for info in infos if info.key == garbage.record]:
+    """The objects as they are now, the record first and alone. Of hundreds of thousands, one batch is in memory at a time."""
+    if first := [info for info in store.list(garbage.record) if info.key == garbage.record]:
         yield first
-    rest = [info for info in infos if info.key != garbage.record]
-    for start in range(0, len(rest), _BATCH):
-        yield rest[start : start + _BATCH]
+    rest = (info for info in store.list(garbage.prefix) if keys.in_layout(info.key) and info.key != garbage.record)
+    while batch := list(itertools.islice(rest, _BATCH)):
+        yield batch
 
 
 def _name(garbage: Garbage) -> str:

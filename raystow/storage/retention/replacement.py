@@ -132,9 +132,9 @@ class Replacement:
                     held.enter_context(catalog.lease(version))
             except NotFound:
                 return None
-            fragments, packs = self.rewriting.execute(note.attempt, progress)
+            fragments = self.rewriting.execute(note.attempt, progress)
         now = catalog.now()
-        record = replace(old.record, attempt=note.attempt, saved=old.entry.origin, fragments=fragments, packs=packs)
+        record = replace(old.record, attempt=note.attempt, saved=old.entry.origin, fragments=fragments, packs=None)
         new, _ = put_record(catalog.store, self._thinned(record, now), self.signer)
         if (old.id, old.attempt) in leases.held(catalog.store, now) or not self._swap(note, new, now, fence):
             return None

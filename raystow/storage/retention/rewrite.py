@@ -27,7 +27,7 @@ from ..coding.rounded import Rounded, together
 from ..format import keys
 from ..format.groups import WEIGHTS, group
 from ..format.manifest import Chunk, Fragment
-from ..format.version_record import FragmentInfo, PackInfo
+from ..format.version_record import FragmentInfo
 from ..object_store import Buffer
 from ..runtime.batches import batches
 from ..versions.reader import Request
@@ -121,19 +121,17 @@ class Rewriting:
             size += round(coded * sum(bundle.nbytes for bundle in bundles) / read) if read else 0
         return size
 
-    def execute(
-        self, attempt: str, progress: Progress = lambda nbytes: None
-    ) -> tuple[tuple[FragmentInfo, ...], tuple[PackInfo, ...]]:
+    def execute(self, attempt: str, progress: Progress = lambda nbytes: None) -> tuple[FragmentInfo, ...]:
         """Write packs and fragments of ``attempt``; what the record says of them. Takes memory for the manifest and for four
         packs, coded and decoded. ``Damaged`` if a chunk is not as it was written."""
-        packs, rows = list[PackInfo](), defaultdict[int, list[Chunk]](list)
+        rows = defaultdict[int, list[Chunk]](list)
         rounded = defaultdict[tuple[int, str], list[Rounded]](list)  # by node and tensor
         with ThreadPoolExecutor(_AT_ONCE, "raystow-rewrite") as pool:
-            for info, written, found in pool.map(lambda pack: self._write(pack, attempt, progress), self.packs):
-                packs.append(info)
-                rows[info.node] += written
+            parts = pool.map(lambda pack: self._write(pack, attempt, progress), self.packs)
+            for pack, (written, found) in zip(self.packs, parts, strict=True):
+                rows[pack.node] += written
                 for name, one in found:
-                    rounded[info.node, name].append(one)
+                    rounded[pack.node, name].append(one)
         infos = []
         for old, fragment in self.fragments:
             anew = {name: together(parts) for (node, name), parts in rounded.items() if node == fragment.node}
@@ -141,12 +139,10 @@ class Rewriting:
             data = fragment.dump()
             self.version.store.put(keys.fragment(self.version.id, attempt, fragment.node), [data])
             infos.append(fragment.info(data, old.ranks, old.stall))
-        return tuple(infos), tuple(packs)
+        return tuple(infos)
 
-    def _write(
-        self, pack: PlannedPack, attempt: str, progress: Progress
-    ) -> tuple[PackInfo, list[Chunk], list[tuple[str, Rounded]]]:
-        """The rows of a pack, and the errors of rounding by tensor name."""
+    def _write(self, pack: PlannedPack, attempt: str, progress: Progress) -> tuple[list[Chunk], list[tuple[str, Rounded]]]:
+        """The rows of a pack, and the errors of rounding by tensor name. References alone make no pack."""
         parts, rows, rounded, end = list[Buffer](), list[Chunk](), list[tuple[str, Rounded]](), 0
         for bundle, owner, stored, found in self._coded(pack.bundles):
             parts.append(stored)
@@ -156,8 +152,9 @@ class Rewriting:
                 rounded += [] if found is None else [(row.name, found)]
             end += owner.coding.size
             progress(bundle.read)
-        self.version.store.put(keys.pack(self.version.id, attempt, pack.node, pack.group, pack.number), parts)
-        return PackInfo(pack.node, pack.group, pack.number, end), rows, rounded
+        if not all(row.is_reference for row in rows):
+            self.version.store.put(keys.pack(self.version.id, attempt, pack.node, pack.group, pack.number), parts)
+        return rows, rounded
 
     def _coded(self, bundles: Sequence[Bundle]) -> Iterator[tuple[Bundle, Chunk, Buffer, Rounded | None]]:
         """Each bundle with its first row as coded, the bytes to store, and the errors of rounding."""

@@ -21,11 +21,12 @@ from ..errors import Damaged, NotFound, StateError
 from ..format import key_files, keys, manifest, values
 from ..format.boxes import Box
 from ..format.manifest import Chunk, Fragment, parse_path
+from ..format.pack_sizes import PackSizes, listed, pack_sizes
 from ..format.rank_parts import rank_of
 from ..format.root import Entry
 from ..format.selection import Selection, Sought, select
 from ..format.signature import Trust
-from ..format.version_record import FragmentInfo, VersionRecord
+from ..format.version_record import FragmentInfo, PackInfo, VersionRecord
 from ..limits import MAX_CHAIN, MAX_FRAGMENT, MAX_RECORD, most_cells, most_text
 from ..notebook import facts_table, moment, size
 from ..object_store import ObjectStore
@@ -84,6 +85,7 @@ class Version:
         self.id, self.step, self.created = entry.id, entry.step, entry.created
         self.raw, self.bytes = entry.raw, entry.stored
         self._boxes: dict[int, dict[tuple[str, Box], Chunk]] = {}  # by fragment
+        self._packs: dict[int, PackSizes] = {}  # by node, of the fragments that were read
 
     def __repr__(self) -> str:
         return f"Version(id={self.id}, step={self.step}, bytes={self.bytes}, uri={self.store.uri!r})"
@@ -170,6 +172,22 @@ class Version:
         """The manifest, each fragment checked against its digest in the record."""
         return tuple(self._load(info) for info in self.record.fragments)
 
+    def pack_size(self, node: int, group: str, number: int) -> int | None:
+        """The bytes of a pack; None if there is no such pack, or if its fragment was not read."""
+        if self.record.packs is not None and not self._packs:
+            self._packs = listed(self.record.packs)
+        return self._packs.get(node, {}).get((group, number))
+
+    @property
+    def packs(self) -> Iterator[PackInfo]:
+        """Its packs. Reads one fragment after the other."""
+        if self.record.packs is not None:
+            yield from self.record.packs
+            return
+        for info in self.record.fragments:
+            for (group, number), end in sorted(self._sizes(info).items()):
+                yield PackInfo(info.node, group, number, end)
+
     @functools.cached_property
     def bases(self) -> Bases:
         """The versions that chunks of this one are deltas or references to."""
@@ -198,7 +216,9 @@ class Version:
 
         def rows(info: FragmentInfo, sought: Mapping[str, Sought]) -> Selection:
             with _parsed.taking(_memory(info)):
-                return select(*self._fragment(info), sought)
+                selection = select(*self._fragment(info), sought)
+            self._note_packs(info, selection.packs)
+            return selection
 
         return Finder(self.record.fragments, rows, seeker, self.record.raw)
 
@@ -209,7 +229,24 @@ class Version:
         if len(fragment.chunks) != info.chunks:
             what = f"has {len(fragment.chunks)} chunks, and the record says {info.chunks}"
             raise Damaged(what, subject=key)
+        self._note_packs(info, fragment.packs)
         return fragment
+
+    def _sizes(self, info: FragmentInfo) -> PackSizes:
+        if info.node not in self._packs:
+            with _parsed.taking(_memory(info)):
+                data, _, key = self._fragment(info)
+                self._note_packs(info, pack_sizes(data, key))
+        return self._packs[info.node]
+
+    def _note_packs(self, info: FragmentInfo, found: PackSizes) -> None:
+        """Note the packs of a fragment, where the record does not list them."""
+        if self.record.packs is not None:
+            return
+        if len(found) != info.packs:
+            key = keys.fragment(self.id, self.attempt, info.node)
+            raise Damaged(f"has {len(found)} packs, and the record says {info.packs}", subject=key)
+        self._packs[info.node] = found
 
     def _fragment(self, info: FragmentInfo) -> tuple[bytes, int, str]:
         key = keys.fragment(self.id, self.attempt, info.node)

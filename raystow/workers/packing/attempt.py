@@ -21,6 +21,7 @@ from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StoreError
 from ...storage.format.manifest import Chunk, Value
 from ...storage.format.root import Entry
+from ...storage.limits import MAX_ROWS
 from ...storage.log import about
 from ...storage.object_store import ObjectStore
 from ...storage.runtime import background
@@ -100,7 +101,7 @@ class NodeAttempt:
         self._on_warning: dict[int, Callable[[str], None]] = {}
         self._ended: tuple[Outcome, Sequence[str]] | None = None
         self._reported = False  # to the coordinator, that everything is stored
-        self._coded = 0
+        self._coded = self._rows = 0
         self.raw = 0
         """Raw bytes of the chunks that have been packed."""
         self.over = False
@@ -266,8 +267,11 @@ class NodeAttempt:
         covered = total(coverage(chunk.name, chunk.dtype, chunk.shape, chunk.box) for chunk in chunks)
         with self._lock:
             self._covered[rank] = total((self._covered[rank], covered))
+            self._rows += len(chunks)
             self.raw += sum(chunk.nbytes for chunk in chunks)
             self._coded += sum(chunk.stored for chunk in chunks)
+        if self._rows + len(self._values) > MAX_ROWS:
+            self.fail(f"this node has more than {MAX_ROWS:,} chunks and plain values: save on more nodes, or fewer tensors")
 
     @contextlib.contextmanager
     def _failing(self, rank: int, what: str) -> Iterator[None]:
@@ -301,16 +305,16 @@ class NodeAttempt:
         """Wait until every rank has finished, store this node's part, report it, and wait for the commit."""
         try:
             self._port.ask(AwaitRanks(self._ticket), self._warn)
-            packs = tuple(self._packer.seal())
+            self._packer.seal()
             values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
             key, data, fragment = self._writer.fragment(values, self._rounded)
             info = fragment.info(data, self._ranks, self._stall)
             self._keep(key, [data], ())
-            self._port.ask(PartStaged(self._ticket, info, packs))
+            self._port.ask(PartStaged(self._ticket, info))
             self._packer.finish(self._left())
             self._store_fragment(key, data)
             self._reported = True
-            outcome: Outcome = self._port.ask(PartStored(self._ticket, info, packs), self._warn).entry
+            outcome: Outcome = self._port.ask(PartStored(self._ticket, info), self._warn).entry
         except (Fenced, SaveFailed) as error:  # of the coordinator, which decides
             outcome = error
         except Exception as error:

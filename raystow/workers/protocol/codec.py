@@ -68,8 +68,8 @@ _Message = TypeVar("_Message", bound=Message)
 _Answer = TypeVar("_Answer", bound=Message)
 
 
-class Request(Message, Generic[_Answer], frozen=True):
-    """A message to the coordinator. A class names its answers: ``class JoinRun(Request[Acknowledged], frozen=True)``."""
+class CoordinatorRequest(Message, Generic[_Answer], frozen=True):
+    """A message to the coordinator. A class names its answers: ``class JoinRun(CoordinatorRequest[Acknowledged])``."""
 
     @property
     def wait(self) -> float:
@@ -78,7 +78,7 @@ class Request(Message, Generic[_Answer], frozen=True):
 
 
 @functools.cache
-def answers_of(request: type[Request[_Answer]]) -> tuple[type[_Answer], ...]:
+def answers_of(request: type[CoordinatorRequest[_Answer]]) -> tuple[type[_Answer], ...]:
     """Return the classes of the answers to a class of requests."""
     (answer,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
     return get_args(answer) or (answer,)

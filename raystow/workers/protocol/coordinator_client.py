@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 from msgspec.structs import replace
 
-from .messages import Message, RanksWarning, Request
+from .messages import CoordinatorRequest, Message, RanksWarning
 
 _Answer = TypeVar("_Answer", bound=Message)
 
@@ -23,7 +23,11 @@ class CoordinatorClient(ABC):
     """Any request may raise ``SaveFailed``: then the attempt is over. Any may be handled twice, since an answer can be lost."""
 
     def ask(
-        self, request: Request[_Answer], warn: Callable[[str], None] = lambda text: None, *, timeout: float | None = None
+        self,
+        request: CoordinatorRequest[_Answer],
+        warn: Callable[[str], None] = lambda text: None,
+        *,
+        timeout: float | None = None,
     ) -> _Answer:
         """Return the answer to a request; wait for other ranks if the coordinator does.
 
@@ -40,9 +44,9 @@ class CoordinatorClient(ABC):
         return cast(_Answer, answer)
 
     @abstractmethod
-    def call(self, request: Request[_Answer], timeout: float) -> Message:
+    def call(self, request: CoordinatorRequest[_Answer], timeout: float) -> Message:
         """Return the answer to a request, or ``RanksWarning``."""
 
-    def send(self, request: Request[_Answer]) -> None:
+    def send(self, request: CoordinatorRequest[_Answer]) -> None:
         """Send a request. The client of a cluster does not wait for the answer, since that would delay the rank."""
         self.ask(request)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from ....storage.errors import ProtocolError
 from ....storage.limits import MAX_NAME
+from ..codec import CoordinatorRequest as CoordinatorRequest
 from ..codec import Message as Message
-from ..codec import Request as Request
 from ..codec import answers_of as answers_of
 from ..codec import decode as decode
 from ..codec import encode as encode
@@ -36,13 +36,13 @@ STAGING_ANSWERS = (
 )
 """What a node worker sends to a training process after ``SessionOpened``."""
 
-COORDINATOR_REQUESTS = tuple(Request.__subclasses__())
+COORDINATOR_REQUESTS = tuple(CoordinatorRequest.__subclasses__())
 """What ranks and node workers ask the coordinator."""
 
-MESSAGES = (*(message for message in Message.__subclasses__() if message is not Request), *COORDINATOR_REQUESTS)
+MESSAGES = (*(message for message in Message.__subclasses__() if message is not CoordinatorRequest), *COORDINATOR_REQUESTS)
 """All messages."""
 
-PROTOCOL = "2.14441029dc564ac2"
+PROTOCOL = "2.17909f9d21f3fb25"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -6,9 +6,9 @@ from typing import Literal
 
 from ....storage.format.root import Entry
 from ....storage.format.signature import PublicKey
-from ....storage.format.version_record import FragmentInfo, PackInfo
+from ....storage.format.version_record import FragmentInfo
 from ....storage.retention.policy import Policy
-from ..codec import Column, Digest, JsonText, Message, MessagePart, Request, Table, Text, WorldSize
+from ..codec import Column, CoordinatorRequest, Digest, JsonText, Message, MessagePart, Table, Text, WorldSize
 from .incarnation import Incarnation as Incarnation
 
 OnFenced = Literal["raise", "takeover"]
@@ -96,7 +96,7 @@ class SaveContents(MessagePart, frozen=True):
     coding: Table[Text, Text] = {}
 
 
-class Begin(Request[Ticket], frozen=True):
+class Begin(CoordinatorRequest[Ticket], frozen=True):
     """A rank of ``node`` begins a save."""
 
     node: Text
@@ -114,14 +114,14 @@ class CoordinatorStarted(Message, frozen=True):
     number: int
 
 
-class StartRun(Request[CoordinatorStarted], frozen=True):
+class StartRun(CoordinatorRequest[CoordinatorStarted], frozen=True):
     """A training process begins to use a coordinator. ``job``: Ray's id of its job."""
 
     job: Text
     on_fenced: OnFenced = "raise"
 
 
-class JoinRun(Request[Acknowledged], frozen=True):
+class JoinRun(CoordinatorRequest[Acknowledged], frozen=True):
     """A process has taken up a rank."""
 
     rank: int
@@ -129,7 +129,7 @@ class JoinRun(Request[Acknowledged], frozen=True):
     world_size: WorldSize
 
 
-class RankFinished(Request[Acknowledged], frozen=True):
+class RankFinished(CoordinatorRequest[Acknowledged], frozen=True):
     """All shards of a rank are coded; ``covered`` is their part of the coverage sum."""
 
     ticket: Ticket
@@ -137,7 +137,7 @@ class RankFinished(Request[Acknowledged], frozen=True):
     covered: Digest
 
 
-class AwaitRanks(Request[Acknowledged], frozen=True):
+class AwaitRanks(CoordinatorRequest[Acknowledged], frozen=True):
     """Asks for an answer when every rank of the attempt has finished. ``last_warning``: the number of the last one."""
 
     ticket: Ticket
@@ -148,12 +148,11 @@ class AwaitRanks(Request[Acknowledged], frozen=True):
         return self.ticket.timeout
 
 
-class PartStaged(Request[Acknowledged], frozen=True):
+class PartStaged(CoordinatorRequest[Acknowledged], frozen=True):
     """A node's packs and fragment are complete, in memory, and being uploaded."""
 
     ticket: Ticket
     fragment: FragmentInfo
-    packs: Column[PackInfo]
 
 
 class Committed(Message, frozen=True):
@@ -162,13 +161,12 @@ class Committed(Message, frozen=True):
     entry: Entry
 
 
-class PartStored(Request[Committed], frozen=True):
+class PartStored(CoordinatorRequest[Committed], frozen=True):
     """A node's packs and fragment are durable. The answer comes when the attempt is a version.
     ``last_warning``: see ``AwaitRanks``."""
 
     ticket: Ticket
     fragment: FragmentInfo
-    packs: Column[PackInfo]
     last_warning: int = 0
 
     @property
@@ -176,7 +174,7 @@ class PartStored(Request[Committed], frozen=True):
         return self.ticket.timeout + COMMIT
 
 
-class PartFailed(Request[Acknowledged], frozen=True):
+class PartFailed(CoordinatorRequest[Acknowledged], frozen=True):
     """A node cannot store its part of an attempt."""
 
     ticket: Ticket
@@ -189,7 +187,7 @@ class FailureNoted(Message, frozen=True):
     first: bool
 
 
-class RankSaveFailed(Request[FailureNoted], frozen=True):
+class RankSaveFailed(CoordinatorRequest[FailureNoted], frozen=True):
     """The training process of a rank has lost its ``save``-th save."""
 
     rank: int
@@ -206,7 +204,7 @@ class NextSave(Message, frozen=True):
     save: bool
 
 
-class AskNextSave(Request[NextSave], frozen=True):
+class AskNextSave(CoordinatorRequest[NextSave], frozen=True):
     """A rank asks for the next step, from ``first`` on, at which it saves or asks again.
 
     Args:
@@ -230,14 +228,14 @@ class AskNextSave(Request[NextSave], frozen=True):
     requested: bool = False
 
 
-class FindOutcome(Request[Committed], frozen=True):
+class FindOutcome(CoordinatorRequest[Committed], frozen=True):
     """Asks what has become of an attempt, once it is over."""
 
     id: int
     attempt: Text
 
 
-class RankDisconnected(Request[Acknowledged], frozen=True):
+class RankDisconnected(CoordinatorRequest[Acknowledged], frozen=True):
     """The process of a rank has ended."""
 
     rank: int

@@ -12,7 +12,19 @@ from msgspec import Meta
 from ....storage.limits import MAX_ROWS
 from ....storage.runtime.clock import Clock
 from ....storage.stores.settings import StoreAddress
-from ..codec import Column, Digest, DigestBytes, JsonText, Message, MessagePart, Packed, Request, Shape, Text, WorldSize
+from ..codec import (
+    Column,
+    CoordinatorRequest,
+    Digest,
+    DigestBytes,
+    JsonText,
+    Message,
+    MessagePart,
+    Packed,
+    Shape,
+    Text,
+    WorldSize,
+)
 from .coordinator import COMMIT, Acknowledged
 from .incarnation import Incarnation
 from .reads import Span
@@ -206,13 +218,13 @@ class SegmentTicket(Message, frozen=True):
     step: int
 
 
-class OpenSegment(Request[SegmentTicket], frozen=True):
+class OpenSegment(CoordinatorRequest[SegmentTicket], frozen=True):
     """A node can store a rank's entries up to ``newest``."""
 
     newest: EntryInfo
 
 
-class SegmentStored(Request[Acknowledged], frozen=True):
+class SegmentStored(CoordinatorRequest[Acknowledged], frozen=True):
     """A rank's entries of a segment are durable, in one object. ``entries``: oldest first."""
 
     number: int
@@ -354,7 +366,7 @@ class JournalChoice(Message, frozen=True):
     end: Text = ""
 
 
-class JournalVote(Request[JournalChoice], frozen=True):
+class JournalVote(CoordinatorRequest[JournalChoice], frozen=True):
     """A rank asks how far to replay.
 
     Args:

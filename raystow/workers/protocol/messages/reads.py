@@ -6,7 +6,7 @@ from typing import Literal
 
 from ....storage.coding.digest import stored_digest
 from ....storage.stores.settings import StoreAddress, StoreSettings
-from ..codec import Column, Message, MessagePart, Request, Table, Text
+from ..codec import Column, CoordinatorRequest, Message, MessagePart, Table, Text
 from .coordinator import Acknowledged
 
 Span = tuple[int, int]
@@ -44,7 +44,7 @@ class ReadCached(Message, frozen=True):
         return StoreAddress(self.uri, self.place)
 
 
-class OpenStore(Request[Acknowledged], frozen=True):
+class OpenStore(CoordinatorRequest[Acknowledged], frozen=True):
     """What reaches the store at ``uri``: sent to a coordinator and to a node worker before anything that needs the store, and
     whenever it has changed. Its text shows no credentials."""
 

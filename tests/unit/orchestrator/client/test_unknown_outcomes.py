@@ -45,12 +45,12 @@ from raystow.workers.protocol.messages import (
     STAGING,
     Acknowledged,
     AttemptJoined,
+    CoordinatorRequest,
     EndSave,
     Message,
     OpenSession,
     PartFailed,
     PartStored,
-    Request,
     SaveLost,
     SessionOpened,
     Ticket,
@@ -133,11 +133,11 @@ def test_a_complete_attempt_is_not_given_up(run: CoordinatedRun) -> None:
     tickets = [run.begin(0), run.begin(1)]
     run.core.finished(tickets[0], 0, 7)
     run.core.finished(tickets[1], 1, 0)
-    run.core.fragment(tickets[0], _fragment(tickets[0]), [])
+    run.core.fragment(tickets[0], _fragment(tickets[0]))
     run.core.save_failed(0, A0, 1, 1, "its node worker died, after it had stored everything")
     run.core.failed(tickets[0], "the coordinator did not answer")
     assert run.phase(tickets[0]) is Phase.SEALING
-    run.core.fragment(tickets[1], _fragment(tickets[1]), [])
+    run.core.fragment(tickets[1], _fragment(tickets[1]))
     attempt = run.core.next_commit()
     assert attempt is not None
     run.core.failed(tickets[1], "the coordinator did not answer")  # during the commit
@@ -151,14 +151,14 @@ def test_a_part_that_is_not_stored_still_fails_the_save(run: CoordinatedRun) -> 
     tickets = [run.begin(0), run.begin(1)]
     for rank, ticket in enumerate(tickets):
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
-    run.core.fragment(tickets[0], _fragment(tickets[0]), [])
+    run.core.fragment(tickets[0], _fragment(tickets[0]))
     run.core.save_failed(1, A1, 1, 1, "rank 1: its node worker died")
     with pytest.raises(SaveFailed, match="rank 1: its node worker died"):
         run.core.attempt(tickets[0]).result()
 
 
 def _fragment(ticket: Ticket) -> Any:
-    return FragmentInfo(ticket.node, 0, "00" * 32, (ticket.node,), 0, 0, 0)
+    return FragmentInfo(ticket.node, 0, "00" * 32, (ticket.node,), 0, 0, 0, packs=0)
 
 
 class LostAnswer(CoordinatorClient):
@@ -167,7 +167,7 @@ class LostAnswer(CoordinatorClient):
     def __init__(self, error: Exception) -> None:
         self._error, self.given_up = error, False
 
-    def call(self, request: Request[Any], timeout: float) -> Message:
+    def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
         if isinstance(request, PartStored):
             raise self._error
         self.given_up = self.given_up or isinstance(request, PartFailed)

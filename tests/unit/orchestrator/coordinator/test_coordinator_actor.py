@@ -64,7 +64,7 @@ def uri(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> str:
 async def save(actor: CoordinatorActor, step: int) -> Entry:
     ticket = await actor.answer(await begin(actor, step))
     await actor.answer(RankFinished(ticket, 0, 0))
-    return (await asyncio.wait_for(actor.answer(PartStored(ticket, part(0), ())), PATIENCE)).entry
+    return (await asyncio.wait_for(actor.answer(PartStored(ticket, part(0))), PATIENCE)).entry
 
 
 def test_an_unexpected_error_ends_the_save(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_a_coordinator_ends_soon_after_its_last_training(uri: str, fake_ray: Fak
         cluster.connected = False
         ticket = await actor.answer(await begin(actor, 2))
         await actor.answer(RankFinished(ticket, 0, 0))
-        await actor.answer(PartStaged(ticket, part(0), ()))
+        await actor.answer(PartStaged(ticket, part(0)))
         await actor.answer(PartFailed(ticket, "the store is down"))
         asked = cluster.questions
         cluster.clock.time += 86400

@@ -23,15 +23,15 @@ def test_a_staged_save_is_listed_until_it_is_committed(run: CoordinatedRun) -> N
     for rank, ticket in enumerate(tickets):
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
     infos = [part(ticket.node) for ticket in tickets]
-    run.core.staged(tickets[0], infos[0], [])
+    run.core.staged(tickets[0], infos[0])
     assert run.core.held() == []
     run.clock.time += 5
-    run.core.staged(tickets[1], infos[1], [])
+    run.core.staged(tickets[1], infos[1])
     (held,) = run.core.held()
     assert (held.step, held.fragments) == (1, tuple(infos))
     run.clock.time += 5
     for ticket, info in zip(tickets, infos, strict=True):
-        run.core.fragment(ticket, info, [])
+        run.core.fragment(ticket, info)
     assert run.core.held() == [held]
     run.commit()
     assert run.core.held() == []
@@ -47,7 +47,7 @@ def stage(run: CoordinatedRun, step: int, *, nodes: int = 2) -> list[Ticket]:
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
     run.clock.time += 1
     for ticket in tickets[:nodes]:
-        run.core.staged(ticket, part(ticket.node), [])
+        run.core.staged(ticket, part(ticket.node))
     return tickets
 
 
@@ -73,9 +73,9 @@ def test_a_repeated_staging_report_changes_no_record(run: CoordinatedRun) -> Non
     tickets = stage(run, 1)
     (promised,) = run.core.held()
     run.clock.time += 5
-    run.core.staged(tickets[1], part(tickets[1].node), [])  # the answer was lost
+    run.core.staged(tickets[1], part(tickets[1].node))  # the answer was lost
     for ticket in tickets:
-        run.core.fragment(ticket, part(ticket.node), [])
+        run.core.fragment(ticket, part(ticket.node))
     run.commit()
     assert [version.record for version in run.committer.catalog.versions()] == [promised]
     assert promised.restores == (restore,)
@@ -97,7 +97,7 @@ def test_a_commit_removes_older_aborted_saves_from_the_list(run: CoordinatedRun)
     assert run.core.in_use
     tickets = stage(run, 2)
     for ticket in tickets:
-        run.core.fragment(ticket, part(ticket.node), [])
+        run.core.fragment(ticket, part(ticket.node))
     run.commit()
     assert run.core.held() == []
     assert not run.core.in_use
@@ -112,7 +112,7 @@ def test_the_next_version_records_the_restores(run: CoordinatedRun) -> None:
     run.core.restored([late])  # the digest of the staged record is fixed already
     for of in (tickets, stage(run, 3)):
         for ticket in of:
-            run.core.fragment(ticket, part(ticket.node), [])
+            run.core.fragment(ticket, part(ticket.node))
     run.commit()
     records = [version.record for version in run.committer.catalog.versions()]
     assert [record.restores for record in records] == [(before,), (late,)]

@@ -59,7 +59,7 @@ def test_a_node_that_does_not_store_is_named(run: CoordinatedRun) -> None:
     for rank, ticket in enumerate(tickets):
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
     run.clock.time += 20
-    run.core.fragment(tickets[1], part(tickets[1].node), [])
+    run.core.fragment(tickets[1], part(tickets[1].node))
     run.clock.time += 11
     run.core.tick()
     assert warned(run, tickets[1]) == "", "a node has stored its part 11 s ago"

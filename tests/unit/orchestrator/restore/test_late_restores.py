@@ -18,7 +18,15 @@ from raystow.orchestrator.restore.rounds import RestoreRounds
 from raystow.storage.errors import ClusterError, DeadlineExceeded
 from raystow.storage.format.root import Entry
 from raystow.workers.protocol.coordinator_client import CoordinatorClient
-from raystow.workers.protocol.messages import Incarnation, Message, RankReading, Request, RestoreChoice, RestoreVote, UnusedNames
+from raystow.workers.protocol.messages import (
+    CoordinatorRequest,
+    Incarnation,
+    Message,
+    RankReading,
+    RestoreChoice,
+    RestoreVote,
+    UnusedNames,
+)
 
 
 @pytest.fixture
@@ -240,10 +248,10 @@ class HangingPort(CoordinatorClient):
     def __init__(self, choice: RestoreChoice) -> None:
         self._choice, self.reports, self.heard = choice, list[RankReading](), threading.Semaphore(0)
 
-    def call(self, request: Request[Any], timeout: float) -> Message:
+    def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
         return self._choice
 
-    def send(self, request: Request[Any]) -> None:
+    def send(self, request: CoordinatorRequest[Any]) -> None:
         assert isinstance(request, RankReading)
         self.reports.append(request)
         self.heard.release()

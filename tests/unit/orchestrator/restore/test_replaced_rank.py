@@ -19,7 +19,7 @@ from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import RankRestarted
 from raystow.storage.format.root import Entry
 from raystow.workers.protocol.coordinator_client import CoordinatorClient
-from raystow.workers.protocol.messages import Message, NoVersion, Request, RestoreChoice, RestoreVote
+from raystow.workers.protocol.messages import CoordinatorRequest, Message, NoVersion, RestoreChoice, RestoreVote
 
 TIMEOUT = 60.0
 
@@ -39,7 +39,7 @@ class RestoringRanks(CoordinatorClient):
     def commit(self, step: int) -> Entry:
         return self.committer.commit(empty_record(self.committer, step)).entry
 
-    def call(self, vote: Request[Any], timeout: float) -> Message:
+    def call(self, vote: CoordinatorRequest[Any], timeout: float) -> Message:
         """Answer as the coordinator does."""
         assert isinstance(vote, RestoreVote)
         with self.changed:
@@ -49,7 +49,7 @@ class RestoringRanks(CoordinatorClient):
             entry = round.answer(vote.tried)
         return NoVersion() if entry is None else RestoreChoice(entry)
 
-    def send(self, request: Request[Any]) -> None: ...
+    def send(self, request: CoordinatorRequest[Any]) -> None: ...
 
     def vote(self, rank: int, process: str, tried: Entry | None = None) -> None:
         """Vote for a process that dies while it waits for the answer."""

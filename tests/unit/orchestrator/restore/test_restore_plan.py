@@ -30,7 +30,15 @@ from raystow.storage.object_store import ObjectStore
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.versions.version import Version
 from raystow.workers.protocol.coordinator_client import CoordinatorClient
-from raystow.workers.protocol.messages import Message, RankReading, Request, RestoreChoice, RestoreVote, UnusedByAll, UnusedNames
+from raystow.workers.protocol.messages import (
+    CoordinatorRequest,
+    Message,
+    RankReading,
+    RestoreChoice,
+    RestoreVote,
+    UnusedByAll,
+    UnusedNames,
+)
 
 MIB = 1 << 20
 
@@ -176,11 +184,11 @@ class Port(CoordinatorClient):
     def __init__(self, choice: RestoreChoice) -> None:
         self._choice, self.reports = choice, list[RankReading]()
 
-    def send(self, request: Request[Any]) -> None:
+    def send(self, request: CoordinatorRequest[Any]) -> None:
         assert isinstance(request, RankReading)
         self.reports.append(request)
 
-    def call(self, request: Request[Any], timeout: float) -> Message:
+    def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
         assert isinstance(request, RestoreVote)
         return self._choice
 
@@ -227,11 +235,11 @@ def test_ranks_compare_names_again_after_a_restart(caplog: pytest.LogCaptureFixt
             super().__init__(choice)
             self.answers, self.compared = [None, b"", b""], list[bytes]()
 
-        def send(self, request: Request[Any]) -> None:
+        def send(self, request: CoordinatorRequest[Any]) -> None:
             if isinstance(request, UnusedNames):
                 self.call(request, 0.0)
 
-        def call(self, request: Request[Any], timeout: float) -> Message:
+        def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
             if not isinstance(request, UnusedNames):
                 return super().call(request, timeout)
             self.compared.append(request.unused)
@@ -302,7 +310,7 @@ def test_the_others_are_told_of_an_interrupted_rank(when):
         raise KeyboardInterrupt
 
     class Interrupted(Port):
-        def call(self, request: Request[Any], timeout: float) -> Message:
+        def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
             assert isinstance(request, RestoreVote)
             errors.append(request.error)
             if not request.error and when == ("waits at first" if request.tried is None else "waits at last"):
@@ -357,7 +365,7 @@ class Meeting(Port):
         super().__init__(choice)
         self.first, self.both = threading.Event(), threading.Barrier(2, timeout=60)
 
-    def call(self, request: Request[Any], timeout: float) -> Message:
+    def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
         assert isinstance(request, RestoreVote)
         if request.tried is not None:
             self.first.set()

@@ -161,6 +161,20 @@ def test_a_version_committed_after_the_plan_is_kept(run):
     assert [version.record for version in run.repository.versions()] == [record]
 
 
+def test_a_version_dropped_since_the_plan_is_forgotten(run):
+    record = replace(empty_record(run.committer), packs=None)
+    run.store.put(keys.pack(record.id, record.attempt, 0, "weights", 0), [b"."])
+    plan = run.repository.plan_collection(grace=0)
+    assert [one.kind for one in plan.due] == [GarbageKind.OPEN]
+    run.committer.commit(record)
+    run.commit()
+    run.drop()
+    assert [one.id for one in run.repository.root().dropped] == [record.id]
+    plan.execute()
+    assert run.repository.root().dropped == ()
+    assert run.left() == run.live()
+
+
 def test_a_lease_keeps_a_dropped_version_until_it_ends(run):
     old, _ = run.commit(2)
     lease = Lease(run.store, old.id, old.attempt, run.clock)

@@ -30,10 +30,10 @@ from raystow.workers.protocol.messages import (
     AttemptKey,
     AwaitRanks,
     ChunkInfo,
+    CoordinatorRequest,
     Message,
     PartFailed,
     RankFinished,
-    Request,
     Ticket,
 )
 
@@ -43,7 +43,7 @@ TICKET = Ticket(1, "0123456789abcdef", 0, 60.0, 1)
 class GivenUp(CoordinatorClient):
     """A coordinator that has given up the attempt."""
 
-    def call(self, request: Request[Any], timeout: float) -> Message:
+    def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
         match request:
             case AwaitRanks():
                 self.wait_complete()

@@ -238,7 +238,7 @@ def test_a_failed_delta_leaves_a_whole_rounded_version(repository: Repository, c
     second, first = (plan.replacement(entry) for entry in plan.thinned)
     whole = second.execute()
     assert whole is not None
-    (pack,) = repository.version(2).record.packs
+    (pack,) = repository.version(2).packs
     repository.store.put(keys.pack(2, whole.attempt, *pack.place), [bytes(pack.size)])
     assert first.execute() is not None
     assert bases(repository) == [(), (), ()]

@@ -35,7 +35,7 @@ def test_thinning_keeps_exact_weights_and_removes_the_rest(
         attempt=after.attempt,
         saved=before.attempt,
         fragments=after.record.fragments,
-        packs=after.record.packs,
+        packs=None,
         thinned=after.record.thinned,
     )
     assert [(f.ranks, f.stall) for f in after.record.fragments] == [(f.ranks, f.stall) for f in record.fragments]
@@ -87,7 +87,7 @@ def test_thinning_writes_packs_of_any_size(
     after = repository.version(1)
     assert bits(after) == wanted
     repository.verify(after)
-    assert len(after.record.packs) >= 2
+    assert after.record.pack_count == len([*after.packs]) >= 2
     assert sum(read) == plan.read
     assert after.bytes <= plan.stored
 
