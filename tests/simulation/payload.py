@@ -14,7 +14,7 @@ from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.kernels import Words, subtract
 from raystow.storage.format.manifest import ARRAY, Chunk, Fragment, path_text
 from raystow.storage.format.version_record import FragmentInfo
-from raystow.storage.versions import reader
+from raystow.storage.versions import runs
 
 KINDS = 4
 GROUP = "weights"
@@ -78,7 +78,7 @@ def decoded(node: int, fragment: bytes, pack: bytes, base: Callable[[int], Words
     row = _row(node, fragment)
     beneath = None if row.coding.base is None else base(row.coding.base).view(np.uint8)
     stored = np.frombuffer(pack, np.uint8)[row.start : row.start + row.coding.size]
-    return reader.decode(row, stored, base=beneath)[1].view(np.uint32)
+    return runs.decode(row, stored, base=beneath)[1].view(np.uint32)
 
 
 @functools.lru_cache(1024)  # nodes store the same few fragments repeatedly

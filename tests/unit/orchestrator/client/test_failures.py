@@ -180,7 +180,7 @@ def test_the_journal_learns_of_a_save_before_its_failure() -> None:
     parts = {
         "_startup": cluster,
         "_in_flight": SavesInFlight(cluster, parties, limit=1, timeout=60.0, log=rank._log),  # type: ignore[arg-type]
-        "_journal": SimpleNamespace(saved=lambda step: events.append(f"saved {step}")),
+        "_recorder": SimpleNamespace(saved=lambda step: events.append(f"saved {step}")),
         "_node": SimpleNamespace(staging=lambda _: fail(events)),
     }
     for name, part in parts.items():
