@@ -89,12 +89,12 @@ class AttachedEngine:
         engine.optimizer.step = fenced_step
         engine.save_checkpoint, engine.load_checkpoint = self.save_checkpoint, self.load_checkpoint
 
-    def save(self, client_state: Mapping[str, object], metrics: Mapping[str, object]) -> None:
-        """Start to save a version at the step ``engine.global_steps``."""
+    def save(self, client_state: Mapping[str, object], metrics: Mapping[str, object], parts: State | None = None) -> None:
+        """Start to save a version at the step ``engine.global_steps``. ``parts``: what is no part of the engine."""
         with tried("deepspeed", "0.19"):
             tree = engine_state(self._engine).tree
             tree["progress"] = progress_text(self._engine, dict(client_state))
-        self._checkpointer.save(tree, step=self._engine.global_steps, metrics=metrics)
+        self._checkpointer.save({**tree, **(parts or {})}, step=self._engine.global_steps, metrics=metrics)
 
     def restore(
         self, version: VersionSelector, *, strict: bool = True, moments: bool = True, schedule: bool = True, progress: bool = True

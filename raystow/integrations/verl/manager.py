@@ -19,7 +19,6 @@ from ...state.tree import State, flatten
 from ...storage.errors import Damaged, StateError
 from ...storage.repository import open_repository
 from ...storage.versions.version import Version
-from ..training_state import with_own_buffers
 from .settings import repository_of
 from .step_folder import find_step_folder, step_folder
 from .training_process import PROCESS, Part
@@ -91,8 +90,12 @@ def _state(manager: FSDPCheckpointManager, contents: list[str], *, adapters_only
     """What a part consists of, to save or to restore into."""
     model, state = manager.model, State()
     if "model" in contents:
-        weights = with_own_buffers(model, get_model_state_dict(model))
-        state["model"] = {name: weight for name, weight in weights.items() if not adapters_only or _is_adapter(name)}
+        weights, buffers = get_model_state_dict(model), {name for name, _ in model.named_buffers()}
+        state["model"] = {
+            name: weight.clone() if name in buffers else weight  # buffers change before the optimizer step
+            for name, weight in weights.items()
+            if not adapters_only or _is_adapter(name)
+        }
     if "optimizer" in contents:
         state["optim"] = get_optimizer_state_dict(model, manager.optimizer)
     if "extra" in contents:
