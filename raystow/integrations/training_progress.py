@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..state import value_text
 from ..state.tree import State
 from ..storage.arguments import integer
-from ..storage.errors import Damaged, StateError
+from ..storage.errors import StateError
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,11 @@ class TrainingProgress:
         return {"text": value_text.dumps(self.value, what=self._what)}
 
     def load_state_dict(self, state: State) -> None:
-        """Take ``value`` from a text."""
-        value = value_text.loads(state["text"])
+        """Take ``value`` from a text. ``StateError`` if something else was saved."""
+        value = value_text.loads(state["text"]) if isinstance(state, dict) and isinstance(state.get("text"), str) else None
         if not isinstance(value, dict):
-            raise Damaged("not the progress of a training", subject=self._what)
+            remedy = "restore a version of the same trainer, saved by this release"
+            raise StateError("the version has no progress of a training here", subject=self._what, remedy=remedy)
         self.value = value
 
     def load_rank_states(self, states: Sequence[State], rank: int, world_size: int) -> None:

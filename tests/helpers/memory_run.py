@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import uuid
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ from helpers.local_cluster import LocalCluster
 from raystow.state.objects import ObjectTree
 from raystow.state.tree import flatten
 from raystow.storage.errors import SaveFailed
+from raystow.storage.runtime.clock import SYSTEM
 
 
 class MemoryRun:
@@ -61,6 +61,6 @@ class MemoryRun:
         if not self.saved:
             return None
         step = max(self.saved)
-        with LocalCluster(f"memory://{uuid.uuid4()}") as cluster:
+        with LocalCluster(f"memory://{SYSTEM.token()}") as cluster:
             raystow.restore(cluster.save(copy.deepcopy(self.saved[step][0]), step=step), into)
         return SimpleNamespace(attempt="first")
