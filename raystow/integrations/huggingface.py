@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
@@ -20,14 +21,18 @@ from transformers.trainer_callback import ExportableState
 
 from ..orchestrator.client.checkpointer import Checkpointer
 from ..orchestrator.journal.journal import Journal
+from ..state.per_rank import PerRank
+from ..state.rng import Rng
 from ..state.tree import State
 from ..storage.addresses import local_path
 from ..storage.arguments import integer
 from ..storage.errors import StateError
 from ..storage.format.values import is_plain
+from ..storage.versions.version import Version
 from ..storage.versions.version_selector import LATEST, VersionSelector
-from . import training_state
+from .logged_values import log_of, metrics_of
 from .save_requests import SaveRequests
+from .training_progress import TrainingProgress, journal_options
 
 if TYPE_CHECKING:
     from .deepspeed.trainer import TrainerEngine
@@ -60,9 +65,9 @@ class Checkpointing(TrainerCallback):
     ) -> None:
         self._checkpointer = checkpointer
         self._steps = None if every_n_steps is None else integer("every_n_steps", every_n_steps, least=1, instead="None")
-        self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
+        self._journaled, self._durable_every = journal_options(journal, durable_every)
         self._journal: Journal | None = None
-        self._state: State | None = None
+        self._optimizer: State | None = None
         self._restored: State | None = None
         self._folder: Path | None = None
         self._engine: TrainerEngine | None = None
@@ -93,59 +98,63 @@ class Checkpointing(TrainerCallback):
             NotFound: There is no such version.
         """
         self._others = trainer.callback_handler.callbacks
+        progress = TrainingProgress()
+        parts = {"trainer": PerRank(progress), "rng": Rng()}
         if trainer.is_deepspeed_enabled:
-            return self._resume_engine(trainer, version)
-        optimizer = trainer.create_optimizer()
-        for group in optimizer.param_groups:  # as the learning rate schedule does, which the Trainer makes later
-            group.setdefault("initial_lr", group["lr"])
-        found = training_state.restored(self._checkpointer, version, trainer.model, [optimizer])
-        attempt, state, progress = ("start", None, None) if found is None else (found[0].attempt, *found[1:])
-        if self._journaled and (replayed := self._replay(trainer.model, optimizer, state)) is not None:
-            state, progress = replayed
-        if progress is None:
+            found = self._resume_engine(trainer, version, parts)
+        else:
+            optimizer = _unwrapped(trainer.create_optimizer())
+            found = self._checkpointer.restore({"model": trainer.model, "optim": optimizer, **parts}, version)
+        self._restored = None if found is None else {"trainer": progress.value, "rng": Rng().state_dict()}
+        if self._journaled:
+            self._journal = self._checkpointer.journal(trainer.model, optimizer, durable_every=self._durable_every)
+            self._restored = self._journal.replay() or self._restored
+        if self._restored is None:
             return None
-        self._state = state
-        return self._resume_from(trainer, trainer.model, progress, attempt)
+        if self._engine is None:
+            self._optimizer = optimizer.state_dict()
+            self._optimizer["param_groups"] = copy.deepcopy(self._optimizer["param_groups"])
+        return self._folder_of(trainer, "start" if found is None else found.attempt)
 
-    def _resume_engine(self, trainer: Trainer, version: VersionSelector) -> str | None:
-        """Attach DeepSpeed's engine, which exists only later, and return a folder that the Trainer accepts."""
+    def _resume_engine(self, trainer: Trainer, version: VersionSelector, parts: State) -> Version | None:
+        """Restore the parts besides DeepSpeed's engine, which exists only later, and is restored then."""
         from .deepspeed.trainer import TrainerEngine
 
         if self._journaled:
             raise StateError("steps of DeepSpeed cannot be recorded", remedy="pass journal=False")
         self._engine = TrainerEngine(trainer, self._checkpointer, version)
-        if (found := self._engine.client_state()) is None:
-            return None
-        restored, progress = found
-        return self._resume_from(trainer, None, progress, restored.attempt)
+        return self._engine.restore(parts)
 
-    def _resume_from(self, trainer: Trainer, model: torch.nn.Module | None, progress: State, attempt: str) -> str:
-        """Load ``progress`` when the training begins; return the folder for the Trainer, which one process of a machine makes."""
-        self._restored = progress
-        self._folder = local_path("output_dir", trainer.args.output_dir) / f"raystow-{platform.node()}-{attempt}"
+    def _folder_of(self, trainer: Trainer, attempt: str) -> str:
+        """The folder for the Trainer, which one process of a machine makes. Its name tells what was restored."""
+        assert self._restored is not None
+        state = self._restored["trainer"]["state"]
+        name = f"raystow-{platform.node()}-{attempt}.{state['global_step']}"
+        self._folder = local_path("output_dir", trainer.args.output_dir) / name
         with trainer.args.main_process_first(local=True):
             if not self._folder.exists():
-                _write(self._folder, model, progress["state"])
+                _write(self._folder, None if self._engine is not None else trainer.model, state)
         return os.fspath(self._folder)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
-        """Load the restored state: not earlier, since the Trainer makes and starts a new learning rate schedule before this."""
+        """Load the restored state: not earlier, since before this the Trainer makes and starts a new learning rate schedule, and
+        with ``model_init`` a new optimizer."""
         self._ended = self._due = self._asked = False
         if self._engine is not None:
             self._engine.begun()
-        if self._state is not None:
-            training_state.load(parts["model"], [_unwrapped(parts["optimizer"])], self._state)
-            self._state = None
+        if self._optimizer is not None:
+            _unwrapped(parts["optimizer"]).load_state_dict(self._optimizer)
+            self._optimizer = None
         if self._restored is not None:
             scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
-            scheduler.load_state_dict(self._restored["scheduler"])
+            scheduler.load_state_dict(self._restored["trainer"]["scheduler"])
             self._load_trainer_state(args, state)
-        training_state.progress_text(self._progress(state, control, parts))  # so that a save of it cannot fail later
+        TrainingProgress(self._progress(state, control, parts)).check()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Record and save the last step of the epoch before. Set the random generators if the save was made between epochs."""
         self._end_step(args, state, control, parts)
-        if self._restored is not None and self._restored["state"]["epoch"] % 1 == 0:
+        if self._restored is not None and self._restored["trainer"]["state"]["epoch"] % 1 == 0:
             self._load_generators()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
@@ -157,7 +166,7 @@ class Checkpointing(TrainerCallback):
     def _load_trainer_state(self, args: TrainingArguments, state: TrainerState) -> None:
         """Load what the folder of ``resume`` does not have: what JSON would change, such as the states of callbacks."""
         assert self._restored is not None
-        for name, value in self._restored["state"].items():
+        for name, value in self._restored["trainer"]["state"].items():
             if not is_plain(value):
                 setattr(state, name, value)
         if not args.restore_callback_states_from_checkpoint:
@@ -169,7 +178,7 @@ class Checkpointing(TrainerCallback):
 
     def _load_generators(self) -> None:
         assert self._restored is not None
-        training_state.load_generators(self._restored["generators"])
+        Rng().load_state_dict(self._restored["rng"])
         self._restored = None
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -204,40 +213,31 @@ class Checkpointing(TrainerCallback):
     ) -> None:
         """Record the step before, and save it if it is due."""
         if self._ended and self._journal is not None:
-            self._journal.record(state.global_step, values=self._progress(state, control, parts))
+            values = {"trainer": self._progress(state, control, parts), "rng": Rng().state_dict()}
+            self._journal.record(state.global_step, values=values)
         due, self._due, self._ended = self._due, False, False
         if due:
             self._save(args, state, control, parts)
 
     def _save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> None:
-        logged = {name: value for logs in state.log_history for name, value in logs.items()}
-        metrics, progress = training_state.metrics_of(logged), self._progress(state, control, parts)
+        metrics = metrics_of({name: value for logs in state.log_history for name, value in logs.items()})
+        own = {"trainer": PerRank(TrainingProgress(self._progress(state, control, parts))), "rng": Rng()}
         if self._engine is not None and self._engine.attached is not None:
-            self._engine.attached.save(progress, metrics)
+            self._engine.attached.save({}, metrics, own)
             return
         if getattr(args, "hf_deepspeed_config", None) is not None:
             raise StateError("the engine of DeepSpeed is not known", remedy="call resume(trainer) before trainer.train")
-        held = training_state.saved(parts["model"], [_unwrapped(parts["optimizer"])], progress)
-        self._checkpointer.save(held, step=state.global_step, metrics=metrics)
+        training = {"model": parts["model"], "optim": _unwrapped(parts["optimizer"]), **own}
+        self._checkpointer.save(training, step=state.global_step, metrics=metrics)
 
     def _progress(self, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> State:
-        """The states of the Trainer, its callbacks, the learning rate schedule and the random generators."""
+        """The states of the Trainer, its callbacks and the learning rate schedule."""
         stateful = [part for part in (*self._others, control) if isinstance(part, ExportableState)]
         state.stateful_callbacks.update(TrainerState(stateful_callbacks=stateful).stateful_callbacks)
         scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
         fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-        fields["log_history"] = training_state.log_of(state.log_history)
-        return {"state": fields, "scheduler": scheduler.state_dict(), "generators": training_state.generators()}
-
-    def _replay(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, restored: State | None
-    ) -> tuple[State, State] | None:
-        """Replay the journal; return the state and the progress that were reached, or None if nothing was replayed."""
-        if restored is not None:
-            training_state.load(model, [optimizer], restored)
-        self._journal = self._checkpointer.journal(model, optimizer, durable_every=self._durable_every)
-        values = self._journal.replay()
-        return None if values is None else (training_state.state_of(model, [optimizer]), values)
+        fields["log_history"] = log_of(state.log_history)
+        return {"state": fields, "scheduler": scheduler.state_dict()}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Record and save the last step, and wait for it as ``Checkpointer.wait``. Remove the folder of ``resume``."""

@@ -21,12 +21,15 @@ from lightning.pytorch.trainer.call import (
 
 from ..orchestrator.client.checkpointer import Checkpointer
 from ..orchestrator.journal.journal import Journal
+from ..state.per_rank import PerRank
+from ..state.rng import Rng
 from ..state.tree import State
 from ..storage.arguments import integer
 from ..storage.errors import StateError
 from ..storage.versions.version_selector import LATEST, VersionSelector
-from . import training_state
+from .logged_values import metrics_of
 from .save_requests import SaveRequests
+from .training_progress import TrainingProgress, journal_options
 
 _Hook = Callable[[Trainer, LightningModule], None]
 
@@ -74,7 +77,7 @@ class Checkpointing(Callback):
         self._checkpointer, self._version, self._saved, self._recorded = checkpointer, version, 0, 0
         self._steps = None if every_n_steps is None else integer("every_n_steps", every_n_steps, least=1, instead="None")
         self._epochs = None if every_n_epochs is None else integer("every_n_epochs", every_n_epochs, least=1, instead="None")
-        self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
+        self._journaled, self._durable_every = journal_options(journal, durable_every)
         self._journal: Journal | None = None
         counts = every_n_steps is not None or every_n_epochs is not None
         self._due, self._requests = False, SaveRequests(checkpointer, counts=counts)
@@ -90,15 +93,19 @@ class Checkpointing(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the version, if there is one. Add a callback that saves."""
-        restored = training_state.restored(self._checkpointer, self._version, pl_module, trainer.optimizers)
+        progress, rng = TrainingProgress(), Rng()
+        restored = self._checkpointer.restore(_state(trainer, pl_module, progress), self._version)
         self._generators = None
         if restored is not None:
-            training_state.load(pl_module, trainer.optimizers, restored[1])
-            self._generators = _load_progress(trainer, restored[2])
+            self._generators = rng.state_dict()
+            _load_progress(trainer, progress.value)
         if self._journaled:
             self._journal = self._checkpointer.journal(pl_module, *trainer.optimizers, durable_every=self._durable_every)
             if (values := self._journal.replay()) is not None:
-                self._generators = _load_progress(trainer, values)
+                self._generators = values["rng"]
+                _load_progress(trainer, values["trainer"])
+        if self._generators is not None:
+            rng.load_state_dict(self._generators)
         _check(trainer)
         self._saved = self._recorded = trainer.global_step
         if self._last not in trainer.callbacks:
@@ -115,10 +122,10 @@ class Checkpointing(Callback):
             loop._combined_loader._load_state_dicts(states)
             loop._combined_loader_states_to_load = []
             iter(loop._data_fetcher)  # at the end of the epoch that has ended, as where it was saved
-            training_state.load_generators(generators)
+            Rng().load_state_dict(generators)
             iter(loop._data_fetcher)  # begins the next one
         elif not trainer.is_last_batch:
-            training_state.load_generators(generators)
+            Rng().load_state_dict(generators)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the saves in flight as ``Checkpointer.wait``, which tells if the last one failed."""
@@ -153,7 +160,8 @@ class Checkpointing(Callback):
     def _record(self, trainer: Trainer, ended: str) -> None:
         if self._journal is not None and trainer.global_step > self._recorded:
             self._recorded = trainer.global_step
-            self._journal.record(trainer.global_step, values=_progress(trainer, ended))
+            values = {"trainer": _progress(trainer, ended), "rng": Rng().state_dict()}
+            self._journal.record(trainer.global_step, values=values)
 
     def _asked(self, trainer: Trainer, *, last: bool = False) -> bool:
         """Whether to save at once. Without a step to save, as while the first gradients are accumulated, a request remains."""
@@ -164,9 +172,8 @@ class Checkpointing(Callback):
         if trainer.global_step == self._saved:  # gradients are accumulated, or the batch was the epoch's last
             return
         self._saved = trainer.global_step
-        state = training_state.saved(pl_module, trainer.optimizers, _progress(trainer, ended))
-        metrics = training_state.metrics_of(trainer.callback_metrics)
-        self._checkpointer.save(state, step=trainer.global_step, metrics=metrics)
+        state = _state(trainer, pl_module, TrainingProgress(_progress(trainer, ended)))
+        self._checkpointer.save(state, step=trainer.global_step, metrics=metrics_of(trainer.callback_metrics))
 
 
 class _LastCallback(Checkpoint):
@@ -183,14 +190,20 @@ class _LastCallback(Checkpoint):
         self._after_epoch(trainer, pl_module)
 
 
+def _state(trainer: Trainer, pl_module: LightningModule, progress: TrainingProgress) -> State:
+    """A training, to save or to restore into."""
+    optimizers = trainer.optimizers
+    optim = optimizers[0] if len(optimizers) == 1 else list(optimizers)
+    return {"model": pl_module, "optim": optim, "trainer": PerRank(progress), "rng": Rng()}
+
+
 def _progress(trainer: Trainer, ended: str) -> State:
-    """The states of loops, schedulers and other parts, and of the random generators, after a ``step`` or an ``epoch``."""
+    """The states of loops, schedulers and other parts after a ``step`` or an ``epoch``."""
     return {
         "loops": trainer.fit_loop.state_dict(),
         **_own_states(trainer),
         "plateaus": _plateaus(trainer, ended),
         "checkpoint": _added(trainer),
-        "generators": training_state.generators(),
     }
 
 
@@ -218,11 +231,11 @@ def _check(trainer: Trainer) -> None:
     states = _own_states(trainer)
     with contextlib.suppress(Exception):  # of a callback that is not ready; a save asks it again
         states["callbacks"] = _call_callbacks_state_dict(trainer)
-    training_state.progress_text(states)
+    TrainingProgress(states).check()
 
 
-def _load_progress(trainer: Trainer, progress: State) -> State:
-    """Load loops, schedulers, other parts and random generators. Return the states of the generators."""
+def _load_progress(trainer: Trainer, progress: State) -> None:
+    """Load loops, schedulers and other parts. The hooks that are called may draw random numbers."""
     schedulers, saved = trainer.lr_scheduler_configs, progress["schedulers"]
     if len(schedulers) > len(saved):  # fewer are right: StochasticWeightAveraging adds one to them later
         what = f"the training has {len(schedulers)} learning rate schedulers, the version the states of {len(saved)}"
@@ -240,9 +253,6 @@ def _load_progress(trainer: Trainer, progress: State) -> State:
     _call_callbacks_on_load_checkpoint(trainer, checkpoint)
     _call_callbacks_load_state_dict(trainer, checkpoint)
     _begin_next_epoch(trainer.fit_loop)
-    training_state.load_generators(progress["generators"])
-    generators: State = progress["generators"]
-    return generators
 
 
 def _begin_next_epoch(loop: _FitLoop) -> None:

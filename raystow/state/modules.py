@@ -27,7 +27,7 @@ class ModuleState:
     Attributes:
         tree: Parameters, buffers and other entries by plain name; tensors share the memory of the module.
         own: The plain names of its parameters and buffers.
-        buffers: Those of its buffers.
+        changing: Those of all tensors but parameters: they may change in each forward pass.
     """
 
     def __init__(self, module: torch.nn.Module, where: str) -> None:
@@ -47,11 +47,13 @@ class ModuleState:
         self._plain = plain_names(module, state)
         self.tree = {self._plain[name]: value for name, value in state.items()}
         self.own = {self._plain[name] for name in own}
-        self.buffers = self.own.difference(self._plain[name] for name in parameters)
+        fixed = {self._plain[name] for name in parameters}
+        self.changing = [name for name, value in self.tree.items() if name not in fixed and isinstance(value, torch.Tensor)]
 
     def saved(self) -> State:
-        """The tree with copies of large buffers: unlike parameters, they change before the optimizer step."""
-        changing = [name for name in self.buffers if self.tree[name].is_cuda or self.tree[name].nbytes > SMALL]
+        """The tree with copies of the tensors that change before the optimizer step; a save itself copies small ones of the
+        host."""
+        changing = [name for name in self.changing if self.tree[name].is_cuda or self.tree[name].nbytes > SMALL]
         return {**self.tree, **{name: self.tree[name].detach().clone() for name in changing}} if changing else self.tree
 
     def names(self) -> dict[int, str]:

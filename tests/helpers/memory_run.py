@@ -6,15 +6,16 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 import raystow
+from helpers.local_cluster import LocalCluster
+from raystow.state.objects import ObjectTree
 from raystow.state.tree import flatten
 from raystow.storage.errors import SaveFailed
+from raystow.storage.runtime.clock import SYSTEM
 
 
 class MemoryRun:
-    """Keeps the state and the metrics of each step. It restores only into the tensors of the save.
+    """Keeps the state and the metrics of each step. A restore writes and reads a version of it.
 
     ``notice``: the number of the step at which a notice is seen. ``looks``: whether requests are seen, as the coordinator sees
     them about once a second.
@@ -29,9 +30,10 @@ class MemoryRun:
         self.error: SaveFailed | None = None
 
     def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, float]) -> None:
-        flatten(state)
+        tree = ObjectTree(state, what="state").saved(0)
+        flatten(tree)
         assert all(type(value) in (bool, int, float) for value in metrics.values())
-        self.saved[step] = copy.deepcopy(state), metrics
+        self.saved[step] = copy.deepcopy(tree), metrics
 
     def save_now(self) -> None:
         self._asked = True
@@ -58,21 +60,7 @@ class MemoryRun:
     def restore(self, into: dict[str, Any], version: Any = "latest") -> Any:
         if not self.saved:
             return None
-        saved = self.saved[max(self.saved)][0]
-        assert _tensors(into) == _tensors(saved)
-        _fill(into, saved)
+        step = max(self.saved)
+        with LocalCluster(f"memory://{SYSTEM.token()}") as cluster:
+            raystow.restore(cluster.save(copy.deepcopy(self.saved[step][0]), step=step), into)
         return SimpleNamespace(attempt="first")
-
-
-def _tensors(state: dict[str, Any]) -> set[str]:
-    return {leaf.name for leaf in flatten(state) if leaf.is_tensor}
-
-
-def _fill(into: dict[str, Any], saved: dict[str, Any]) -> None:
-    for key, value in saved.items():
-        if isinstance(value, dict):
-            _fill(into[key], value)
-        elif torch.is_tensor(value):
-            into[key].detach().copy_(value)
-        else:
-            into[key] = value

@@ -118,20 +118,18 @@ def test_the_trainer_resumes_deepspeed_bit_for_bit(cluster: Cluster, tmp_path: P
 def test_trainer_and_engine_restore_the_same_version() -> None:
     """Not so if only the tensors of the newest version are damaged: the engine takes the one before."""
     from raystow.integrations.deepspeed.trainer import TrainerEngine
-    from raystow.state import value_text
 
     class Run:
         uri = "s3://bucket/run"
 
-        def restore(self, into: dict[str, Any], version: Any, strict: bool) -> Any:
-            into["progress"] = value_text.dumps({"counters": {}, "loss_scale": None, "client_state": {"at": 6}})
+        def restore(self, into: dict[str, Any], version: Any, allow_unused: str) -> Any:
             return SimpleNamespace(id=6)
 
     trainer = SimpleNamespace(accelerator=SimpleNamespace(prepare=None))
     engine = TrainerEngine(trainer, Run(), "latest")
-    assert engine.client_state() == (SimpleNamespace(id=6), {"at": 6})
-    engine.attached = SimpleNamespace(restore=lambda version: (SimpleNamespace(id=6), {"at": 6}))
-    assert engine._load() == (Run.uri, {"at": 6})
-    engine.attached = SimpleNamespace(restore=lambda version: (SimpleNamespace(id=5), {"at": 5}))
+    assert engine.restore({}) == SimpleNamespace(id=6)
+    engine.attached = SimpleNamespace(restore=lambda version: (SimpleNamespace(id=6), {}))
+    assert engine._load() == (Run.uri, {})
+    engine.attached = SimpleNamespace(restore=lambda version: (SimpleNamespace(id=5), {}))
     with pytest.raises(StateError, match=r"progress of version 6.*call resume\(trainer, 5\)"):
         engine._load()

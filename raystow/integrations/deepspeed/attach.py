@@ -16,21 +16,22 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import distributed
 
 from ...orchestrator.client.checkpointer import Checkpointer
+from ...state.per_rank import PerRank
 from ...state.tree import State
 from ...storage.errors import NotARepository, NotFound, StateError
 from ...storage.extras import check_methods, tried
 from ...storage.repository import open_repository
 from ...storage.versions.version import Version
 from ...storage.versions.version_selector import VersionSelector
+from ..training_progress import TrainingProgress
 from .engine_state import (
     apply_moments,
     apply_progress,
     apply_weights,
-    client_state_of,
+    engine_progress,
     engine_state,
     gather_persistent,
     groups_as_saved,
-    progress_text,
 )
 from .partitions import Engine
 
@@ -89,12 +90,13 @@ class AttachedEngine:
         engine.optimizer.step = fenced_step
         engine.save_checkpoint, engine.load_checkpoint = self.save_checkpoint, self.load_checkpoint
 
-    def save(self, client_state: Mapping[str, object], metrics: Mapping[str, object]) -> None:
-        """Start to save a version at the step ``engine.global_steps``."""
+    def save(self, client_state: Mapping[str, object], metrics: Mapping[str, object], parts: State | None = None) -> None:
+        """Start to save a version at the step ``engine.global_steps``. ``parts``: what is no part of the engine."""
         with tried("deepspeed", "0.19"):
             tree = engine_state(self._engine).tree
-            tree["progress"] = progress_text(self._engine, dict(client_state))
-        self._checkpointer.save(tree, step=self._engine.global_steps, metrics=metrics)
+            progress = TrainingProgress(engine_progress(self._engine, dict(client_state)), what="engine")
+        state = {**tree, "progress": PerRank(progress), **(parts or {})}
+        self._checkpointer.save(state, step=self._engine.global_steps, metrics=metrics)
 
     def restore(
         self, version: VersionSelector, *, strict: bool = True, moments: bool = True, schedule: bool = True, progress: bool = True
@@ -107,12 +109,14 @@ class AttachedEngine:
             if engine.zero_optimization_stage() == 3:
                 engine.optimizer.checkpoint_event_prologue()  # partitions all parameters
             found = engine_state(engine)
-        marker = groups_as_saved(found)
-        into = {**found.tree, "progress": "", "optim": {**found.tree["optim"], "param_groups": marker}}
+        marker, saved = groups_as_saved(found), TrainingProgress(what="engine")
+        into = {**found.tree, "progress": PerRank(saved), "optim": {**found.tree["optim"], "param_groups": marker}}
+        unused = ["trainer", "rng"]  # of a Trainer around the engine
         if not moments:
             del into["optim"]
+            unused.append("optim")
         try:
-            restored = self._checkpointer.restore(into, version, strict=strict, allow_unused=() if moments else "optim")
+            restored = self._checkpointer.restore(into, version, strict=strict, allow_unused=unused)
         except StateError as error:
             if moments and "optim." in error.what:
                 kind = type(engine.optimizer.optimizer).__name__
@@ -124,9 +128,9 @@ class AttachedEngine:
             raise
         if restored is None:
             gather_persistent(engine)
-            self._checkpointer.prepare({**found.tree, "progress": ""})
+            self._checkpointer.prepare(found.tree)
             return None
-        if not into["progress"]:  # possible without ``strict``
+        if "client_state" not in saved.value:  # possible without ``strict``
             what = f"version {restored.id} was not saved by raystow.deepspeed; the model is in an undefined state now"
             raise StateError(what, remedy="restore its weights before deepspeed.initialize")
         with tried("deepspeed", "0.19"):
@@ -134,9 +138,9 @@ class AttachedEngine:
             if moments:
                 options = into["optim"]["param_groups"]
                 apply_moments(engine, found, found.tree["optim"]["param_groups"] if options is marker else options)
-            if not progress:
-                return restored, client_state_of(into["progress"])
-            return restored, apply_progress(engine, into["progress"], schedule=schedule)
+            if progress:
+                apply_progress(engine, saved.value, schedule=schedule)
+        return restored, saved.value["client_state"]
 
     def save_checkpoint(
         self,

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...state import value_text
 from ...state.as_saved import CheckedAsSaved
 from ...state.tree import State
-from ...storage.errors import Damaged, StateError
+from ...storage.errors import StateError
 from ...storage.format.values import is_plain
 from .partitions import Engine, ParameterGroup, groups, partition_of
 
@@ -120,24 +119,20 @@ def gather_persistent(engine: Engine) -> None:
         engine.optimizer.checkpoint_event_epilogue()
 
 
-def progress_text(engine: Engine, client_state: State) -> str:
-    """The text of everything that is no parameter."""
+def engine_progress(engine: Engine, client_state: State) -> State:
+    """Everything that is no parameter."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     scale = None if scaler is None else {key: value for key, value in vars(scaler).items() if is_plain(value)}
-    return value_text.dumps(
-        {
-            "counters": {name: getattr(engine, name) for name in _COUNTERS},
-            "loss_scale": scale,
-            "client_state": client_state,
-            **{name: part.state_dict() for name, part in _stateful(engine).items()},
-        },
-        what="engine",
-    )
+    return {
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "loss_scale": scale,
+        "client_state": client_state,
+        **{name: part.state_dict() for name, part in _stateful(engine).items()},
+    }
 
 
-def apply_progress(engine: Engine, text: str, *, schedule: bool) -> State:
-    """Set what ``progress_text`` contains, and return ``client_state``. ``schedule``: also the learning rate schedule."""
-    progress = _progress_of(text)
+def apply_progress(engine: Engine, progress: State, *, schedule: bool) -> None:
+    """Set what ``engine_progress`` has returned. ``schedule``: also the learning rate schedule."""
     for name, value in progress["counters"].items():
         setattr(engine, name, value)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -149,20 +144,6 @@ def apply_progress(engine: Engine, text: str, *, schedule: bool) -> State:
     for name, part in _stateful(engine).items():
         if name in progress and (schedule or name != "lr_scheduler"):
             part.load_state_dict(progress[name])
-    return client_state_of(text)
-
-
-def client_state_of(text: str) -> State:
-    """The ``client_state`` in a text of ``progress_text``."""
-    client_state: State = _progress_of(text)["client_state"]
-    return client_state
-
-
-def _progress_of(text: str) -> State:
-    progress = value_text.loads(text)
-    if not isinstance(progress, dict) or not progress.keys() >= {"counters", "loss_scale", "client_state"}:
-        raise Damaged("not the progress of a DeepSpeed engine")
-    return progress
 
 
 def _stateful(engine: Engine) -> State:

@@ -11,7 +11,6 @@ from ...storage.errors import StateError
 from ...storage.versions.version import Version
 from ...storage.versions.version_selector import VersionSelector
 from .attach import AttachedEngine
-from .engine_state import client_state_of
 from .partitions import Engine
 
 
@@ -45,11 +44,10 @@ class TrainerEngine:
         vars(self._trainer.accelerator).pop("prepare", None)
         vars(self._trainer).pop("_load_optimizer_and_scheduler", None)
 
-    def client_state(self) -> tuple[Version, State] | None:
-        """Return what the version says of the Trainer's progress; None if there is no version."""
-        into = {"progress": ""}
-        self._found = self._checkpointer.restore(into, self._version, strict=False)
-        return None if self._found is None else (self._found, client_state_of(into["progress"]))
+    def restore(self, parts: State) -> Version | None:
+        """Restore what is no part of the engine, which does not exist yet."""
+        self._found = self._checkpointer.restore(parts, self._version, allow_unused="*")
+        return self._found
 
     def _load(self, *_: object, **__: object) -> tuple[str | None, State | None]:
         assert self.attached is not None

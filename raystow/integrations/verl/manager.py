@@ -14,12 +14,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-from ...state import value_text
-from ...state.tree import State, flatten
-from ...storage.errors import Damaged, StateError
+from ...state.rng import Rng
+from ...state.tree import State
+from ...storage.errors import StateError
 from ...storage.repository import open_repository
-from ...storage.versions.version import Version
-from ..training_state import with_own_buffers
 from .settings import repository_of
 from .step_folder import find_step_folder, step_folder
 from .training_process import PROCESS, Part
@@ -27,7 +25,6 @@ from .training_process import PROCESS, Part
 logger = logging.getLogger(__name__)
 
 _verl_save, _verl_load = FSDPCheckpointManager.save_checkpoint, FSDPCheckpointManager.load_checkpoint
-_LISTED = 5  # names in an error
 
 
 def save_checkpoint(
@@ -75,57 +72,40 @@ def load_checkpoint(
     saved = [name for name in version.tensors() if name.startswith(weights)]
     adapters_only = bool(saved) and all(_is_adapter(name) for name in saved)
     state = _state(self, self.checkpoint_load_contents, adapters_only=adapters_only)
-    into = {role: state} if role else state
-    _check_names(into, version, role)
-    PROCESS.checkpointer(uri).restore(into, version.id, strict=False)
+    moments = f"{role}.optim.state" if role else "optim.state"
+    # A parameter may have no state: it got no gradient yet, or its optimizer needs none.
+    initial = moments if any(name.startswith(f"{moments}.") for name in version.tensors()) else ()
+    try:
+        PROCESS.checkpointer(uri).restore({role: state} if role else state, version.id, allow_missing=initial, allow_unused="*")
+    except StateError as error:
+        if "not saved" not in error.what:
+            raise
+        remedy = "use the same model, or set checkpoint.load_contents to what it has"
+        raise StateError(error.what, subject=error.subject, remedy=remedy) from error
     if "model" in state:
         set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=not adapters_only))
     if "optim" in state:
-        # A parameter may have no state: it got no gradient yet, or its optimizer needs none.
         set_optimizer_state_dict(self.model, self.optimizer, state["optim"], options=StateDictOptions(strict=False))
-    if "extra" in state:
-        _apply_extra(self, state["extra"])
 
 
 def _state(manager: FSDPCheckpointManager, contents: list[str], *, adapters_only: bool) -> State:
-    """What a part consists of, to save or to restore into."""
+    """What a part consists of, to save or to restore into. Weights and moments are gathered here: FSDP of version 1, which verl
+    uses by default, does it by collectives."""
     model, state = manager.model, State()
     if "model" in contents:
-        weights = with_own_buffers(model, get_model_state_dict(model))
-        state["model"] = {name: weight for name, weight in weights.items() if not adapters_only or _is_adapter(name)}
+        weights, buffers = get_model_state_dict(model), {name for name, _ in model.named_buffers()}
+        state["model"] = {
+            name: weight.clone() if name in buffers else weight  # buffers change before the optimizer step
+            for name, weight in weights.items()
+            if not adapters_only or _is_adapter(name)
+        }
     if "optimizer" in contents:
         state["optim"] = get_optimizer_state_dict(model, manager.optimizer)
     if "extra" in contents:
-        schedule = manager.lr_scheduler and manager.lr_scheduler.state_dict()
-        state["extra"] = value_text.dumps({"lr_scheduler": schedule, "rng": manager.get_rng_state()}, what="extra")
+        state["extra"] = {"rng": Rng()}
+        if manager.lr_scheduler is not None:
+            state["extra"]["lr_scheduler"] = manager.lr_scheduler
     return state
-
-
-def _apply_extra(manager: FSDPCheckpointManager, text: str) -> None:
-    extra = value_text.loads(text)
-    if not isinstance(extra, dict) or extra.keys() != {"lr_scheduler", "rng"}:
-        raise Damaged("not the schedule and random generators of a checkpoint manager of verl")
-    manager.load_rng_state(extra["rng"])
-    if extra["lr_scheduler"] is not None and manager.lr_scheduler is not None:
-        manager.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-
-
-def _check_names(into: State, version: Version, role: str) -> None:
-    """``StateError`` if the version lacks names. State of single parameters may be missing, which keep the initial one then: a
-    parameter that got no gradient has none."""
-    saved = version.tensors().keys() | version.values().keys()
-    missing = {leaf.name for leaf in flatten(into)} - saved
-    moments = f"{role}.optim.state." if role else "optim.state."
-    if any(name.startswith(moments) for name in saved) and (initial := {name for name in missing if name.startswith(moments)}):
-        logger.warning("%r lacks optimizer state, which stays as at the start: %s", version, _listed(initial))
-        missing -= initial
-    if missing:
-        what = f"lacks {len(missing)} names that the training has: {_listed(missing)}"
-        raise StateError(what, subject=repr(version), remedy="use the same model, or set checkpoint.load_contents to what it has")
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
 
 
 def _is_adapter(name: str) -> bool:

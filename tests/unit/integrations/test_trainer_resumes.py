@@ -376,6 +376,27 @@ def test_hugging_face_restores_the_states_of_callbacks(tmp_path: Path) -> None:
     assert counting.first == {1: "one"}
 
 
+def test_hugging_face_resumes_what_model_init_makes_anew(tmp_path: Path) -> None:
+    """The Trainer makes model, optimizer and schedule once more when the training begins."""
+
+    def trained(run: MemoryRun, steps: int) -> Any:
+        transformers.set_seed(0)
+        callback = raystow.huggingface.Checkpointing(run, every_n_steps=2)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=steps, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+            per_device_train_batch_size=2, label_names=["x"], lr_scheduler_type="constant_with_warmup", warmup_steps=6,
+        )  # fmt: skip
+        own = transformers.Trainer(
+            model_init=Net, args=arguments, train_dataset=Rows(noise=False), callbacks=[callback, recording := Recording()]
+        )
+        own.train(resume_from_checkpoint=callback.resume(own))
+        own.model.rates = recording.rates
+        return own.model
+
+    run = MemoryRun()
+    check(trained(MemoryRun(), 8), trained(run, 4), trained(run, 8))
+
+
 class Logging(transformers.Trainer):
     """Logs what is not plain."""
 

@@ -214,3 +214,45 @@ def test_a_tensor_that_gets_other_memory_is_saved_as_it_was(kind: str) -> None:
     SWAPS[kind](weight)
     assert plan.changed() == ""
     assert raw(plan) == before.numpy().tobytes()
+
+
+class Counting(torch.nn.Module):
+    """Counts in a forward pass: in a large and a small buffer, and in extra state."""
+
+    def __init__(self, *, own_dict: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(COUNT))
+        for name, size in ("large", COUNT), ("small", 3):
+            self.register_buffer(name, torch.zeros(size))
+        self.extra = torch.zeros(COUNT)
+        if own_dict:
+            self.add_module("inner", OwnDict())
+
+    def forward(self) -> None:
+        for one in self.large, self.small, self.extra:
+            one += 1
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra.copy_(state)
+
+
+class OwnDict(torch.nn.Module):
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        return super().state_dict(*arguments, **options)
+
+
+@pytest.mark.parametrize("own_dict", [False, True])
+def test_a_forward_pass_does_not_change_a_saved_module(own_dict: bool) -> None:
+    module = Counting(own_dict=own_dict)
+    plan = planned(model=module)
+    module()
+    found = {view.leaf.name: view.local for view in plan.views}
+    assert found.keys() == {f"model.{name}" for name in ("weight", "large", "small", "_extra_state")}
+    assert not any(found[f"model.{name}"].any() for name in ("large", "small", "_extra_state"))
+    assert plan.changed() == ""
+    with torch.no_grad():
+        module.weight.add_(1)
+    assert "model.weight" in plan.changed()
