@@ -204,6 +204,10 @@ class Connection:
             length -= len(part)
         return b"".join(parts)
 
+    def fileno(self) -> int:
+        """Return the descriptor of the socket, as ``select`` calls for; -1 after ``close``."""
+        return self._socket.fileno()
+
     def close(self) -> None:
         """Close the connection after posted messages have been sent; a thread that is receiving gets None."""
         if self._sender is not None:
