@@ -46,7 +46,7 @@ def node(clock: FakeClock) -> Iterator[Node]:
 
 def left(node: Node) -> None:
     """Wait until the node worker has seen the end of its last connection."""
-    wait_until(lambda: not node._usage._visits, "the end of a connection")
+    wait_until(lambda: not node.usage.visits, "the end of a connection")
 
 
 def test_a_worker_that_nobody_comes_to_ends(node: Node, clock: FakeClock) -> None:
