@@ -195,7 +195,7 @@ def test_an_error_of_a_thread_that_reads_is_raised(saved: tuple[Version, State],
     with decoding(0) as gpu:
         with pytest.raises(Damaged, match="missing") as error:
             restored(*saved, made)
-        memory = [weakref.ref(part) for lane in made._lanes for part in (lane._stored, lane._planes, lane.words)]
+        memory = [weakref.ref(part) for lane in made.lanes for part in (lane.stored, lane.planes, lane.words)]
         made.close()
         gpu.kept.clear()
     assert error.tb  # refers to the lanes

@@ -13,7 +13,7 @@ from raystow.orchestrator.journal.entry_encoder import CapturedEntry, EntryEncod
 from raystow.orchestrator.journal.entry_file import parse
 from raystow.orchestrator.journal.gpu_gradients import GpuGradientEncoder, SharedRing
 from raystow.orchestrator.journal.gradient_coding import decode
-from raystow.orchestrator.journal.state_digests import _whole_spans
+from raystow.orchestrator.journal.state_digests import whole_spans
 from raystow.storage.coding.digest import raw_digest
 from raystow.workers.gpu import kernel_args
 from raystow.workers.gpu.kernels.library import Kernel
@@ -137,7 +137,7 @@ def test_digests_equal_those_of_a_cpu(gpu: Device, rows: int, monkeypatch: pytes
         weights(8_000).reshape(80, 100).t(),
         weights(99)[::2],
     ]
-    pieces = [(one, first, last) for one in tensors for first, last in _whole_spans(one.numel() * one.itemsize)]
+    pieces = [(one, first, last) for one in tensors for first, last in whole_spans(one.numel() * one.itemsize)]
     pieces += [(tensors[2], 4096, 8192), (tensors[3], 4097, 8189), (tensors[4], 98, 99)]
     with torch.cuda.stream(torch.cuda.Stream()):
         digester = SpanDigester(HERE, pieces)

@@ -40,7 +40,7 @@ class Run:
         self.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("part", ["_buffers", "_digester"])
+@pytest.mark.parametrize("part", ["_buffers", "digester"])
 def test_an_unexpected_error_loses_steps_until_the_next_save(
     part: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_save_during_a_refused_entry_restarts_recording() -> None:
             save.join(0.2)  # it waits for the other thread
 
         recorder.log = SimpleNamespace(error=save_now)  # type: ignore[assignment]
-        recorder._kept(REFUSED)
+        recorder.kept(REFUSED)
         save.join()
         assert not recorder.save_advised
         run.step(2)
@@ -109,7 +109,7 @@ def test_a_failed_save_after_a_lost_entry_ends_recording(late: bool, newer: bool
     """The entries that follow cannot be replayed from an older version."""
     box, run = EntryBox(), Run()
     with recording(box, run) as recorder:
-        calls = [lambda: recorder.saved(1), lambda: recorder._kept(REFUSED)]
+        calls = [lambda: recorder.saved(1), lambda: recorder.kept(REFUSED)]
         for call in calls if late else reversed(calls):
             call()
         assert not recorder.save_advised
@@ -154,7 +154,7 @@ def test_an_interrupted_record_loses_steps_until_a_save(monkeypatch: pytest.Monk
             run.step(number)
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if number == 2 else contextlib.nullcontext():
                 if number == 2:
-                    patch.setattr(recorder._digester, "take", lambda **_: fail(KeyboardInterrupt()))
+                    patch.setattr(recorder.digester, "take", lambda **_: fail(KeyboardInterrupt()))
                 journal.record(number)
         assert journal.save_advised
     assert box.steps() == [1]

@@ -9,7 +9,7 @@ from helpers.journal_port import MemorySink
 from msgspec.structs import replace
 
 from raystow.orchestrator.journal import gradient_coding
-from raystow.orchestrator.journal.entry_decoder import _placed
+from raystow.orchestrator.journal.entry_decoder import placed
 from raystow.orchestrator.journal.gradient_coding import TensorEncoder, checked_dtype, decode, uncoded
 from raystow.storage.errors import Damaged
 
@@ -59,5 +59,5 @@ def test_small_tensors_are_stored_as_they_are(dtype: torch.dtype) -> None:
         assert again is not None
         assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
         assert again.view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
-    placed = _placed([one for one in found if one is not None], [torch.device("meta")] * 3)
-    assert [(one.device.type, one.dtype, one.shape) for one in placed] == [("meta", one.dtype, one.shape) for one in tensors]
+    on_device = placed([one for one in found if one is not None], [torch.device("meta")] * 3)
+    assert [(one.device.type, one.dtype, one.shape) for one in on_device] == [("meta", one.dtype, one.shape) for one in tensors]
