@@ -22,6 +22,7 @@ from ray.cluster_utils import Cluster
 
 import raystow
 from integration.ranks import Rank, every
+from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 from raystow.storage.runtime.clock import SYSTEM
 
 BUCKET = "jobs"
@@ -220,7 +221,7 @@ def test_a_coordinator_that_is_restarted_gets_the_settings_again(cluster: Cluste
     rank = s3_job(servers[1], "testing").rank()
     ray.get(rank.begin.remote(uri, 0, 1, {}), timeout=120)
     saved(rank, 1, step=1)
-    ray.get(rank.do.remote(lambda at: ray.kill(at.checkpointer._port._known(), no_restart=False)))
+    ray.get(rank.do.remote(lambda at: ray.kill(coordinator_actor(at.checkpointer.uri), no_restart=False)))
     saved(rank, 2, step=2)
     assert restored(rank) == 2
     every([rank], "leave")
@@ -241,7 +242,7 @@ def test_no_secrets_of_a_job_are_in_what_others_see(cluster: Cluster, servers: t
     rank = s3_job(servers[1], "testing", **secrets).rank()
     ray.get(rank.begin.remote(uri, 0, 1, {}), timeout=120)
     saved(rank, 1, step=1)
-    text = ray.get(rank.do.remote(lambda at: f"{at.checkpointer!r} {at.checkpointer._store.settings()!r}"))
+    text = ray.get(rank.do.remote(lambda at: f"{at.checkpointer!r} {at.checkpointer.repository.store.settings()!r}"))
     assert "not-for-others" not in text
     every([rank], "leave")
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]

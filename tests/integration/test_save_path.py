@@ -293,7 +293,7 @@ def test_a_failure_is_raised_before_the_coordinator_answers(tmp_path: Path) -> N
     every(ranks, "set", replicated, 1, 1)
 
     def report_without_an_answer(self: Rank) -> None:
-        self.checkpointer._port.save_failed = lambda *_: threading.Event().wait()  # type: ignore[method-assign,misc]
+        self.startup.port.save_failed = lambda *_: threading.Event().wait()  # type: ignore[method-assign,misc]
 
     ray.get(ranks[0].do.remote(report_without_an_answer))
     ray.get(ranks[0].save.remote(1))
@@ -365,7 +365,7 @@ def test_a_killed_coordinator_restarts_with_a_new_epoch(tmp_path: Path) -> None:
 
 
 def _join(rank: Any) -> None:
-    rank.checkpointer._port.join(rank.checkpointer._startup.member)
+    rank.startup.port.join(rank.startup.member)
 
 
 def _until(reached: Any, ranks: list[Any]) -> None:

@@ -122,7 +122,7 @@ class Peers:
             raise ClusterError(f"does not answer: {error}", subject=f"node {node}") from error
 
     def _ask(self, node: str, ask: Callable[[TcpChannel], _Answer]) -> _Answer:
-        channel = self._channel(node)
+        channel = self.channel(node)
         try:
             answer = ask(channel)
         except BaseException:
@@ -134,7 +134,7 @@ class Peers:
                 self._idle.popitem(last=False)[0].close()
         return answer
 
-    def _channel(self, node: str) -> TcpChannel:
+    def channel(self, node: str) -> TcpChannel:
         """Return a connection that no other thread uses."""
         with self._lock:
             channel = next((channel for channel, to in self._idle.items() if to == node), None)

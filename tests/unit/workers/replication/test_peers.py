@@ -317,7 +317,7 @@ def test_a_journal_entry_is_copied_to_a_peer_and_read_back(cluster: Cluster) -> 
 
 def test_a_large_entry_is_read_over_several_connections(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_journal, "_LEAST", 100_000)
-    channel, all_of_them = cluster["b"].peers._channel, threading.Barrier(8)
+    channel, all_of_them = cluster["b"].peers.channel, threading.Barrier(8)
 
     def together(node: str) -> TcpChannel:
         """Return a channel once all eight threads have one, so that no thread can reuse the channel of another."""
@@ -325,7 +325,7 @@ def test_a_large_entry_is_read_over_several_connections(cluster: Cluster, monkey
         all_of_them.wait(10)
         return found
 
-    monkeypatch.setattr(cluster["b"].peers, "_channel", together)
+    monkeypatch.setattr(cluster["b"].peers, "channel", together)
     info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 700_001, stored_digest(DATA[:700_001]))
     cluster["a"].journal.store.add(info, DATA[: info.size], own=True)
     assert cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a")).copies == 1

@@ -128,7 +128,7 @@ def test_the_note_of_an_attempt_without_objects_is_removed(
     repository: Repository, committer: Committer, clock: FakeClock
 ) -> None:
     plan = replacement.plan(repository, repository.version(1).entry, replacement.thin(2))
-    assert plan._note(None) is not None
+    assert plan.note(None) is not None
     (garbage,) = repository.plan_collection().garbage
     assert garbage.kept
     collect(repository, clock)
