@@ -14,7 +14,6 @@ from ...storage.runtime import background
 from ...storage.versions.version import Version
 
 
-
 class VersionCallback(Protocol):
     """An object that ``Checkpointer(callbacks=)`` tells of durable versions."""
 
