@@ -122,9 +122,14 @@ class NodeActor:
 
 
 class RayPeers(Peers):
-    """The other nodes' workers. Questions go through Ray, objects do not."""
+    """The other nodes' workers. Questions go through Ray, objects do not.
+
+    Attributes:
+        census_patience: Seconds within which the head node must list the nodes.
+    """
 
     def __init__(self) -> None:
+        self.census_patience = _ANSWER
         super().__init__(lambda node: _ask(node, NodeActor.contact, _START), SYSTEM)
         self._census: Future[dict[str, str]] | None = None
 
@@ -134,7 +139,7 @@ class RayPeers(Peers):
         if (census := self._census) is None:
             census = self._census = connection.question(_nodes_with_workers)
         try:
-            return connection.answer(census, _ANSWER)
+            return connection.answer(census, self.census_patience)
         finally:
             if census.done():
                 self._census = None

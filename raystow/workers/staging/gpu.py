@@ -39,13 +39,14 @@ class DeviceStaging:
         answers: Receives the node worker's messages about devices.
         encoder: None before the first chunk.
         head_start: See ``HEAD_START``.
+        clock: Waits for it.
     """
 
     def __init__(
         self, slots: StagingSlots, post: Callable[[Message], None], codec: str, process: str, opened: SessionOpened
     ) -> None:
         self._slots, self._post, self._codec, self._process, self._opened = slots, post, codec, process, opened
-        self.head_start = HEAD_START
+        self.head_start, self.clock = HEAD_START, SYSTEM
         self.answers: queue.SimpleQueue[DeviceAnswer | None] = queue.SimpleQueue()
         self.bases: dict[int, BaseDigests] = {}
         """By device, the digests of the version that its chunks may refer to."""
@@ -96,7 +97,7 @@ class DeviceStaging:
             if not checks[0].strays:
                 on_read(self.head_start)  # longer than to launch an operation, which torch counts then
                 if order.progress.urgent.is_set():
-                    SYSTEM.sleep(self.head_start)
+                    self.clock.sleep(self.head_start)
 
         request = EncodeRequest(pieces, after, read, urgent=order.progress.urgent.is_set, meanwhile=check)
         encoder.encode(device, request, post)

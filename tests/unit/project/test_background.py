@@ -190,10 +190,7 @@ def node(counted: Counted) -> Iterator[Node]:
 
 INTERVALS = (
     (node_module, "_MEASURE"),
-    (leases, "_RENEW"),
     (reconciler, "LOOK"),
-    (settings_renewal, "_LONGEST"),
-    (settings_renewal, "_SHORTEST"),
 )
 """The intervals of the loops."""
 
@@ -238,12 +235,12 @@ def test_a_loop_survives_errors(
 
     with caplog.at_level(logging.ERROR):
         if thread == "raystow-lease":
-            lease = leases.Lease(MemoryStore("leased"), 1, "a" * 16, SYSTEM).__enter__()
+            lease = leases.Lease(MemoryStore("leased"), 1, "a" * 16, SYSTEM, renew_after=0.01).__enter__()
             stop = lambda: lease.__exit__(None, None, None)  # noqa: E731
             begin_to_fail()
         elif thread == "raystow-settings":
             begin_to_fail()
-            stop = settings_renewal.SettingsRenewal(lambda anew: LOCAL, LOCAL, lambda settings: None).close
+            stop = settings_renewal.SettingsRenewal(lambda anew: LOCAL, LOCAL, lambda settings: None, pauses=(0.01, 0.01)).close
         elif thread == "raystow-train":
             begin_to_fail()
             sync = TrainSync(memory_repository(), "run", listed=lambda seconds: (), write_pointer=lambda entry: None)

@@ -13,7 +13,6 @@ import pytest
 
 from raystow.storage.errors import ClusterError
 from raystow.storage.runtime.clock import SYSTEM
-from raystow.workers.journal import client, entry_writer
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.entry_bytes import ArrivingEntry, SharedMemories
 from raystow.workers.journal.entry_writer import EntryWriter

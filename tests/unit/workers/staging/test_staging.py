@@ -173,10 +173,9 @@ class Urgent(threading.Event):
         return super().wait(timeout)
 
 
-def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str) -> None:
     """Training has the head start again after it has waited."""
     plan, over = OnGpu([]), threading.Event()
-    monkeypatch.setattr(gpu, "SYSTEM", SimpleNamespace(sleep=lambda seconds: plan.seen.append(f"slept {seconds:.0f}")))
 
     class Read(threading.Event):
         def set(self) -> None:
@@ -189,6 +188,7 @@ def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeyp
     progress.read, progress.urgent = Read(), urgent
     made = Staging(frozen, OPENING)
     made.devices.encoder, made.devices.head_start = IdleEncoder(), 3600.0
+    made.devices.clock = SimpleNamespace(sleep=lambda seconds: plan.seen.append(f"slept {seconds:.0f}"))  # type: ignore[assignment]
     made.submit(SaveOrder(REQUEST, plan, progress, lambda outcome: None))
     assert urgent.waited_for.wait(5)
     plan.seen.append("fence")
