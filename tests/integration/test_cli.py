@@ -447,9 +447,8 @@ def test_doctor_uses_the_limits_of_the_container(
 )
 def test_doctor_warns_about_a_driver_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     (tmp_path / "version").write_text(text)
-    monkeypatch.setattr(hardware, "_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    finding = hardware.gpus()
+    finding = hardware.gpus(tmp_path / "version")
     assert finding.status.value == "warning"
     assert finding.found.startswith("NVIDIA driver 580.65.06")
 

@@ -175,9 +175,7 @@ def test_a_replaced_process_stays_so_after_a_restart(tmp_path: Path) -> None:
 
 def _reports_a_failure(rank: Any) -> bool:
     try:
-        return bool(
-            ray.get(rank.do.remote(lambda self: self.startup.report_failure(9, 9, "it was frozen")), timeout=60)
-        )
+        return bool(ray.get(rank.do.remote(lambda self: self.startup.report_failure(9, 9, "it was frozen")), timeout=60))
     except raystow.ClusterError:
         return False
 

@@ -386,7 +386,7 @@ def test_arrays_may_change_once_save_returns(tmp_path: Path, copied: bool) -> No
     (rank,) = start(str(tmp_path), 1)
 
     def save_and_overwrite(self: Rank, copied: bool) -> list[float]:
-        write_check._UNCOUNTED = (256 if copied else 8) << 20
+        write_check.UNCOUNTED = (256 if copied else 8) << 20
         table = np.zeros((4096, 1024), np.float32)  # 16 MiB
         rows, stored = itertools.cycle([4000, 7]), list[float]()
         for step in range(30):
@@ -400,4 +400,4 @@ def test_arrays_may_change_once_save_returns(tmp_path: Path, copied: bool) -> No
     try:
         assert ray.get(rank.do.remote(save_and_overwrite, copied), timeout=240) == [0.0] * 30
     finally:
-        ray.get(rank.do.remote(lambda self: setattr(write_check, "_UNCOUNTED", 256 << 20)))
+        ray.get(rank.do.remote(lambda self: setattr(write_check, "UNCOUNTED", 256 << 20)))

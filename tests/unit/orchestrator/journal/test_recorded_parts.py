@@ -20,9 +20,8 @@ def refuse(*_: object) -> None:
 
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_damaged_bytes_are_not_decoded(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
     sink = MemorySink()
-    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000), sink.copy)
+    recorded = TensorEncoder(part=8 << 10).encode(torch.linspace(-1, 1, 6_000), sink.copy)
     data = np.frombuffer(sink.content, np.uint8)
     assert len(recorded.parts) == 3
     assert decode(recorded, data) is not None
@@ -35,11 +34,10 @@ def test_damaged_bytes_are_not_decoded(part: int, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("moved", [2, 8 << 10, 16 << 10])
-def test_parts_of_no_or_negative_size_are_refused(moved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_no_or_negative_size_are_refused(moved: int) -> None:
     """A GPU writes each part to its place in the tensor, so that all of them must be within it."""
-    monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
     sink = MemorySink()
-    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000), sink.copy)
+    recorded = TensorEncoder(part=8 << 10).encode(torch.linspace(-1, 1, 6_000), sink.copy)
     first, second, *rest = recorded.parts
     parts = replace(first, nbytes=first.nbytes - moved), replace(second, nbytes=second.nbytes + moved), *rest
     with pytest.raises(Damaged, match="do not add up"):
