@@ -107,11 +107,10 @@ def test_nothing_writes_to_buffers_after_an_error(gpu: Device, monkeypatch: pyte
 
 def test_buffers_are_unchanged_after_they_are_recorded(gpu: Device) -> None:
     """The values are some that the GPU encoder would replace in place, and the elements are not contiguous."""
-    encoder, info = EntryEncoder(), EntryInfo("0" * 16, 0, 1, 1, 0, (Generation("0", 1),))
+    encoder = EntryEncoder(lambda device, ring: GpuGradientEncoder(HERE, ring, memory=24 * MIB, small=4 * KIB))
+    info = EntryInfo("0" * 16, 0, 1, 1, 0, (Generation("0", 1),))
     device: Any = None  # the key of tensors that represent tensors of a GPU
     sink = MemorySink(32, 64 * KIB)
-    encoder._ring = SharedRing(sink.ring)
-    encoder._devices[device] = GpuGradientEncoder(HERE, encoder._ring, memory=24 * MIB, small=4 * KIB)
     buffer = weights(12_000, torch.bfloat16).to(torch.float32).reshape(100, 120).t()
     for expected in (["running"], []):
         captured = CapturedEntry(buffers={"running": buffer.clone()}, fresh=False, ready={device: gpu.default.record_event()})
