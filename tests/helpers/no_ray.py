@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.replaced_parts import replace_parts
 from raystow.orchestrator import ray_cluster
 from raystow.workers.ray_connection import RayConnection
 
@@ -32,7 +33,7 @@ def without_ray(node: str) -> Callable[[], RayConnection]:
 
 def connect_without_ray(patch: pytest.MonkeyPatch, node: str) -> None:
     """Make this process one of a node, connected to no cluster."""
-    patch.setattr(RayConnection, "here", without_ray(node))
+    replace_parts(patch, [(RayConnection, "here", without_ray(node))])
 
 
 def refuse_cluster(patch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -41,4 +42,4 @@ def refuse_cluster(patch: pytest.MonkeyPatch, error: Exception) -> None:
     def connect(address: str = "auto") -> None:
         raise error
 
-    patch.setattr(ray_cluster, "connect", connect)
+    replace_parts(patch, [(ray_cluster, "connect", connect)])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.journal_port import MemorySink
+from helpers.replaced_parts import replace_parts
 
 from raystow.orchestrator.journal.entry_encoder import CapturedEntry, EntryEncoder
 from raystow.orchestrator.journal.entry_file import parse
@@ -90,7 +91,7 @@ def test_nothing_writes_to_buffers_after_an_error(gpu: Device, monkeypatch: pyte
         if kernel.name == "bfloat16.narrow":
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Kernel, "launch", failing)
+    replace_parts(monkeypatch, [(Kernel, "launch", failing)])
     sink = MemorySink(32, 64 * KIB)
     ring = SharedRing(sink.ring)
     encoder = GpuGradientEncoder(HERE, ring, memory=24 * MIB, small=4 * KIB)
@@ -128,7 +129,7 @@ def test_buffers_are_unchanged_after_they_are_recorded(gpu: Device) -> None:
 
 @pytest.mark.parametrize("rows", [kernel_args.MOST_ROWS, 2])
 def test_digests_equal_those_of_a_cpu(gpu: Device, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_args, "MOST_ROWS", rows)
+    replace_parts(monkeypatch, [(kernel_args, "MOST_ROWS", rows)])
     tensors = [
         weights(5_000),
         weights(3_001, torch.bfloat16),
