@@ -181,7 +181,7 @@ def note_arrivals(contestant: Raystow) -> list[float]:
     times: list[float] = []
     staging = contestant.checkpointer._node._staging
     assert staging is not None
-    connection = staging._connection
+    connection = staging.connection
     post = connection.post
 
     def noting(message: Message) -> None:

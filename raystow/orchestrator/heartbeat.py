@@ -12,16 +12,18 @@ from .late_ranks import LATE, next_warning
 
 
 class Heartbeat:
-    """Thread-safe. ``send`` must not wait for an answer, since that would delay the rank."""
+    """Thread-safe. ``send`` must not wait for an answer, since that would delay the rank. ``late``: seconds after which others
+    warn of the rank."""
 
-    def __init__(self, send: Callable[[RankReading], None]) -> None:
+    def __init__(self, send: Callable[[RankReading], None], *, late: float = LATE) -> None:
+        self._late = late
         self._send, self._sent = send, SYSTEM.monotonic()
 
     def beat(self, vote: RestoreVote | JournalVote) -> None:
         """Report that the rank has come further since this vote, unless it did so lately: the others are warned of
-        ranks that have reported nothing for ``LATE`` seconds."""
+        ranks that have reported nothing for ``late`` seconds."""
         now = SYSTEM.monotonic()
-        if now >= self._sent + min(vote.timeout / 4, LATE / 2):
+        if now >= self._sent + min(vote.timeout / 4, self._late / 2):
             self._sent = now
             self._send(RankReading(vote.rank, vote.incarnation, vote.number, vote.timeout))
 

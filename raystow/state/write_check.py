@@ -24,7 +24,8 @@ SMALL = 64 << 10
 """Bytes of a tensor in host memory that is copied by ``save``."""
 
 _COPIED = 64 << 20  # bytes of small tensors that one save copies at most
-_UNCOUNTED = 256 << 20  # bytes of memory without a version counter that one save copies at most
+UNCOUNTED = 256 << 20
+"""Bytes of memory without a version counter that one save copies at most."""
 _SAMPLE = 64  # elements
 
 
@@ -37,7 +38,7 @@ def copy_unguarded(views: Iterable[TensorView]) -> tuple[tuple[TensorView, ...],
     Raises:
         StateError: The memory of a tensor of the host was freed.
     """
-    small, uncounted, made, others = _COPIED, _UNCOUNTED, list[TensorView](), list[TensorView]()
+    small, uncounted, made, others = _COPIED, UNCOUNTED, list[TensorView](), list[TensorView]()
     for view in views:
         leaf, local, shard = view
         on_host, size = shard.device is None, local.nbytes

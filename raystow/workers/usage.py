@@ -15,10 +15,14 @@ AFTERWARDS = 30.0
 
 
 class Usage:
-    """Thread-safe. Begins with the start of the node worker."""
+    """Thread-safe. Begins with the start of the node worker.
+
+    Attributes:
+        clock: Tells how much time has passed.
+    """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+        self.clock, self._lock = clock, threading.Lock()
         self._visits, self._ended = 0, False
         self._until = clock.monotonic() + AFTERWARDS
         self._kept: dict[str, float] = {}  # repository URI -> until when the memory is kept for its next training
@@ -46,7 +50,7 @@ class Usage:
             yield stay
         finally:
             with self._lock:
-                until = self._clock.monotonic() + stay.seconds
+                until = self.clock.monotonic() + stay.seconds
                 self._kept[uri] = max(until, self._kept.get(uri, until))
 
     def expect(self) -> bool:
@@ -54,6 +58,12 @@ class Usage:
         with self._lock:
             self._extend()
             return not self._ended
+
+    @property
+    def visits(self) -> int:
+        """How many connections and requests are open."""
+        with self._lock:
+            return self._visits
 
     @property
     def over(self) -> bool:
@@ -69,11 +79,11 @@ class Usage:
 
     @property
     def _over(self) -> bool:
-        unused = not self._visits and self._clock.monotonic() >= max([self._until, *self._kept.values()])
+        unused = not self._visits and self.clock.monotonic() >= max([self._until, *self._kept.values()])
         return self._ended or unused
 
     def _extend(self) -> None:
-        self._until = max(self._until, self._clock.monotonic() + AFTERWARDS)
+        self._until = max(self._until, self.clock.monotonic() + AFTERWARDS)
 
 
 class Stay:

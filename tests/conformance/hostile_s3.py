@@ -138,7 +138,7 @@ class HostileServer:
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 with suppress(OSError):
-                    outer._answer(self.request)
+                    outer.answer(self.request)
 
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads, block_on_close, allow_reuse_address = True, False, True
@@ -151,7 +151,7 @@ class HostileServer:
                 self._over.set()
                 server.shutdown()
 
-    def _answer(self, client: socket.socket) -> None:
+    def answer(self, client: socket.socket) -> None:
         client.settimeout(30)
         head = b""
         while b"\r\n\r\n" not in head:

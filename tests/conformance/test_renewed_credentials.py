@@ -73,10 +73,12 @@ def uri() -> str:
     return f"s3://bucket/t-{SYSTEM.token()}"
 
 
-def given(uri: str, jobs: Callable[[], StoreSettings], *, asked: int = 1) -> JobSettings:
+def given(
+    uri: str, jobs: Callable[[], StoreSettings], *, asked: int = 1, patience: float = settings_module.RENEWAL
+) -> JobSettings:
     """Settings as an actor has them: when it asks, ``asked`` processes of the job send theirs."""
     first = jobs()
-    settings = JobSettings(StoreAddress(uri, first.place), ask=lambda: asked)
+    settings = JobSettings(StoreAddress(uri, first.place), ask=lambda: asked, patience=patience)
     settings.use(first)
 
     def ask() -> int:
@@ -143,10 +145,9 @@ def test_keys_without_a_successor_are_an_error_at_once(keys: Keys, uri: str, ask
         assert len(keys.gateway.seen) == before + 1
 
 
-def test_a_job_that_sends_nothing_is_waited_for_in_vain(keys: Keys, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_sends_nothing_is_waited_for_in_vain(keys: Keys, uri: str) -> None:
     """Until the deadline."""
-    monkeypatch.setattr(settings_module, "RENEWAL", 0.1)
-    silent = given(uri, lambda: settings_of(open_store(uri)))
+    silent = given(uri, lambda: settings_of(open_store(uri)), patience=0.1)
     silent.ask = lambda: 1
     keys.gateway.accepted = set()
     with pytest.raises(CredentialsRefused):

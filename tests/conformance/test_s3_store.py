@@ -182,7 +182,7 @@ def test_requests_go_to_the_configured_endpoint(
 
 @pytest.mark.parametrize("kind", ["service-2", "endpoint-rule-set-1", "paginators-1"])
 def test_descriptions_of_services_are_those_of_botocore(kind: str) -> None:
-    own, theirs = s3_clients._Models(), Loader()  # new ones, since clients change the descriptions
+    own, theirs = s3_clients.ServiceModels(), Loader()  # new ones, since clients change the descriptions
     assert own.load_service_model("s3", kind) == theirs.load_service_model("s3", kind)
     assert set(theirs.list_available_services(kind)) <= set(own.list_available_services(kind))
     with pytest.raises(UnknownServiceError):
@@ -193,7 +193,7 @@ def test_descriptions_of_services_in_a_users_folder_come_first(tmp_path: Path) -
     (folder := tmp_path / "s3" / "2999-01-01").mkdir(parents=True)
     (folder / "service-2.json").write_text('{"metadata": {}}')
     folders = os.pathsep.join([str(tmp_path / "missing"), str(tmp_path)])
-    assert s3_clients._models(folders).load_service_model("s3", "service-2") == {"metadata": {}}
+    assert s3_clients.service_models(folders).load_service_model("s3", "service-2") == {"metadata": {}}
 
 
 def test_without_credentials_it_says_so(aws: pytest.MonkeyPatch) -> None:

@@ -148,10 +148,10 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
         expected = state_at(version.step, version.metrics["salt"], rank=rank)
         found = {"version": version.id, "whole": same_bits(state, expected)}
     if request["journal"]:
-        repository = ckpt._startup.wait().repository
-        opening = OpenJournal(request["uri"], repository, rank, replicas=0, durable_every=trial_journal.EVERY)
+        begun = ckpt._startup  # a journal without an optimizer needs what ``Checkpointer.journal`` uses
+        opening = OpenJournal(request["uri"], begun.wait().repository, rank, replicas=0, durable_every=trial_journal.EVERY)
         base = START if version is None else version.step
-        journal = trial_journal.TrialJournal(opening, ckpt._startup.node_address(), port, ckpt._startup.member, base)
+        journal = trial_journal.TrialJournal(opening, begun.node_address(), port, begun.member, base)
         found = {**found, "whole": found["whole"] and journal.whole, "step": journal.step, "generation": journal.generation}
     control.send(ready=found)
     while True:

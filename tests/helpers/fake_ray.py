@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+
+from helpers.replaced_parts import replace_parts
 
 
 class FakeRay:
@@ -24,8 +27,11 @@ class FakeRay:
 
     def replace(self, patch: pytest.MonkeyPatch, *functions: str) -> FakeRay:
         """Replace functions of ``ray`` by those of this object, as it has them when they are called."""
-        for name in functions:
-            patch.setattr(ray, name, lambda *given, _name=name, **options: getattr(self, _name)(*given, **options))
+
+        def answer(name: str) -> Callable[..., Any]:
+            return lambda *given, **options: getattr(self, name)(*given, **options)
+
+        replace_parts(patch, [(ray, name, answer(name)) for name in functions])
         return self
 
     def init(self, *_: Any, **options: Any) -> None:

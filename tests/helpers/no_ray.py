@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from helpers.replaced_parts import replace_parts
+from raystow.orchestrator import ray_cluster
 from raystow.workers.ray_connection import RayConnection
 
 
@@ -31,4 +33,13 @@ def without_ray(node: str) -> Callable[[], RayConnection]:
 
 def connect_without_ray(patch: pytest.MonkeyPatch, node: str) -> None:
     """Make this process one of a node, connected to no cluster."""
-    patch.setattr(RayConnection, "here", without_ray(node))
+    replace_parts(patch, [(RayConnection, "here", without_ray(node))])
+
+
+def refuse_cluster(patch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Let every connection to a cluster fail with an error."""
+
+    def connect(address: str = "auto") -> None:
+        raise error
+
+    replace_parts(patch, [(ray_cluster, "connect", connect)])

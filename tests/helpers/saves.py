@@ -1,4 +1,4 @@
-"""Saves in flight without a node worker: their outcomes are set by the test."""
+"""Saves without a node worker: their outcomes are set by the test."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from helpers.builders import memory_repository
 from helpers.processes import incarnation
+from helpers.replaced_parts import replace_parts
+from raystow.orchestrator.client import checkpointer as checkpointer_module
+from raystow.orchestrator.client.checkpointer import Checkpointer
 from raystow.orchestrator.client.failure_reports import FailureReports
 from raystow.orchestrator.client.failures import Failures
 from raystow.orchestrator.client.outcome_subscribers import OutcomeSubscribers
 from raystow.orchestrator.client.save_outcome import SaveOutcome
 from raystow.orchestrator.client.saves_in_flight import SavesInFlight
 from raystow.orchestrator.client.version_callbacks import VersionCallbacks
+from raystow.state.planner import SavePlan
 from raystow.storage.errors import ClusterError
 from raystow.storage.format.root import Entry
 from raystow.storage.log import about
 from raystow.workers.protocol.messages import Committed, FindOutcome, JoinRun
+from raystow.workers.staging.plan import SaveOrder
 from raystow.workers.staging.progress import SaveProgress
 
 _log = about(logging.getLogger("raystow"))
@@ -46,8 +53,39 @@ class Cluster:
 
     def check(self) -> None: ...
 
+    check_process = check
+
+    def node_address(self) -> str:
+        raise ClusterError("the node worker is gone")
+
+    def no_journal(self, _: object) -> Any:
+        raise ClusterError("the coordinator is gone")
+
+    settle_journal = reading = no_journal
+
     def wait(self) -> Any:
         return SimpleNamespace(repository=self._repository.id)
+
+
+class NoNode:
+    """The connection of a rank to a node worker that cannot be reached. ``numbers``: of the saves that were staged."""
+
+    def __init__(self) -> None:
+        self.numbers = list[int]()
+
+    def staging(self, plan: SavePlan) -> NoNode:
+        return self
+
+    def submit(self, order: SaveOrder) -> None:
+        self.numbers.append(order.request.save)
+        raise ClusterError("the node worker is gone")
+
+
+def checkpointer(patch: pytest.MonkeyPatch, node: NoNode, cluster: Cluster | None = None, **options: Any) -> Checkpointer:
+    """Return a Checkpointer of one rank, which is connected to ``cluster`` and ``node`` instead of Ray."""
+    parts = {"Startup": Cluster() if cluster is None else cluster, "NodeConnection": node}
+    replace_parts(patch, [(checkpointer_module, name, lambda *_, part=part, **__: part) for name, part in parts.items()])
+    return Checkpointer("memory://saves", rank=0, world_size=1, **options)
 
 
 def subscribers(failures: Failures | None = None) -> OutcomeSubscribers:

@@ -57,22 +57,22 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         _start_server()
         self._folder, self._calls = folder, 0
-        self._members: list[tuple[Any, Connection]] = []
+        self.members: list[tuple[Any, Connection]] = []
 
     def call(self, n: int, what: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """Call ``what(rank, n, *args)`` on ``n`` ranks and return the results; raise ``RankFailed`` if a rank fails."""
-        self._members = [member for member in self._members if member[0].is_alive()]
-        while len(self._members) < n:
+        self.members = [member for member in self.members if member[0].is_alive()]
+        while len(self.members) < n:
             here, there = _METHODS.Pipe()
             process = _METHODS.Process(target=_serve, args=(there,), daemon=True)
             process.start()
             there.close()
-            self._members.append((process, here))
+            self.members.append((process, here))
         self._calls += 1
         where = str(self._folder / f"group-{self._calls}")
-        for rank, (_, pipe) in enumerate(self._members[:n]):
+        for rank, (_, pipe) in enumerate(self.members[:n]):
             pipe.send((where, rank, n, what, args))
-        answers = [self._answer(rank, pipe, timeout) for rank, (_, pipe) in enumerate(self._members[:n])]
+        answers = [self._answer(rank, pipe, timeout) for rank, (_, pipe) in enumerate(self.members[:n])]
         if bad := [text for good, text in answers if not good]:
             raise RankFailed("\n".join(bad))
         return [answer for _, answer in answers]
@@ -87,7 +87,7 @@ class Ranks:
             return False, f"rank {rank} died"
 
     def close(self) -> None:
-        for process, pipe in self._members:
+        for process, pipe in self.members:
             pipe.close()
             process.kill()
             process.join()

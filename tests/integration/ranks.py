@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from torch import distributed
 
 import raystow
+from raystow.orchestrator.client.startup import Startup
 from raystow.orchestrator.coordinator.ray_client import coordinator_name
 from raystow.storage.stores import open_store
 from raystow.workers.node.actor import NAMESPACE
@@ -31,9 +32,14 @@ class Rank:
     def begin(self, uri: str, rank: int, world_size: int, options: dict[str, Any]) -> None:
         """Create the Checkpointer of this rank."""
         self.checkpointer = raystow.Checkpointer(uri, rank=rank, world_size=world_size, **options)
-        self.checkpointer._startup.wait()  # raises the exception that the first call would raise
+        self.startup.wait()  # raises the exception that the first call would raise
         self.state: dict[str, Any] = {}
         self.pending: list[raystow.Pending] = []
+
+    @property
+    def startup(self) -> Startup:
+        """The connection of this rank to its coordinator, over which tests call it as no public method does."""
+        return self.checkpointer._startup
 
     def leave(self) -> bool:
         """Close the Checkpointer, and return whether another run may use this process (torch keeps the meshes of process

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.no_ray import refuse_cluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import raystow
 from integration.bad_inputs import ADDRESSES, FILES, PLACES, check_command, command_lines, make, texts
 from integration.cli_runner import ran
-from raystow.orchestrator import ray_cluster
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.stores.cloud import CloudStore
 from raystow.storage.stores.local import LocalStore
@@ -53,12 +53,8 @@ def base(originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         monkeypatch.setenv(name, value)
     for kind in (S3Store, CloudStore):
         monkeypatch.setitem(kind.__init__.__kwdefaults__, "limits", HURRY)
-    monkeypatch.setattr(ray_cluster, "connect", _no_cluster)
+    refuse_cluster(monkeypatch, raystow.ClusterError("no Ray cluster is running here"))
     return originals
-
-
-def _no_cluster() -> None:
-    raise raystow.ClusterError("no Ray cluster is running here")
 
 
 @settings(ended, max_examples=FEW, derandomize=True)

@@ -17,7 +17,7 @@ from helpers.state_equality import restores
 
 from integration import cli_runner
 from integration.cli_runner import run_json
-from integration.test_delta_saves import training
+from integration.training_states import training
 from raystow.dcp import Reader
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.commit.committer import Committer

@@ -11,7 +11,7 @@ import torch
 from helpers.local_cluster import LocalCluster
 
 from integration.cli_runner import run, run_json
-from integration.test_delta_saves import training
+from integration.training_states import training
 from raystow.cli.pricing import savings
 from raystow.storage.format.root import Entry
 from raystow.storage.repository import create_repository, open_repository

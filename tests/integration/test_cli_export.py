@@ -17,28 +17,15 @@ import numpy as np
 import pytest
 import torch
 from helpers.hub_server import TOKEN, Hub, hub_server
-from helpers.local_cluster import LocalCluster
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from integration.cli_runner import flip_byte, ran, run_json
+from integration.language_models import gpt2, llama, saved
 from raystow.cli import version_files
 from raystow.state.tree import flatten
 from raystow.storage.errors import Damaged
-
-SIZES = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}
-
-
-def gpt2() -> Any:
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, **SIZES))
-
-
-def llama() -> Any:
-    torch.manual_seed(2)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, **SIZES}
-    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
 
 
 def training_state(model: Any) -> dict[str, Any]:
@@ -52,12 +39,6 @@ def training_state(model: Any) -> dict[str, Any]:
         "rng": torch.get_rng_state(),
         "step": 7,
     }
-
-
-def saved(state: dict[str, Any], folder: Path) -> Path:
-    with LocalCluster(str(folder)) as cluster:
-        cluster.save(state, step=7)
-    return folder
 
 
 def config_folder(model: Any, folder: Path) -> Path:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from integration.cli_runner import ran, run_json
-from integration.test_cli_export import saved
+from integration.language_models import saved
 
 PEFT = "base_model.model.transformer.h.0.attn.c_attn"
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.local_cluster import LocalCluster
+from helpers.no_ray import refuse_cluster
 
+import raystow
 from integration.cli_runner import run, run_json, without_packs
-from raystow.orchestrator import ray_cluster
-from raystow.orchestrator.restore import what_if
-from raystow.storage.errors import ClusterError
+from raystow.orchestrator.restore.what_if import plan_world
+from raystow.storage.errors import ClusterError, StateError
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +53,11 @@ def test_chunks_of_two_nodes_are_read_once_and_passed_on(folder):
     assert wide["assumption"] == "every rank reads every tensor whole"
 
 
-def test_a_plan_of_too_many_reads_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(what_if, "_MOST_READS", 20)
-    assert run_json("plan", folder, "--world", 10)["world"] == 10
-    error = run_json("plan", folder, "--world", 100, "--replicated", code=2)["error"]
-    assert (error["what"], error["remedy"]) == ("100 ranks would read more than 20 chunks", "plan for fewer ranks")
+def test_a_plan_of_too_many_reads_is_refused(folder):
+    version = raystow.open(folder).latest()
+    assert plan_world(version, 10, per_node=8, most_reads=20).nodes
+    with pytest.raises(StateError, match=r"100 ranks would read more than 20 chunks \(plan for fewer ranks\)"):
+        plan_world(version, 100, per_node=8, whole=True, most_reads=20)
 
 
 def test_the_text_output_is_a_table_with_the_assumption(folder):
@@ -80,10 +81,7 @@ def test_invalid_arguments_are_refused(folder):
 
 
 def test_plan_tells_why_no_node_was_asked(folder, monkeypatch):
-    def refuse(address="auto"):
-        raise ClusterError("the Ray cluster refuses this process, which shows no valid token")
-
-    monkeypatch.setattr(ray_cluster, "connect", refuse)
+    refuse_cluster(monkeypatch, ClusterError("the Ray cluster refuses this process, which shows no valid token"))
     assert "were not asked: the Ray cluster refuses this process" in run("plan", folder, columns=500).stdout
     journal = run_json("plan", folder)["journal"]
     assert (journal["cluster"], journal["why_not"]) == (False, "the Ray cluster refuses this process, which shows no valid token")

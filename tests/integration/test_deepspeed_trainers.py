@@ -129,7 +129,7 @@ def test_trainer_and_engine_restore_the_same_version() -> None:
     engine = TrainerEngine(trainer, Run(), "latest")
     assert engine.restore({}) == SimpleNamespace(id=6)
     engine.attached = SimpleNamespace(restore=lambda version: (SimpleNamespace(id=6), {}))
-    assert engine._load() == (Run.uri, {})
+    assert engine.load() == (Run.uri, {})
     engine.attached = SimpleNamespace(restore=lambda version: (SimpleNamespace(id=5), {}))
     with pytest.raises(StateError, match=r"progress of version 6.*call resume\(trainer, 5\)"):
-        engine._load()
+        engine.load()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from helpers.local_cluster import LocalCluster
 from helpers.processes import incarnation
 from helpers.state_equality import restores
 
+from integration.training_states import training
 from raystow.orchestrator.restore.agreed import restore_agreed
 from raystow.orchestrator.restore.agreement import ClusterAgreement
 from raystow.orchestrator.restore.planner import plan_restore
@@ -25,20 +25,6 @@ from raystow.workers.protocol.coordinator_client import CoordinatorClient
 from raystow.workers.protocol.messages import CoordinatorRequest, Message, RestoreChoice, RestoreVote
 
 State = dict[str, Any]
-
-
-def training(seed: int = 0) -> Iterator[State]:
-    """Yield the state after each training step: bf16 weights, their master copy, moments and a counter."""
-    torch.manual_seed(seed)
-    master, step = torch.randn(600, 500), torch.zeros(())
-    moment = torch.randn(600, 500)
-    while True:
-        yield {
-            "model": {"w": master.bfloat16()},
-            "optim": {"master": master.clone(), "exp_avg": moment.clone(), "exp_avg_sq": moment.square(), "step": step.clone()},
-        }
-        moment = 0.9 * moment + 0.1 * torch.randn(600, 500)
-        master, step = master - 1e-4 * moment, step + 1
 
 
 def bases(cluster: LocalCluster) -> list[tuple[int, ...]]:

@@ -5,61 +5,21 @@ Examples with Ray Train take minutes: ``make soak`` runs them, ``make test-s3`` 
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from helpers.polling import wait_until
 from ray.cluster_utils import Cluster
 
 import raystow
-
-_EXAMPLES = Path(__file__).parents[2] / "examples"
-_SECONDS = 300
-
-
-def _run(example: str, *arguments: object, cwd: Path, kill_a_worker: str = "", **environment: str) -> str:
-    """Run an example and return its stdout. ``kill_a_worker``: a repository; a worker of Ray Train is killed after its first
-    save."""
-    with subprocess.Popen(
-        [sys.executable, str(_EXAMPLES / example), *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "HOME": str(cwd), "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            if kill_a_worker:
-                _kill_a_worker(process.pid, kill_a_worker)
-            printed, errors = process.communicate(timeout=_SECONDS)
-        finally:
-            process.kill()
-    assert process.returncode == 0, errors
-    return printed
-
-
-def _kill_a_worker(driver: int, uri: str) -> None:
-    def saved() -> bool:
-        with contextlib.suppress(raystow.NotARepository):
-            return raystow.latest(uri) is not None
-        return False
-
-    wait_until(saved, "the example has saved a version", _SECONDS)
-    workers = [one for one in psutil.Process(driver).children(recursive=True) if "RayTrainWorker" in " ".join(one.cmdline())]
-    workers[-1].kill()
+from integration.example_runs import run_example
 
 
 @pytest.fixture(scope="module")
 def saved(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Run ``save_and_restore.py`` on the shared cluster; return its repository and its stdout."""
     folder = tmp_path_factory.mktemp("saved")
-    return folder / "run", _run("save_and_restore.py", folder / "run", cwd=folder, RAY_ADDRESS=cluster.address)
+    return folder / "run", run_example("save_and_restore.py", folder / "run", cwd=folder, RAY_ADDRESS=cluster.address)
 
 
 def test_save_and_restore_restores_every_bit(saved: tuple[Path, str]) -> None:
@@ -74,7 +34,7 @@ def test_save_and_restore_restores_every_bit(saved: tuple[Path, str]) -> None:
 def test_reading_needs_neither_ray_nor_torch(saved: tuple[Path, str], tmp_path: Path) -> None:
     for absent in ("ray", "torch"):
         (tmp_path / f"{absent}.py").write_text("raise ImportError('not on this machine')")
-    printed = _run("read_without_ray.py", saved[0], cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    printed = run_example("read_without_ray.py", saved[0], cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert "version 1, step 1, saved by 1 ranks, metrics {'loss': 2.5}" in printed
     assert "model.weight  float32 [1024, 1024]  4,194,304 bytes" in printed
     assert "the first rows of model.weight as numpy.ndarray:" in printed
@@ -83,7 +43,7 @@ def test_reading_needs_neither_ray_nor_torch(saved: tuple[Path, str], tmp_path: 
 @pytest.mark.slow
 def test_ray_train_continues_a_finished_run(tmp_path: Path) -> None:
     for steps in (2, 4):
-        printed = _run("ray_train_fsdp2.py", "runs", steps, cwd=tmp_path)
+        printed = run_example("ray_train_fsdp2.py", "runs", steps, cwd=tmp_path)
     # If the second run had started anew, step 2 would exist twice.
     assert [line.split(",")[0] for line in printed.splitlines()] == ["version 1: step 2", "version 2: step 4"]
 
@@ -91,7 +51,7 @@ def test_ray_train_continues_a_finished_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.s3
 def test_ray_train_keeps_two_versions_on_s3(s3_uri: str, tmp_path: Path) -> None:
-    printed = _run("ray_train_fsdp2.py", s3_uri, 6, cwd=tmp_path)
+    printed = run_example("ray_train_fsdp2.py", s3_uri, 6, cwd=tmp_path)
     assert [line.split(",")[0] for line in printed.splitlines()] == ["version 2: step 4", "version 3: step 6"]
     entries = raystow.open(f"{s3_uri}/fsdp2/raystow").root().versions
     needed = {id for entry in entries for id in entry.bases}  # bases stay after Train dropped their versions
@@ -106,10 +66,10 @@ def test_ray_train_keeps_two_versions_on_s3(s3_uri: str, tmp_path: Path) -> None
 )
 def test_other_trainers_resume_bit_for_bit(tmp_path: Path, example: str, run: str, stop: int, end: int) -> None:
     """A training that was stopped and resumed, or lost a worker, ends with the weights and moments of an undisturbed training."""
-    _run(example, "undisturbed", end, cwd=tmp_path)
+    run_example(example, "undisturbed", end, cwd=tmp_path)
     for steps in (stop, end):
-        _run(example, "stopped", steps, cwd=tmp_path)
-    _run(example, "killed", end, cwd=tmp_path, kill_a_worker=str(tmp_path / "killed" / run / "raystow"))
+        run_example(example, "stopped", steps, cwd=tmp_path)
+    run_example(example, "killed", end, cwd=tmp_path, kill_a_worker=str(tmp_path / "killed" / run / "raystow"))
     kept = [raystow.open(tmp_path / name / run / "raystow").versions() for name in ("undisturbed", "stopped", "killed")]
     assert kept[0][-1].id == kept[1][-1].id, "the resumed training started anew"
     whole = {name: kept[0][-1].read(name) for name in kept[0][-1].tensors()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,10 +46,10 @@ def worker(node: str) -> Any:
 
 def let_time_pass(actor: Any) -> None:
     """Make as much time pass for a node worker, once its processes have left, as it waits for others."""
-    usage = actor._node._usage
-    wait_until(lambda: not usage._visits, "the end of all connections")
-    with usage._lock:
-        usage._until, usage._kept = 0.0, {}
+    usage = actor.node.usage
+    wait_until(lambda: not usage.visits, "the end of all connections")
+    before = usage.clock
+    usage.clock = SimpleNamespace(monotonic=lambda: before.monotonic() + 1e6)
 
 
 def restored(rank: Any, step: int) -> bool:
@@ -94,7 +95,7 @@ def test_a_training_can_start_while_the_node_worker_ends(node: str, tmp_path: Pa
         every([rank], "leave")
         ray.get(worker(node).__ray_call__.remote(let_time_pass), timeout=60)
         if step == 1:
-            worker(node).__ray_call__.remote(lambda actor: actor._node.end_if_unused())  # before it looks itself
+            worker(node).__ray_call__.remote(lambda actor: actor.node.end_if_unused())  # before it looks itself
         ray.get(rank.begin.remote(str(tmp_path), 0, 1, {}), timeout=120)
         assert restored(rank, step)
     assert len(workers) > 1

@@ -22,7 +22,10 @@ from ray.cluster_utils import Cluster
 
 import raystow
 from integration.ranks import Rank, every
+from raystow.orchestrator.coordinator.ray_client import coordinator_name
 from raystow.storage.runtime.clock import SYSTEM
+from raystow.storage.stores.settings import place_of
+from raystow.workers.node.actor import NAMESPACE
 
 BUCKET = "jobs"
 
@@ -214,13 +217,19 @@ def test_refused_credentials_are_renewed(
         every([rank], "leave")
 
 
+def kill_coordinator(rank: Rank) -> None:
+    """Let Ray restart the coordinator of a rank."""
+    name = coordinator_name(rank.checkpointer.uri, place_of(rank.checkpointer.repository.store))
+    ray.kill(ray.get_actor(name, NAMESPACE), no_restart=False)
+
+
 @pytest.mark.long
 def test_a_coordinator_that_is_restarted_gets_the_settings_again(cluster: Cluster, servers: tuple[str, str], uri: str) -> None:
     """Ray starts it again with the arguments of its constructor, which hold no credentials."""
     rank = s3_job(servers[1], "testing").rank()
     ray.get(rank.begin.remote(uri, 0, 1, {}), timeout=120)
     saved(rank, 1, step=1)
-    ray.get(rank.do.remote(lambda at: ray.kill(at.checkpointer._port._known(), no_restart=False)))
+    ray.get(rank.do.remote(kill_coordinator))
     saved(rank, 2, step=2)
     assert restored(rank) == 2
     every([rank], "leave")
@@ -241,7 +250,7 @@ def test_no_secrets_of_a_job_are_in_what_others_see(cluster: Cluster, servers: t
     rank = s3_job(servers[1], "testing", **secrets).rank()
     ray.get(rank.begin.remote(uri, 0, 1, {}), timeout=120)
     saved(rank, 1, step=1)
-    text = ray.get(rank.do.remote(lambda at: f"{at.checkpointer!r} {at.checkpointer._store.settings()!r}"))
+    text = ray.get(rank.do.remote(lambda at: f"{at.checkpointer!r} {at.checkpointer.repository.store.settings()!r}"))
     assert "not-for-others" not in text
     every([rank], "leave")
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]

@@ -13,7 +13,7 @@ from helpers.local_cluster import LocalCluster
 from safetensors.torch import load_file
 
 from integration.cli_runner import run_json
-from integration.test_cli_export import gpt2, llama
+from integration.language_models import gpt2, llama
 
 peft = pytest.importorskip("peft", reason="make test-frameworks installs PEFT in an environment of its own")
 

@@ -32,13 +32,13 @@ def small(seed: int = 1) -> dict[str, Any]:
 
 def _suppress_versions(_: Any) -> None:
     """Stop this node worker from reporting versions to its ranks."""
-    tell = Session._tell
+    tell = Session.tell
 
     def report_errors(self: Session, save: int, outcome: Any, *warnings: Any) -> None:
         if isinstance(outcome, raystow.RaystowError):
             tell(self, save, outcome, *warnings)
 
-    Session._tell = report_errors  # type: ignore[method-assign]
+    Session.tell = report_errors  # type: ignore[method-assign]
 
 
 def test_a_committed_save_succeeds_though_its_worker_died(tmp_path: Path) -> None:
@@ -177,9 +177,7 @@ def test_a_replaced_process_stays_so_after_a_restart(tmp_path: Path) -> None:
 
 def _reports_a_failure(rank: Any) -> bool:
     try:
-        return bool(
-            ray.get(rank.do.remote(lambda self: self.checkpointer._startup.report_failure(9, 9, "it was frozen")), timeout=60)
-        )
+        return bool(ray.get(rank.do.remote(lambda self: self.startup.report_failure(9, 9, "it was frozen")), timeout=60))
     except raystow.ClusterError:
         return False
 

@@ -293,7 +293,7 @@ def test_a_failure_is_raised_before_the_coordinator_answers(tmp_path: Path) -> N
     every(ranks, "set", replicated, 1, 1)
 
     def report_without_an_answer(self: Rank) -> None:
-        self.checkpointer._port.save_failed = lambda *_: threading.Event().wait()  # type: ignore[method-assign,misc]
+        self.startup.port.save_failed = lambda *_: threading.Event().wait()  # type: ignore[method-assign,misc]
 
     ray.get(ranks[0].do.remote(report_without_an_answer))
     ray.get(ranks[0].save.remote(1))
@@ -365,7 +365,7 @@ def test_a_killed_coordinator_restarts_with_a_new_epoch(tmp_path: Path) -> None:
 
 
 def _join(rank: Any) -> None:
-    rank.checkpointer._port.ask(rank.checkpointer._startup.member)
+    rank.startup.port.ask(rank.startup.member)
 
 
 def _until(reached: Any, ranks: list[Any]) -> None:
@@ -386,7 +386,7 @@ def test_arrays_may_change_once_save_returns(tmp_path: Path, copied: bool) -> No
     (rank,) = start(str(tmp_path), 1)
 
     def save_and_overwrite(self: Rank, copied: bool) -> list[float]:
-        write_check._UNCOUNTED = (256 if copied else 8) << 20
+        write_check.UNCOUNTED = (256 if copied else 8) << 20
         table = np.zeros((4096, 1024), np.float32)  # 16 MiB
         rows, stored = itertools.cycle([4000, 7]), list[float]()
         for step in range(30):
@@ -400,4 +400,4 @@ def test_arrays_may_change_once_save_returns(tmp_path: Path, copied: bool) -> No
     try:
         assert ray.get(rank.do.remote(save_and_overwrite, copied), timeout=240) == [0.0] * 30
     finally:
-        ray.get(rank.do.remote(lambda self: setattr(write_check, "_UNCOUNTED", 256 << 20)))
+        ray.get(rank.do.remote(lambda self: setattr(write_check, "UNCOUNTED", 256 << 20)))

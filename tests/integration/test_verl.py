@@ -171,17 +171,17 @@ class Killer:
         self._thread.start()
 
     def _run(self) -> None:
-        while len(self._processes._members) < 2 or not (self._begun is None or self._begun.exists()):
+        while len(self._processes.members) < 2 or not (self._begun is None or self._begun.exists()):
             if self._over.wait(0.01):
                 break
         self._over.wait(self._delay)
-        for process, _ in list(self._processes._members):
+        for process, _ in list(self._processes.members):
             process.kill()
 
     def end(self) -> None:
         self._over.set()
         self._thread.join()
-        for process, _ in self._processes._members:
+        for process, _ in self._processes.members:
             process.join()
 
 

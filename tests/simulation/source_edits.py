@@ -119,7 +119,7 @@ def _apply(function: Any, module: ast.Module, edit: Edit, bound: Bound) -> None:
         return
     for each in made:
         if _is_header(each):
-            for name in _BODIES & {*each._fields}:
+            for name in _BODIES & {*_fields(each)}:
                 setattr(each, name, getattr(node, name))
     getattr(parent, field)[index : index + 1] = made or [ast.Pass()]
 
@@ -165,13 +165,17 @@ def _bind(name: str, value: Any, bound: Bound) -> bool:
     return _same(bound[name], value)
 
 
+def _fields(node: ast.AST) -> list[str]:
+    return [name for name, _ in ast.iter_fields(node)]
+
+
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return isinstance(other, list) and len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, ast.AST):
         if type(one) is not type(other):
             return False
-        return all(_same(getattr(one, name), getattr(other, name)) for name in one._fields if name not in _LAYOUT)
+        return all(_same(getattr(one, name), getattr(other, name)) for name in _fields(one) if name not in _LAYOUT)
     return bool(one == other)
 
 
@@ -185,7 +189,7 @@ def _matches(pattern: Any, node: Any, bound: Bound) -> bool:
     if type(pattern) is not type(node):
         return False
     skipped = _LAYOUT | (_BODIES if _is_header(pattern) else set())
-    return all(_matches(getattr(pattern, name), getattr(node, name), bound) for name in pattern._fields if name not in skipped)
+    return all(_matches(getattr(pattern, name), getattr(node, name), bound) for name in _fields(pattern) if name not in skipped)
 
 
 def _match_lists(patterns: list[Any], nodes: list[Any], bound: Bound) -> bool:
@@ -224,7 +228,7 @@ def _filled(node: Any, bound: Bound) -> Any:
         return made
     if not isinstance(node, ast.AST):
         return node
-    fields = {name: _filled(getattr(node, name, None), bound) for name in node._fields}
+    fields = {name: _filled(getattr(node, name, None), bound) for name in _fields(node)}
     if isinstance(getattr(node, "ctx", None), ast.Store):
         for value in fields.values():
             if isinstance(value, ast.Name):

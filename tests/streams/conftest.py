@@ -22,6 +22,8 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run kernels immediately, in Triton's interpreter."""
-    from streams.device import interpret, replace_parts
+    from helpers.replaced_parts import replace_parts
+
+    from streams.device import interpret
 
     replace_parts(monkeypatch, [(Kernel, "launch", interpret)])

@@ -17,12 +17,13 @@ import importlib.util
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.replaced_parts import replace_parts
 from torch.overrides import TorchFunctionMode
 
 if torch.cuda.is_available():
@@ -239,9 +240,3 @@ def device(seed: int) -> Iterator[Device]:
         ]
         replace_parts(patch, driver)
         yield made
-
-
-def replace_parts(patch: pytest.MonkeyPatch, parts: Iterable[tuple[object, str, object]]) -> None:
-    """Replace parts of the real device and its driver: each by its owner and name."""
-    for owner, name, part in parts:
-        patch.setattr(owner, name, part)

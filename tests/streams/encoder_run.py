@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from helpers.chunk_sources import Source
+from helpers.replaced_parts import replace_parts
 
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.digest import stored_digest
@@ -31,7 +32,7 @@ from raystow.workers.gpu.kernels import blake3_kernels
 from raystow.workers.packing.attempt import coded_draft
 from raystow.workers.shm.coded_layout import Layout
 from raystow.workers.shm.ring import Ring
-from streams.device import Device, device, replace_parts
+from streams.device import Device, device
 
 KIB, MIB = 1 << 10, 1 << 20
 HERE = torch.device("cpu")

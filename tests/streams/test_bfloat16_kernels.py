@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.bfloat16_multiples import FACTOR, cases
+from helpers.replaced_parts import replace_parts
 
 from raystow.orchestrator.journal.gradient_coding import divided
 from raystow.workers.gpu import kernel_args
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 
 @pytest.mark.parametrize("rows", [kernel_args.MOST_ROWS, 2])
 def test_multiples_of_bfloat16_values_are_replaced(gpu: Device, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_args, "MOST_ROWS", rows)
+    replace_parts(monkeypatch, [(kernel_args, "MOST_ROWS", rows)])
     tensors, fit = zip(*cases(large=40_000), strict=True)
     found = bfloat16_kernels.check(tensors, FACTOR)
     gpu.synchronize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.replaced_parts import replace_parts
 
 from raystow.storage.coding.digest import stored_digest
 from raystow.workers.gpu import kernel_args
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def test_digests_of_objects_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_args, "MOST_ROWS", 3)
+    replace_parts(monkeypatch, [(kernel_args, "MOST_ROWS", 3)])
     memory = np.random.default_rng(0).integers(0, 256, 32 << 10, np.uint8)
     start = -memory.ctypes.data % 16
     rows, objects, wanted = list[tuple[int, ...]](), list[tuple[int, ...]](), list[bytes]()

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import itertools
 import threading
-import types
 import weakref
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,78 +14,22 @@ import torch
 from helpers.builders import complement, complemented, memory_repository, rows_and_pack, whole, write, write_rows
 from helpers.local_cluster import LocalCluster
 
-from raystow.storage.coding import chunk, zstd
-from raystow.storage.coding.chunk import ZSTD
-from raystow.storage.coding.digest import stored_digest
+from raystow.storage.coding import chunk
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import Damaged, StateError
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.versions.reader import PackReader, Request
 from raystow.storage.versions.runs import ByteRun
 from raystow.storage.versions.version import Version
-from raystow.workers.gpu.decode import decoder, lane, lane_plan
-from raystow.workers.gpu.kernels import blake3_kernels
-from streams.device import SEEDS, Device, replace_parts
-from streams.encoder_run import HERE, KIB, streams, weights
+from raystow.workers.gpu.decode import decoder
+from streams.decoder_run import decoding
+from streams.device import SEEDS
+from streams.encoder_run import HERE, weights
 from streams.module_mutants import rewritten
 
 State = dict[str, torch.Tensor]
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def numbers(address: int, n: int) -> list[int]:
-    """Return int64 numbers in memory."""
-    return list((ctypes.c_int64 * n).from_address(address))
-
-
-@dataclass(frozen=True)
-class Inflating:
-    """A replacement of nvCOMP's decoders."""
-
-    gpu: Device
-    name: str
-    stream: int
-
-    def decoding_scratch(self, streams: int) -> int:
-        return streams
-
-    def decompress(self, *rows: Any, decoded: Any, scratch: Any, status: Any) -> None:
-        def work() -> None:
-            sources, sizes, targets, rooms = (numbers(row.data_ptr(), len(row)) for row in rows)
-            for i, (source, size, target, room) in enumerate(zip(sources, sizes, targets, rooms, strict=True)):
-                stored, made = ctypes.string_at(source, size), np.empty(room, np.uint8)
-                if self.name == ZSTD:
-                    zstd.decode(np.frombuffer(stored, np.uint8), (size,), room, made)
-                else:
-                    made[:] = np.frombuffer(zlib.decompress(stored, -15), np.uint8)
-                ctypes.memmove(target, made.ctypes.data, room)
-                ctypes.c_int64.from_address(decoded.data_ptr() + 8 * i).value = room
-
-        self.gpu.enqueue(work)
-
-
-@contextlib.contextmanager
-def decoding(seed: int, module: types.ModuleType = decoder) -> Iterator[Device]:
-    """Return a simulated device for the decoder of a module, whose lanes are small."""
-    with streams(seed) as gpu, pytest.MonkeyPatch.context() as patch:
-
-        def digests(table: Any, sizes: Sequence[int], found: Any, scratch: Any) -> None:
-            def work() -> None:
-                for i, size in enumerate(sizes):
-                    address, nbytes, _, _ = numbers(table.data_ptr() + 32 * i, 4)
-                    assert nbytes == size
-                    ctypes.memmove(found.data_ptr() + 32 * i, stored_digest(ctypes.string_at(address, size)), 32)
-
-            gpu.enqueue(work)
-
-        codecs: list[tuple[object, str, object]] = [
-            (blake3_kernels, "stored_digests", digests),
-            (module, "Codec", lambda name, stream: Inflating(gpu, name, stream)),
-        ]
-        room = lane_plan.LaneMemory(stored=128 * KIB, planes=192 * KIB, aligned=96 * KIB, words=128 * KIB)
-        replace_parts(patch, [*codecs, *((one, "ROOM", room) for one in (module, lane, lane_plan))])
-        yield gpu
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +134,7 @@ def test_an_error_of_a_thread_that_reads_is_raised(saved: tuple[Version, State],
     with decoding(0) as gpu:
         with pytest.raises(Damaged, match="missing") as error:
             restored(*saved, made)
-        memory = [weakref.ref(part) for lane in made._lanes for part in (lane._stored, lane._planes, lane.words)]
+        memory = [weakref.ref(part) for lane in made.lanes for part in (lane.stored, lane.planes, lane.words)]
         made.close()
         gpu.kept.clear()
     assert error.tb  # refers to the lanes

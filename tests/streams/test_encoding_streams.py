@@ -58,8 +58,8 @@ def test_a_save_leaves_no_memory_to_the_garbage_collector(gpu: Device, failing: 
     encoder, sources = small_encoder(DEFLATE, receiver), list(all_sources())
 
     def fail() -> None:
-        assert encoder._run is not None
-        assert encoder._run._copies
+        assert encoder.run is not None
+        assert encoder.run.copies
         raise SaveFailed("given up")
 
     gc.collect()

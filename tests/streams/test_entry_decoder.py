@@ -8,22 +8,16 @@ import torch
 from helpers.journal_port import MemorySink
 from msgspec.structs import replace
 
-from raystow.orchestrator.journal import entry_file, gradient_coding
+from raystow.orchestrator.journal import entry_file
 from raystow.orchestrator.journal.entry_decoder import EntryDecoder
 from raystow.orchestrator.journal.gradient_coding import TensorEncoder
 from raystow.storage.coding import chunk
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import Damaged
 from raystow.workers.protocol.messages import EntryHeader, EntryInfo, Generation, OptimizerStep, RecordedTensor
+from streams.decoder_run import decoding
 from streams.device import SEEDS
 from streams.encoder_run import HERE, weights
-from streams.test_decoding_streams import decoding
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduce the part size so that each tensor has several parts."""
-    monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
 
 
 def values() -> list[torch.Tensor]:
@@ -38,9 +32,9 @@ def values() -> list[torch.Tensor]:
 
 
 def entry(tensors: list[torch.Tensor]) -> tuple[list[RecordedTensor], Bytes]:
-    """Return the records of the tensors in a journal entry, and the entry's bytes."""
+    """Return the records of the tensors in a journal entry, and the entry's bytes. Each tensor has several parts."""
     sink = MemorySink()
-    recorded = [TensorEncoder().encode(tensor, sink.copy) for tensor in tensors]
+    recorded = [TensorEncoder(part=8 << 10).encode(tensor, sink.copy) for tensor in tensors]
     assert {one.kind for one in recorded} == {"plain", "bfloat16", "scaled"}
     assert min(len(one.parts) for one in recorded) > 1
     info = EntryInfo("r", 0, 1, 1, 0, (Generation("g", 0),), 0)

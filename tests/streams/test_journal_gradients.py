@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.journal_port import MemorySink
+from helpers.replaced_parts import replace_parts
 
 from raystow.orchestrator.journal.entry_encoder import CapturedEntry, EntryEncoder
 from raystow.orchestrator.journal.entry_file import parse
 from raystow.orchestrator.journal.gpu_gradients import GpuGradientEncoder, SharedRing
 from raystow.orchestrator.journal.gradient_coding import decode
-from raystow.orchestrator.journal.state_digests import _whole_spans
+from raystow.orchestrator.journal.state_digests import whole_spans
 from raystow.storage.coding.digest import raw_digest
 from raystow.workers.gpu import kernel_args
 from raystow.workers.gpu.kernels.library import Kernel
@@ -90,7 +91,7 @@ def test_nothing_writes_to_buffers_after_an_error(gpu: Device, monkeypatch: pyte
         if kernel.name == "bfloat16.narrow":
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Kernel, "launch", failing)
+    replace_parts(monkeypatch, [(Kernel, "launch", failing)])
     sink = MemorySink(32, 64 * KIB)
     ring = SharedRing(sink.ring)
     encoder = GpuGradientEncoder(HERE, ring, memory=24 * MIB, small=4 * KIB)
@@ -107,11 +108,10 @@ def test_nothing_writes_to_buffers_after_an_error(gpu: Device, monkeypatch: pyte
 
 def test_buffers_are_unchanged_after_they_are_recorded(gpu: Device) -> None:
     """The values are some that the GPU encoder would replace in place, and the elements are not contiguous."""
-    encoder, info = EntryEncoder(), EntryInfo("0" * 16, 0, 1, 1, 0, (Generation("0", 1),))
+    encoder = EntryEncoder(lambda device, ring: GpuGradientEncoder(HERE, ring, memory=24 * MIB, small=4 * KIB))
+    info = EntryInfo("0" * 16, 0, 1, 1, 0, (Generation("0", 1),))
     device: Any = None  # the key of tensors that represent tensors of a GPU
     sink = MemorySink(32, 64 * KIB)
-    encoder._ring = SharedRing(sink.ring)
-    encoder._devices[device] = GpuGradientEncoder(HERE, encoder._ring, memory=24 * MIB, small=4 * KIB)
     buffer = weights(12_000, torch.bfloat16).to(torch.float32).reshape(100, 120).t()
     for expected in (["running"], []):
         captured = CapturedEntry(buffers={"running": buffer.clone()}, fresh=False, ready={device: gpu.default.record_event()})
@@ -129,7 +129,7 @@ def test_buffers_are_unchanged_after_they_are_recorded(gpu: Device) -> None:
 
 @pytest.mark.parametrize("rows", [kernel_args.MOST_ROWS, 2])
 def test_digests_equal_those_of_a_cpu(gpu: Device, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_args, "MOST_ROWS", rows)
+    replace_parts(monkeypatch, [(kernel_args, "MOST_ROWS", rows)])
     tensors = [
         weights(5_000),
         weights(3_001, torch.bfloat16),
@@ -137,7 +137,7 @@ def test_digests_equal_those_of_a_cpu(gpu: Device, rows: int, monkeypatch: pytes
         weights(8_000).reshape(80, 100).t(),
         weights(99)[::2],
     ]
-    pieces = [(one, first, last) for one in tensors for first, last in _whole_spans(one.numel() * one.itemsize)]
+    pieces = [(one, first, last) for one in tensors for first, last in whole_spans(one.numel() * one.itemsize)]
     pieces += [(tensors[2], 4096, 8192), (tensors[3], 4097, 8189), (tensors[4], 98, 99)]
     with torch.cuda.stream(torch.cuda.Stream()):
         digester = SpanDigester(HERE, pieces)

@@ -113,9 +113,7 @@ def test_a_callback_that_raises_is_logged(version: Version, caplog: pytest.LogCa
     assert len(noted) == 1
 
 
-def test_close_ends_although_a_callback_hangs(
-    version: Version, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_ends_although_a_callback_hangs(version: Version, caplog: pytest.LogCaptureFixture) -> None:
     """Its thread does not keep the process alive either."""
 
     class Hanging:
@@ -123,9 +121,8 @@ def test_close_ends_although_a_callback_hangs(
             calling.put(threading.current_thread())
             end.wait()
 
-    monkeypatch.setattr(version_callbacks, "_PATIENCE", 0.1)
     calling, end = queue.SimpleQueue[threading.Thread](), threading.Event()
-    callbacks = VersionCallbacks([Hanging()], logging.getLogger("raystow"))
+    callbacks = VersionCallbacks([Hanging()], logging.getLogger("raystow"), patience=0.1)
     callbacks.tell(version)
     thread = calling.get(timeout=10)
     closing = threading.Thread(target=callbacks.close, daemon=True)

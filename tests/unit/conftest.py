@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.builders import memory_repository
+from helpers.replaced_parts import replace_parts
 
 from raystow.storage.commit.committer import Committer
 from raystow.storage.repository import Repository
@@ -29,5 +30,5 @@ def committer(repository: Repository) -> Committer:
 def host_copies() -> Iterator[None]:
     """Let pinned rings copy from host memory, immediately."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pinned_ring, "copy_to_host", ctypes.memmove)
+        replace_parts(patch, [(pinned_ring, "copy_to_host", ctypes.memmove)])
         yield

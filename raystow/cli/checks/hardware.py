@@ -22,9 +22,9 @@ _NO_IPC = "only training processes can compress GPU tensors, not the node worker
 _UNLIMITED = 1 << 60  # bytes; cgroup v1 represents "no limit" by a number near 2**63
 
 
-def gpus() -> Finding:
-    """Check the GPUs that torch sees, and the driver."""
-    driver = _driver()
+def gpus(version: Path = _DRIVER) -> Finding:
+    """Check the GPUs that torch sees, and the driver. ``version``: the file in which that describes itself."""
+    driver = _driver(version)
     if importlib.util.find_spec("torch") is None:
         return ok(f"not checked: torch is missing ({driver or 'no NVIDIA driver'})")
     import torch
@@ -118,8 +118,8 @@ CHECKS = {
 }
 
 
-def _driver() -> str:
-    with_version = re.search(r"Kernel Module.*?\s(\d+\.\d+[.\d]*)", _text(_DRIVER))
+def _driver(version: Path) -> str:
+    with_version = re.search(r"Kernel Module.*?\s(\d+\.\d+[.\d]*)", _text(version))
     return f"NVIDIA driver {with_version[1]}" if with_version else ""
 
 

@@ -32,7 +32,7 @@ class TrainerEngine:
             for part in prepared if isinstance(prepared, tuple) else (prepared,):
                 if isinstance(part, DeepSpeedEngine):
                     self.attached = AttachedEngine(part, checkpointer)
-                    part.load_checkpoint = self._load
+                    part.load_checkpoint = self.load
             return prepared
 
         self._trainer = trainer
@@ -49,7 +49,8 @@ class TrainerEngine:
         self._found = self._checkpointer.restore(parts, self._version, allow_unused="*")
         return self._found
 
-    def _load(self, *_: object, **__: object) -> tuple[str | None, State | None]:
+    def load(self, *_: object, **__: object) -> tuple[str | None, State | None]:
+        """Restore the version, in place of the engine's ``load_checkpoint``."""
         assert self.attached is not None
         assert self._found is not None
         restored = self.attached.restore(self._version)

@@ -9,7 +9,6 @@ from ...storage.runtime import background
 from ...storage.runtime.clock import SYSTEM
 from ...storage.stores.settings import StoreSettings
 
-_LONGEST, _SHORTEST = 60.0, 1.0  # seconds between two looks
 _PART = 4  # of the time that credentials have left, one such part passes before the next look
 
 
@@ -23,11 +22,18 @@ class SettingsRenewal:
         settings: Returns the settings now; if True is given, as ``anew`` of ``settings_of``.
         sent: Those that were sent last.
         send: Sends them to all actors that need them.
+        pauses: The least and the most seconds between two looks.
     """
 
     def __init__(
-        self, settings: Callable[[bool], StoreSettings], sent: StoreSettings, send: Callable[[StoreSettings], None]
+        self,
+        settings: Callable[[bool], StoreSettings],
+        sent: StoreSettings,
+        send: Callable[[StoreSettings], None],
+        *,
+        pauses: tuple[float, float] = (1.0, 60.0),
     ) -> None:
+        self._shortest, self._longest = pauses
         self._settings, self._sent, self._send = settings, sent, send
         self._closed, self._woken = False, threading.Event()
         background.repeat("raystow-settings", self._look)
@@ -55,5 +61,5 @@ class SettingsRenewal:
             self._sent = now
 
     def _pause(self) -> float:
-        left = self._sent.expires - SYSTEM.now() if self._sent.expires else _LONGEST * _PART
-        return max(_SHORTEST, min(_LONGEST, left / _PART))
+        left = self._sent.expires - SYSTEM.now() if self._sent.expires else self._longest * _PART
+        return max(self._shortest, min(self._longest, left / _PART))

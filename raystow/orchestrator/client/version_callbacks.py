@@ -13,8 +13,6 @@ from ...storage.log import Log
 from ...storage.runtime import background
 from ...storage.versions.version import Version
 
-_PATIENCE = 60.0  # seconds in which ``close`` waits for callbacks
-
 
 class VersionCallback(Protocol):
     """An object that ``Checkpointer(callbacks=)`` tells of durable versions."""
@@ -30,9 +28,10 @@ class VersionCallback(Protocol):
 
 
 class VersionCallbacks:
-    """The callbacks of one rank."""
+    """The callbacks of one rank. ``patience``: seconds for which ``close`` waits for them."""
 
-    def __init__(self, callbacks: Sequence[VersionCallback], log: logging.Logger | Log) -> None:
+    def __init__(self, callbacks: Sequence[VersionCallback], log: logging.Logger | Log, *, patience: float = 60.0) -> None:
+        self._patience = patience
         listed = isinstance(callbacks, Sequence)
         if not listed or not all(callable(getattr(callback, "on_version", None)) for callback in callbacks):
             raise StateError(f"callbacks is {callbacks!r:.80}", remedy="give a list of objects with a method on_version(version)")
@@ -52,12 +51,12 @@ class VersionCallbacks:
                     self._calls.put((callback, version))
 
     def close(self) -> None:
-        """Wait until every callback has returned, but no longer than a minute."""
+        """Wait until every callback has returned, but no longer than ``patience``."""
         with self._lock:
             self._closed = True
             self._calls.put(None)
         if self._thread is not None:
-            self._thread.join(_PATIENCE)
+            self._thread.join(self._patience)
         if (calling := self._calling) is not None:
             self._warn("%s has not returned for version %d; close() does not wait for it any longer", *calling)
 

@@ -52,7 +52,7 @@ class EntryDecoder:
             found.update(zip(places, self.on_gpu(device, [tensors[place] for place in places], data), strict=True))
         found.update(zip(large, POOL.map(decode, [tensors[place] for place in large], itertools.repeat(data)), strict=True))
         decoded = [cast(torch.Tensor, decode(tensors[place], data)) for place in small]  # threads would wait for each other
-        found.update(zip(small, _placed(decoded, [devices[place] for place in small]), strict=True))
+        found.update(zip(small, placed(decoded, [devices[place] for place in small]), strict=True))
         return [found[place] for place in range(len(tensors))]
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class EntryDecoder:
             yield from_values(tensor, target)
 
 
-def _placed(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
+def placed(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """Small tensors on their devices, by one copy for each device."""
     found, by_device = list(tensors), defaultdict[torch.device, list[int]](list)
     for place, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):

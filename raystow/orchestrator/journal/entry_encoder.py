@@ -61,9 +61,10 @@ class CapturedEntry:
 
 
 class EntryEncoder:
-    """``encode`` is called by one thread. Digests of headers chain the entries."""
+    """``encode`` is called by one thread. Digests of headers chain the entries. ``of_device``: makes the encoder of a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_device: Callable[[int, SharedRing], GpuGradientEncoder] | None = None) -> None:
+        self._of_device = of_device or _gpu_encoder
         self._host = TensorEncoder()
         self._ring: SharedRing | None = None
         self._devices: dict[int, GpuGradientEncoder] = {}
@@ -146,17 +147,17 @@ class EntryEncoder:
 
         for device, places in devices.items():
             here = [tensor for place in places if (tensor := tensors[place]) is not None]
-            for place, one in zip(places, self._of_device(device, sink).encode(here, ready[device], sink, read), strict=True):
+            for place, one in zip(places, self._encoder(device, sink).encode(here, ready[device], sink, read), strict=True):
                 found[place] = one
         return [one for one in found if one is not None]
 
-    def _of_device(self, device: int, sink: EntryWriter) -> GpuGradientEncoder:
-        from .gpu_gradients import GpuGradientEncoder, SharedRing
+    def _encoder(self, device: int, sink: EntryWriter) -> GpuGradientEncoder:
+        from .gpu_gradients import SharedRing
 
         if self._ring is None:
             self._ring = SharedRing(sink.ring)
         if device not in self._devices:
-            self._devices[device] = GpuGradientEncoder(torch.device("cuda", device), self._ring)
+            self._devices[device] = self._of_device(device, self._ring)
         return self._devices[device]
 
     def _changed_buffers(self, captured: CapturedEntry) -> list[tuple[str, torch.Tensor]]:
@@ -172,6 +173,12 @@ class EntryEncoder:
             found.append("" if self._groups.get((optimizer, number)) == text else text)
             self._groups[optimizer, number] = text
         return tuple(found)
+
+
+def _gpu_encoder(device: int, ring: SharedRing) -> GpuGradientEncoder:
+    from .gpu_gradients import GpuGradientEncoder
+
+    return GpuGradientEncoder(torch.device("cuda", device), ring)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:

@@ -42,10 +42,11 @@ Add = Callable[[Bytes], int]
 
 
 class TensorEncoder:
-    """Encodes tensors in host memory. For one thread. Factors that were found are tried first for the next tensors."""
+    """Encodes tensors in host memory. For one thread. Factors that were found are tried first for the next tensors.
+    ``part``: bytes of a part of a tensor, before coding."""
 
-    def __init__(self) -> None:
-        self._chunks = chunk.ChunkEncoder(PART)
+    def __init__(self, *, part: int = PART) -> None:
+        self._chunks, self._part = chunk.ChunkEncoder(part), part
         self._factors: list[float] = []
 
     def encode(self, tensor: torch.Tensor | None, add: Add) -> RecordedTensor:
@@ -68,8 +69,8 @@ class TensorEncoder:
 
     def _parts(self, raw: Bytes, name: str, add: Add) -> tuple[CodedPart, ...]:
         parts, dtype = list[CodedPart](), dtypes.dtype(name)
-        for start in range(0, raw.size, PART):
-            piece = raw[start : start + PART]
+        for start in range(0, raw.size, self._part):
+            piece = raw[start : start + self._part]
             out, coding = self._chunks.encode(piece, dtype)
             parts.append(coded_part(coding, piece.size, raw_digest(piece), stored_digest(out), add(out)))
         return tuple(parts)

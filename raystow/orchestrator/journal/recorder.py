@@ -49,6 +49,7 @@ class StepRecorder:
 
     Attributes:
         hooks: Of the optimizers.
+        digester: Digests the state after each step.
         base, replayable: The step that was restored, and whether entries after it may be replayed.
         save_advised: See ``Journal``.
     """
@@ -56,7 +57,7 @@ class StepRecorder:
     def __init__(self, state: TrackedState, port: JournalPort, identity: JournalIdentity) -> None:
         self.state, self.port, self.identity = state, port, identity
         self.log = about(logger, repository=identity.uri, rank=identity.rank)
-        self.hooks, self._digester = StepHooks(state, self._capture), Digester(state)
+        self.hooks, self.digester = StepHooks(state, self._capture), Digester(state)
         self._buffers, self._encoder = GradientBuffers(), EntryEncoder()
         self._lineage: tuple[Generation, ...] = ()
         self.base, self.replayable = START, True
@@ -175,7 +176,7 @@ class StepRecorder:
                     self._changed.wait_for(lambda: not self._encoding)
                 self._buffers.begin()
                 if self._fresh:
-                    entry.before = self._digester.take(whole=True)
+                    entry.before = self.digester.take(whole=True)
             entry.steps.append(self._buffers.capture(self.state, number))
         except Exception as error:
             self._lose("step after", self._last, self._problem(self._last, error))
@@ -185,11 +186,11 @@ class StepRecorder:
         identity = self.identity
         self._count += 1
         if self._fresh and entry.before is None:  # no optimizer was called: the state is still the one before
-            entry.before = self._digester.take(whole=True)
+            entry.before = self.digester.take(whole=True)
         entry.fresh, self._fresh = self._fresh, False
         entry.layout = layout(self.state) if entry.fresh else ()
         entry.whole = self._count % _WHOLE == 0
-        entry.after, entry.values = self._digester.take(whole=entry.whole), text
+        entry.after, entry.values = self.digester.take(whole=entry.whole), text
         entry.groups = [hyper_parameters(optimizer) for optimizer in self.state.optimizers]
         entry.buffers = {name: buffer.clone() for name, buffer in self.state.buffers().items()}
         entry.mark_ready()
@@ -217,7 +218,7 @@ class StepRecorder:
             try:
                 info = self._encoder.encode(entry, begun, self.port.begin(begun, entry.most), unread.close)
                 record(JOURNALED, info.size, repository=self.identity.uri)
-                self.port.keep(info, self._kept)
+                self.port.keep(info, self.kept)
             except Exception as error:
                 self._failed(begun.step, error)
 
@@ -234,7 +235,7 @@ class StepRecorder:
             self._changed.notify_all()
 
     def _failed(self, step: int, error: BaseException) -> None:
-        self._kept(EntryKept(step, 0, self._problem(step, error)))
+        self.kept(EntryKept(step, 0, self._problem(step, error)))
 
     def _problem(self, step: int, error: BaseException) -> str:
         """Return the text of an error; the traceback of one that is not expected is logged."""
@@ -242,7 +243,8 @@ class StepRecorder:
             self.log.error("an entry could not be recorded", exc_info=error, extra={"step": step})
         return shortened(str(error) or repr(error))
 
-    def _kept(self, kept: EntryKept) -> None:
+    def kept(self, kept: EntryKept) -> None:
+        """Note what has become of an entry that was handed over."""
         with self._changed:  # a save on another thread restarts the chain before or after this, not in between
             lost = bool(kept.problem) and kept.step > self._first  # else a save has made it unnecessary
             if lost:

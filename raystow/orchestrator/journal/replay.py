@@ -103,7 +103,7 @@ class Replayer:
                     decoded = coming.result()
                     self._on_progress()
                     coming = pool.submit(self._reader.read, *steps[number + 1 : number + 3]) if number + 1 < len(steps) else None
-                    residue = self._check_before(decoded, result.step)
+                    residue = self.check_before(decoded, result.step)
                     touched = True
                     residue += self._apply(decoded)
                 except RaystowError as error:
@@ -117,7 +117,7 @@ class Replayer:
                 result = ReplayResult(step, b"" if decoded.shards else digest, values, residues)
         return result, True
 
-    def _check_before(self, decoded: DecodedStep, last: int) -> int:
+    def check_before(self, decoded: DecodedStep, last: int) -> int:
         for rank, entry in decoded.entries.items():
             who = entry.info.world_size, rank
             parent, self._parents[who] = self._parents.get(who), entry.digest

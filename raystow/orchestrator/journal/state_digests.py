@@ -161,11 +161,12 @@ def merged_spans(totals: _Numbers) -> np.uint64:
 
 def spans(name: str, nbytes: int, *, whole: bool) -> Spans:
     """The parts that are digested of the tensor ``name`` of so many bytes."""
-    return _whole_spans(nbytes) if whole else _sample_spans(name, nbytes)
+    return whole_spans(nbytes) if whole else _sample_spans(name, nbytes)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _whole_spans(nbytes: int) -> Spans:
+def whole_spans(nbytes: int) -> Spans:
+    """The spans of all bytes of a tensor, each of which has a digest."""
     return tuple((first, min(first + _PIECE, nbytes)) for first in range(0, max(nbytes, 1), _PIECE))
 
 

@@ -142,10 +142,11 @@ class ClusterAgreement:
         self._log = about(logger, repository=repository.uri, rank=opening.rank)
         self._choice: RestoreChoice | None = None
         self.advice = ""
-        self._cache: NodeCacheStore | None = None
+        self.cache: NodeCacheStore | None = None
+        """Reads through the node worker, while a version is restored."""
 
     def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
-        read = dict(self._cache.read) if self._cache is not None else {}
+        read = dict(self.cache.read) if self.cache is not None else {}
         try:  # the node worker keeps the data that was read until all ranks have finished
             self._choice = self._vote(replace(self._opening, tried=tried, damage=shortened(damage), whole=whole, read=read))
         finally:
@@ -176,20 +177,20 @@ class ClusterAgreement:
         self._watch.start()
         self.sources = Sources()
         try:
-            self._cache = NodeCacheStore(self._repository.store, self._address(), self._repository.id)
+            self.cache = NodeCacheStore(self._repository.store, self._address(), self._repository.id)
         except RaystowError as error:
             said = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
             self._log.warning("restoring from the store without the node worker: %s", error, extra=said)
             return self._repository.at(entry, siblings=[choice.entry for choice in self._choice.needed])
         choices = (self._choice, *self._choice.needed)
-        version = self._repository.at(entry, store=self._cache)
-        needed = {choice.entry.id: self._repository.at(choice.entry, store=self._cache) for choice in choices[1:]}
+        version = self._repository.at(entry, store=self.cache)
+        needed = {choice.entry.id: self._repository.at(choice.entry, store=self.cache) for choice in choices[1:]}
         # Usually without reading the root.
         version.bases = Bases(version, lambda base: needed.get(base) or version.sibling(base))
         given = {keys.record(choice.entry.id, choice.entry.attempt): choice.record for choice in choices if choice.record}
-        self._cache.given = given
+        self.cache.given = given
         records = {version.record_key: ObjectLocation(entry.size)}
-        self._cache.location = records.get  # otherwise once for all ranks of the node
+        self.cache.location = records.get  # otherwise once for all ranks of the node
         near = {choice.entry.id: choice.near for choice in choices}
         self.sources = sources = Sources(near.pop(entry.id), self._here, bases=near)
         alone = self._opening.world_size == 1
@@ -209,7 +210,7 @@ class ClusterAgreement:
                 return None
             return ObjectLocation(size, sources.peers(parts[0], base), group.round, group.owner(key))
 
-        self._cache.location = place
+        self.cache.location = place
         return version
 
     @property
@@ -257,13 +258,13 @@ class ClusterAgreement:
 
     def _end_read(self) -> None:
         self._watch.stop()
-        if self._cache is not None:
-            read = self._cache.read
+        if self.cache is not None:
+            read = self.cache.read
             self._log.info("this rank's restore has read %s", by_source(read), extra={"bytes_read": dict(read)})
             for source, nbytes in read.items():
                 record(RESTORED, nbytes, repository=self._repository.uri, source=source)
-            self._cache.close()
-            self._cache = None
+            self.cache.close()
+            self.cache = None
 
 
 def _sizes(version: Version) -> Callable[[PlaceInAttempt], int | None]:

@@ -94,7 +94,8 @@ class RestoreRounds:
         self._missed_until = 0.0
         self._repository, self._clock, self._known = repository, clock, known
         self._is_current, self._on_fall_back = is_current, on_fall_back
-        self._open: RestoreRound | None = None
+        self.open_round: RestoreRound | None = None
+        """The round in which ranks vote."""
         self._ended: dict[int, tuple[tuple[Incarnation, int], RestoreRound]] = {}  # rank -> its last round, and its member
         self.changes = 0
         """The number of changes of all rounds."""
@@ -103,7 +104,7 @@ class RestoreRounds:
     @property
     def in_use(self) -> bool:
         """Whether a round is open, or has failed for lack of a rank that may come soon."""
-        return self._open is not None or (bool(self._missed) and self._clock.monotonic() < self._missed_until)
+        return self.open_round is not None or (bool(self._missed) and self._clock.monotonic() < self._missed_until)
 
     def vote(self, vote: RestoreVote, held: RestoreChoice | None = None) -> RestoreRound:
         """Take a rank's vote. When all have tried a version that is damaged for one of them, go on to the next version.
@@ -155,7 +156,7 @@ class RestoreRounds:
         member, ended = self._ended.get(report.rank, (None, None))
         if ended is not None and member == (report.incarnation, report.number):
             return ended
-        round = self._open
+        round = self.open_round
         is_member = round is not None and round.members.get(report.rank) == (report.incarnation, report.number)
         if round is None or not is_member or report.entry not in round.candidates[:1]:
             raise RankRestarted(f"the coordinator knows no restore of rank {report.rank}", remedy="restore again")
@@ -186,7 +187,7 @@ class RestoreRounds:
 
     def reading(self, rank: RankReading) -> None:
         """A rank reads on: the others wait for it."""
-        member, round = (rank.incarnation, rank.number), self._open
+        member, round = (rank.incarnation, rank.number), self.open_round
         if round is None or round.members.get(rank.rank, member) != member or rank.rank in round.votes:
             return
         now = self._clock.monotonic()
@@ -201,18 +202,18 @@ class RestoreRounds:
         """A new process has taken a rank: the round of its previous process fails."""
         if any(missed.members.get(rank, (incarnation,))[0] != incarnation for _, missed in self._missed.values()):
             self._missed.clear()  # the training was restarted
-        round = self._open
+        round = self.open_round
         if round is not None and rank in round.members and round.members[rank][0] != incarnation:
             self._fail(round, RankRestarted(f"rank {rank} was restarted during the restore", remedy="restore again"))
 
     def give_up(self, error: RaystowError) -> None:
         """Fail the round: the repository was deleted, or another one has taken its place."""
-        if self._open is not None:
-            self._fail(self._open, error)
+        if self.open_round is not None:
+            self._fail(self.open_round, error)
 
     def tick(self) -> None:
         """Fail the round if it is past its deadline, or warn of ranks that are late."""
-        round, now = self._open, self._clock.monotonic()
+        round, now = self.open_round, self._clock.monotonic()
         if round is not None and now > round.deadline:
             self._expire(round, now)
         elif round is not None and now >= round.warn_at:
@@ -222,7 +223,7 @@ class RestoreRounds:
         """The round that has failed without a rank, which comes now; None if it begins another one: a process that has started
         since may be of a restarted training, and waits for the others, with a warning."""
         process, missed = self._missed.get(vote.rank, (None, None))
-        if missed is None or self._open is not None or process != vote.incarnation:
+        if missed is None or self.open_round is not None or process != vote.incarnation:
             return None
         del self._missed[vote.rank]
         self._ended[vote.rank] = (vote.incarnation, vote.number), missed
@@ -271,7 +272,7 @@ class RestoreRounds:
             self._ended[rank] = round.members[rank], own
 
     def _round_of(self, vote: RestoreVote, held: RestoreChoice | None) -> RestoreRound:
-        if (round := self._open) is not None:
+        if (round := self.open_round) is not None:
             member = vote.incarnation, vote.number
             what = f"rank {vote.rank} has begun another restore"
             if round.world_size != vote.world_size:
@@ -299,7 +300,7 @@ class RestoreRounds:
             round.candidates.insert(0, held.entry)
         round.candidates = self._lease(round, round.candidates)
         if round.candidates or (round.missing and root.versions):
-            self._open = round
+            self.open_round = round
         else:
             round.failure = round.missing  # an empty repository: there is nothing to agree on
         return round
@@ -380,5 +381,5 @@ class RestoreRounds:
     def _close(self, round: RestoreRound) -> None:
         self.changes += 1
         self._ended.update((rank, (member, round)) for rank, member in round.members.items())
-        self._open = None
+        self.open_round = None
         round.lease.close()

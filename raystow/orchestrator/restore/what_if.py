@@ -18,7 +18,8 @@ from ...storage.versions.version import Version
 from .plan import Rates
 
 MOST_RANKS = 1 << 17
-_MOST_READS = 1 << 24  # chunks of all ranks, of 100 bytes each
+MOST_READS = 1 << 24
+"""Chunks that all ranks of a plan read, of 100 bytes each."""
 _Share = dict[int, float]  # number of a chunk -> the part of its elements that is needed
 
 
@@ -55,14 +56,16 @@ class WorldPlan:
         )
 
 
-def plan_world(version: Version, world_size: int, *, per_node: int, whole: bool = False) -> WorldPlan:
+def plan_world(
+    version: Version, world_size: int, *, per_node: int, whole: bool = False, most_reads: int = MOST_READS
+) -> WorldPlan:
     """The plan for ``world_size`` ranks, ``per_node`` of them on each node. ``whole``: every rank reads every tensor whole.
 
     Of a chunk that several nodes want, each is taken to read an equal part from the store. Reads the manifest, and raises what
     reading it raises. Memory: the manifest, and some 100 bytes for each chunk of each rank.
 
     Raises:
-        StateError: There are more than ``MOST_RANKS`` ranks, or together they would read millions of chunks.
+        StateError: There are more than ``MOST_RANKS`` ranks, or together they would read more than ``most_reads`` chunks.
     """
     if world_size > MOST_RANKS:
         raise StateError(f"no plan is made for {world_size} ranks", subject=repr(version), remedy=f"use up to {MOST_RANKS}")
@@ -72,8 +75,8 @@ def plan_world(version: Version, world_size: int, *, per_node: int, whole: bool 
     reads = 0
     for rows in version.chunks.values():
         for chunk, wanted in _wanted(rows, world_size, None if whole else _split(rows)):
-            if (reads := reads + len(wanted)) > _MOST_READS:
-                what = f"{world_size} ranks would read more than {_MOST_READS} chunks"
+            if (reads := reads + len(wanted)) > most_reads:
+                what = f"{world_size} ranks would read more than {most_reads} chunks"
                 raise StateError(what, subject=repr(version), remedy="plan for fewer ranks")
             for rank, part in wanted.items():
                 shares[rank][numbers[id(chunk)]] = part

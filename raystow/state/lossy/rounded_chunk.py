@@ -15,27 +15,28 @@ from .tensor_values import Numbers, dtype_name, words_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-_AT_ONCE = 1 << 16  # numbers, on the CPU
+AT_ONCE = 1 << 16
+"""Numbers that are rounded at a time, on the CPU."""
 
 
-def rounded(rule: Rule, words: Tensor, dtype: str, first: int = 0) -> tuple[Tensor, Tensor]:
+def rounded(rule: Rule, words: Tensor, dtype: str, first: int = 0, *, at_once: int = AT_ONCE) -> tuple[Tensor, Tensor]:
     """The ``words`` of numbers (integers of their width, [rows, n], contiguous) after rounding, and the ``findings``: float64 [6]
-    on the same device, not synchronized. ``first``: see ``Rule.round``."""
+    on the same device, not synchronized. ``first``: see ``Rule.round``. ``at_once``: numbers of a part."""
     import torch
 
-    if words.is_cuda or words.numel() <= _AT_ONCE:
+    if words.is_cuda or words.numel() <= at_once:
         return _rounded(rule, words, dtype, first)
     made, findings = torch.empty_like(words), []
-    for rows, columns in _parts(words.shape, rule.block, first):
+    for rows, columns in _parts(words.shape, rule.block, first, at_once):
         made[rows, columns], found = _rounded(rule, words[rows, columns].contiguous(), dtype, first + columns.start)
         findings.append(found)
     return made, combine(torch.stack(findings))
 
 
-def _parts(shape: tuple[int, int], block: int, first: int) -> Iterator[tuple[slice, slice]]:
+def _parts(shape: tuple[int, int], block: int, first: int, at_once: int) -> Iterator[tuple[slice, slice]]:
     """Parts of a matrix that fit into a core's cache and cut no block."""
     rows, n = shape
-    high, wide = max(1, _AT_ONCE // n), max(1, _AT_ONCE // block) * block
+    high, wide = max(1, at_once // n), max(1, at_once // block) * block
     for row in range(0, rows, high):
         start = 0
         while start < n:

@@ -23,13 +23,14 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 3600.0
 """The time that a lease lasts after its last renewal, by the store's clock."""
-_RENEW = 600.0
 
 
 class Lease:
-    """A lease on one version. As a context manager it renews itself on a thread; else call ``renew`` in time."""
+    """A lease on one version. As a context manager it renews itself on a thread, each ``renew_after`` seconds; else call
+    ``renew`` in time."""
 
-    def __init__(self, store: ObjectStore, id: int, attempt: str, clock: Clock) -> None:
+    def __init__(self, store: ObjectStore, id: int, attempt: str, clock: Clock, *, renew_after: float = 600.0) -> None:
+        self._renew_after = renew_after
         self._store, self._key = store, keys.lease(id, attempt, clock.token())
         self._body = json.dumps({"holder": platform.node(), "version": id}).encode()
         self._done = threading.Event()
@@ -55,7 +56,7 @@ class Lease:
         self.release()
 
     def _keep(self) -> bool:
-        if self._done.wait(_RENEW):
+        if self._done.wait(self._renew_after):
             return False
         self._try_to_renew()
         if self._done.is_set():  # it was released meanwhile, perhaps before it was written again

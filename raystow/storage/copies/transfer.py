@@ -57,7 +57,7 @@ def copy_objects(
         def copy_one(pack: PackInfo) -> None:
             key = keys.pack(version.id, version.attempt, *pack.place)
             found = chunks.get(key, ())
-            if there.get(key) != pack.size or _wrong(replica.get_range(key, 0, pack.size), found):
+            if there.get(key) != pack.size or wrong_chunk(replica.get_range(key, 0, pack.size), found):
                 _copy_pack(version.store, replica, key, pack.size, found)
             progress(pack.size)
 
@@ -83,7 +83,7 @@ def _copy_pack(source: ObjectStore, replica: ObjectStore, key: str, size: int, c
             data = source.get_range(key, 0, size)
         except NotFound:
             raise Damaged("the pack is missing", subject=key) from None
-        wrong = _wrong(data, chunks)
+        wrong = wrong_chunk(data, chunks)
         if wrong is None:
             replica.put(key, [data])
             return
@@ -102,7 +102,7 @@ def copy_signature(source: ObjectStore, replica: ObjectStore, key: str, renewed:
     replica.put(key, [renewed])
 
 
-def _wrong(data: Buffer, chunks: Sequence[Chunk]) -> Chunk | None:
+def wrong_chunk(data: Buffer, chunks: Sequence[Chunk]) -> Chunk | None:
     """The first chunk whose bytes in the pack do not match their digest."""
     view = memoryview(data)
     for chunk in chunks:

@@ -123,7 +123,7 @@ class Replacement:
         reading and the store raise; then the version is as it was, unless the store gave no answer to the swap.
         """
         old, catalog = self.version, self.catalog
-        note = self._note(fence)
+        note = self.note(fence)
         if note is None:
             return None
         with contextlib.ExitStack() as held:
@@ -152,7 +152,7 @@ class Replacement:
             return record
         return replace(record, thinned=replace(thinned, base_bits=base.record.bits if base is not None else None))
 
-    def _note(self, fence: Fence | None) -> Rewrite | None:
+    def note(self, fence: Fence | None) -> Rewrite | None:
         note = Rewrite(self.version.id, self.catalog.clock.token(), self.catalog.now())
 
         def add(root: Root) -> Root:

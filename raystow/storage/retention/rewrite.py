@@ -237,11 +237,11 @@ def plan(
         values = tuple(value for value in fragment.values if kept(value.name))
         rounded = {name: one for name, one in fragment.rounded.items() if kept(name)}
         fragments.append((info, replace(fragment, chunks=chunks, values=values, rounded=rounded)))
-        packs += _packs(fragment.node, _bundles(chunks, anew, rounds, bits))
+        packs += _packs(fragment.node, bundles(chunks, anew, rounds, bits))
     return Rewriting(version, base, tuple(fragments), tuple(packs))
 
 
-def _bundles(
+def bundles(
     chunks: Iterable[Chunk], anew: Ask = lambda chunk: False, rounds: Ask = lambda chunk: False, bits: int | None = None
 ) -> Iterator[Bundle]:
     """Rows grouped by the bytes that they share. ``anew``: whether a row with bytes of its own is coded anew. ``rounds``: whether

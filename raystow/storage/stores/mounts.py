@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ..errors import UnsafeStore
 
-_MOUNTINFO = Path("/proc/self/mountinfo")
+MOUNTINFO = Path("/proc/self/mountinfo")
+"""The mounts of this process."""
 _REMEDY = "keep the repository on a local disk, on NFS 4 with its locks on, or in an S3 bucket"
 _REFUSED = {
     **dict.fromkeys(("cifs", "smb3", "smbfs"), "SMB shares do not keep locks and renames atomic between clients"),
@@ -78,7 +79,7 @@ def kind_of(device: int) -> str | None:
 
 def _mountinfo() -> str:
     try:
-        return _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
+        return MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return ""
 

@@ -148,7 +148,7 @@ def connect(configuration: S3Configuration, limits: RequestLimits) -> S3Clients:
 
 def _own_session(overrides: S3Overrides) -> boto3.Session:
     core = botocore.session.get_session()
-    core.register_component("data_loader", _models(core.get_config_variable("data_path")))
+    core.register_component("data_loader", service_models(core.get_config_variable("data_path")))
     region = core.get_config_variable("region") or os.environ.get("AWS_REGION") or None
     return _with_keys(core, overrides.credentials, overrides.region or region)
 
@@ -156,7 +156,7 @@ def _own_session(overrides: S3Overrides) -> boto3.Session:
 def _session_of(settings: StoreSettings) -> boto3.Session:
     """A session that reads neither the variables nor the files of this process, which may be those of another job."""
     core = botocore.session.Session(session_vars=_UNSET)
-    core.register_component("data_loader", _models(None))
+    core.register_component("data_loader", service_models(None))
     return _with_keys(core, settings.credentials, settings.client.get("region"))
 
 
@@ -198,7 +198,7 @@ class _ModelFiles(JSONFileLoader):  # type: ignore[misc]
         return None
 
 
-class _Models(Loader):  # type: ignore[misc]
+class ServiceModels(Loader):  # type: ignore[misc]
     """Reads botocore's descriptions of services."""
 
     FILE_LOADER_CLASS = _ModelFiles
@@ -209,10 +209,10 @@ class _Models(Loader):  # type: ignore[misc]
 
 
 @functools.cache
-def _models(folders: str | None) -> _Models:
+def service_models(folders: str | None) -> ServiceModels:
     """botocore's description of S3: three megabytes of JSON that each session would parse again."""
     given = folders.split(os.pathsep) if folders else []
-    return _Models([os.path.expanduser(os.path.expandvars(folder)) for folder in given])
+    return ServiceModels([os.path.expanduser(os.path.expandvars(folder)) for folder in given])
 
 
 def _place(session: boto3.Session, bucket: str, overrides: S3Overrides) -> _Place:

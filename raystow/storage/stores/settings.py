@@ -112,9 +112,11 @@ class JobSettings:
     Args:
         address: Of the store.
         ask: Lets processes of the job send the settings that they have now, and returns how many do so.
+        patience: Seconds to wait for them.
     """
 
-    def __init__(self, address: StoreAddress, ask: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, address: StoreAddress, ask: Callable[[], int] = lambda: 0, *, patience: float = RENEWAL) -> None:
+        self._patience = patience
         self.address, self.ask = address, ask
         self._newest = None if address.place else LOCAL
         self._refused: StoreSettings | None = None
@@ -145,7 +147,7 @@ class JobSettings:
             self._refused, before = refused, self._sent
         asked = self.ask()
         with self._changed:
-            self._changed.wait_for(lambda: self._newest is not refused or self._sent >= before + asked, RENEWAL)
+            self._changed.wait_for(lambda: self._newest is not refused or self._sent >= before + asked, self._patience)
             return self._newest is not refused
 
     def __call__(self) -> StoreSettings:

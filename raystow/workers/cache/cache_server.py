@@ -15,13 +15,17 @@ from ..protocol.unix_channel import Connection
 from .fetcher import Fetcher
 from .lent_memory import LentMemory
 
-_WAIT = 5.0  # seconds after which the process gets the answer that its bytes are still being read
-
 
 def serve_reads(
-    connection: Connection, first: ReadCached, fetcher: Fetcher, store_of: Callable[[StoreAddress], ObjectStore]
+    connection: Connection,
+    first: ReadCached,
+    fetcher: Fetcher,
+    store_of: Callable[[StoreAddress], ObjectStore],
+    *,
+    pending_after: float = 5.0,
 ) -> None:
-    """Answer until the process goes away. ``first``: its first request; ``store_of``: returns a store."""
+    """Answer until the process goes away. ``first``: its first request; ``store_of``: returns a store. ``pending_after``: seconds
+    after which the process gets the answer that its bytes are still being read."""
     request: ReadCached | None = first
     with ThreadPoolExecutor(1, "raystow-read") as reader:
         while request is not None:
@@ -29,7 +33,7 @@ def serve_reads(
             fetched: Future[tuple[LentMemory, bool]] | None = None
             try:
                 fetched = reader.submit(fetcher.get, request, store_of(request.store), read)
-                while not wait([fetched], _WAIT).done:
+                while not wait([fetched], pending_after).done:
                     with contextlib.suppress(ClusterError):  # the answer cannot be sent either
                         connection.send(ReadPending())
                 memory, whole = fetched.result()

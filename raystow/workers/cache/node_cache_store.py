@@ -22,7 +22,6 @@ from .lent_memory import LentMemory
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-_SILENCE = 15.0  # seconds after which a node worker is frozen that has said neither the answer nor that it is reading
 HELD = 32  # objects whose memory stays open or mapped, the last used: what the node worker releases should be freed soon
 
 
@@ -48,9 +47,14 @@ class NodeCacheStore:
 
     Objects with a ``location`` are mapped from the node worker at ``address``; those in ``given`` are known. All others are read
     from the store, and so is everything if the node worker fails, and whatever is requested twice: the first answer was wrong.
-    ``read``: bytes by source, without those that another rank of the node had requested before."""
+    ``read``: bytes by source, without those that another rank of the node had requested before.
 
-    def __init__(self, store: ObjectStore, address: str, repository: str) -> None:
+    Args:
+        patience: Seconds after which a node worker is frozen that has said neither the answer nor that it is reading.
+    """
+
+    def __init__(self, store: ObjectStore, address: str, repository: str, *, patience: float = 15.0) -> None:
+        self._patience = patience
         self._store, self._address, self._repository = store, address, repository
         self.location: Callable[[str], ObjectLocation | None] = lambda key: None
         self.given: Mapping[str, bytes] = {}
@@ -184,7 +188,7 @@ class NodeCacheStore:
             received: tuple[CachedObject | ReadFailed | ReadPending, int | None] | None
             answer: CachedObject | ReadFailed | ReadPending = ReadPending()
             while isinstance(answer, ReadPending):
-                received = connection.receive(CachedObject, ReadFailed, ReadPending, timeout=_SILENCE)
+                received = connection.receive(CachedObject, ReadFailed, ReadPending, timeout=self._patience)
                 if received is None:
                     raise ClusterError("the node worker closed the connection", subject=self._address)
                 answer, descriptor = received

@@ -33,20 +33,31 @@ from .entry_writer import EntryWriter
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 120.0  # seconds within which an entry must have been fetched
 _GROWTH = 1 << 30  # bytes by which memory for fetched entries grows; pages are allocated at their first use
 
 
 class JournalClient:
-    """One thread records entries, and one fetches them. ``ClusterError`` if the node worker is gone. ``ring``: recorded entries
-    pass through it."""
+    """One thread records entries, and one fetches them. ``ClusterError`` if the node worker is gone.
 
-    def __init__(self, address: str, opening: OpenJournal, ring: Ring) -> None:
+    Args:
+        ring: Recorded entries pass through it.
+        patience: Seconds within which an entry must have been fetched.
+        slot_patience: Seconds within which the node worker must have emptied a slot of the ring.
+
+    Attributes:
+        connection: To the node worker.
+        lost: Whether it is gone.
+    """
+
+    def __init__(
+        self, address: str, opening: OpenJournal, ring: Ring, *, patience: float = 120.0, slot_patience: float = 10.0
+    ) -> None:
+        self._patience = patience
         self._log = about(logger, repository=opening.uri, rank=opening.rank)
-        self._connection = Connection.connect(address)
-        self._connection.send(opening)
+        self.connection = Connection.connect(address)
+        self.connection.send(opening)
         self._share(RECORDING, ring.fd, ring.memory.size)
-        self._writer = EntryWriter(ring, self._connection.send)
+        self._writer = EntryWriter(ring, self.connection.send, patience=slot_patience)
         self._lock = threading.Lock()
         self._waiting: dict[int, Callable[[EntryKept], None]] = {}
         self._fetched: queue.SimpleQueue[FetchedEntry | None] = queue.SimpleQueue()
@@ -74,7 +85,7 @@ class JournalClient:
                 raise ClusterError(DIED)
             self._waiting[info.step] = on_kept
         try:
-            self._connection.send(KeepEntry(info))
+            self.connection.send(KeepEntry(info))
         except ClusterError:
             with self._lock:
                 self._waiting.pop(info.step, None)
@@ -82,24 +93,24 @@ class JournalClient:
 
     def save_begun(self, step: int, generation: Generation) -> None:
         """Tell that a save of the state after a step is under way. ``generation``: of the entries that are recorded now."""
-        self._connection.send(SaveBegun(step, generation))
+        self.connection.send(SaveBegun(step, generation))
 
     def save_failed(self, step: int) -> None:
         """Tell that a save that had begun has failed."""
-        self._connection.send(SaveWithdrawn(step))
+        self.connection.send(SaveWithdrawn(step))
 
     def fetch(self, place: EntryPlace, number: int) -> memoryview:
         """Return the bytes of an entry, which the node keeps from then on. They are valid until the next call with ``number``, or
         of ``begin``."""
         memory = RECORDING + 1 + number
         content = self._memory(memory, place.info.size).toreadonly()
-        self._connection.send(FetchEntry(place, memory))
+        self.connection.send(FetchEntry(place, memory))
         try:
-            answer = self._fetched.get(timeout=_PATIENCE)
+            answer = self._fetched.get(timeout=self._patience)
         except queue.Empty:
             self.lost = True  # the answer may still come, and is to no other question
-            self._connection.shut()
-            raise ClusterError(f"no entry after {_PATIENCE:.0f} s", subject=f"entry of step {place.info.step}") from None
+            self.connection.shut()
+            raise ClusterError(f"no entry after {self._patience:.0f} s", subject=f"entry of step {place.info.step}") from None
         if answer is None:
             self._fetched.put(None)
             raise ClusterError(DIED)
@@ -109,7 +120,7 @@ class JournalClient:
 
     def close(self) -> None:
         """Close the connection; the node keeps the entries."""
-        self._connection.close()
+        self.connection.close()
         self._thread.join()
         for memory, _ in self._memories.values():
             memory.close()
@@ -125,17 +136,17 @@ class JournalClient:
         return mapped[:nbytes]
 
     def _share(self, number: int, descriptor: int, size: int) -> None:
-        self._connection.send(ShareMemory(number, size), fd=descriptor)
+        self.connection.send(ShareMemory(number, size), fd=descriptor)
 
     def _listen(self) -> None:
         try:
             received: tuple[SlotsFree | EntryKept | FetchedEntry, int | None] | None
-            while (received := self._connection.receive(SlotsFree, EntryKept, FetchedEntry)) is not None:
+            while (received := self.connection.receive(SlotsFree, EntryKept, FetchedEntry)) is not None:
                 self._handle(received[0])
         except Exception as error:
             trace = not isinstance(error, ProtocolError)
             self._log.error("the connection to the node's journal is closed: %s", error, exc_info=trace)
-            self._connection.shut()
+            self.connection.shut()
         with self._lock:
             self.lost = True
             waiting, self._waiting = dict(self._waiting), {}

@@ -17,7 +17,6 @@ from ..shm.ring import DEVICE_SLOT, Ring, SlotPart
 from .entry_bytes import copy_all
 
 _SLOTS = 16
-_PATIENCE = 10.0  # seconds within which the node worker must have emptied a slot
 
 
 def entry_ring() -> Ring:
@@ -28,12 +27,16 @@ def entry_ring() -> Ring:
 class EntryWriter(FreeSlots):
     """Writes one entry after the other. For one thread.
 
+    Args:
+        patience: Seconds within which the node worker must have emptied a slot.
+
     Attributes:
         size: Bytes of the entry so far; -1 before the first.
     """
 
-    def __init__(self, ring: Ring, post: Callable[[Message], None]) -> None:
+    def __init__(self, ring: Ring, post: Callable[[Message], None], *, patience: float = 10.0) -> None:
         super().__init__(ring, post)
+        self._patience = patience
         self.size = -1
         self._slot, self._used = -1, ring.slot_size  # for bytes of this process
         self._copied: list[SlotPart] = []  # not handed over yet
@@ -57,8 +60,8 @@ class EntryWriter(FreeSlots):
 
     def on_wait(self, seconds: float) -> None:
         """Raise ``ClusterError`` if the node worker empties no slot."""
-        if seconds > _PATIENCE:
-            raise ClusterError(f"the node worker has not copied parts of an entry in {_PATIENCE:.0f} s")
+        if seconds > self._patience:
+            raise ClusterError(f"the node worker has not copied parts of an entry in {self._patience:.0f} s")
 
     def add(self, parts: Sequence[SlotPart]) -> int:
         """Hand over the next bytes of the entry, which are in the ring; return where they begin."""

@@ -22,8 +22,7 @@ from .entry_store import EntryStore
 
 logger = logging.getLogger(__name__)
 
-_AGAIN = 0.5  # seconds after which the coordinator is asked again while other ranks store their entries; longer each time
-_LONGEST = 30.0
+_LONGEST = 30.0  # seconds between two questions to the coordinator
 
 
 RepositoryEnds = tuple[ObjectStore, CoordinatorClient]
@@ -31,9 +30,13 @@ RepositoryEnds = tuple[ObjectStore, CoordinatorClient]
 
 
 class SegmentWriter:
-    """``step`` and ``run`` are called by one thread, the others by any."""
+    """``step`` and ``run`` are called by one thread, the others by any. ``pause``: seconds after which the coordinator is asked
+    again while other ranks store their entries; longer each time."""
 
-    def __init__(self, memory: EntryStore, opening: OpenJournal, open_repository: Callable[[], RepositoryEnds]) -> None:
+    def __init__(
+        self, memory: EntryStore, opening: OpenJournal, open_repository: Callable[[], RepositoryEnds], *, pause: float = 0.5
+    ) -> None:
+        self._pause = pause
         self._memory, self._every, self._open_repository = memory, opening.durable_every, open_repository
         self._log = about(logger, repository=opening.uri, rank=opening.rank)
         self._newest: EntryInfo | None = None  # the last entry of the next segment
@@ -58,7 +61,7 @@ class SegmentWriter:
         if not self._closed:
             self._woken.wait()
         self._woken.clear()
-        pause = _AGAIN
+        pause = self._pause
         while self.step() and not self._closed:
             self._woken.wait(pause)
             self._woken.clear()

@@ -61,59 +61,59 @@ class NodeActor:
     def __init__(self, connect: Callable[[str, JobSettings], CoordinatorClient]) -> None:
         node, host = actor_environment.enter(settings_sent=True), ray.util.get_node_ip_address()
         # To look through Ray's modules and the others takes the collector 0.1 s, in which nothing is coded or answered.
-        self._node = Node(node, connect, peers=RayPeers(), host=host, when_warm=freeze)
-        background.repeat("raystow-unused", self._end_if_unused)
+        self.node = Node(node, connect, peers=RayPeers(), host=host, when_warm=freeze)
+        background.repeat("raystow-unused", self.end_if_unused)
 
     def address(self, protocol: str = PROTOCOL) -> str:
         """Where training processes of this node connect to."""
         check_protocol(protocol, "a process of this node")
-        if not self._node.expect():
+        if not self.node.expect():
             threading.Event().wait()  # ends with this process: the caller then starts another worker
-        return self._node.address
+        return self.node.address
 
     def contact(self) -> Contact:
         """Where other nodes connect to."""
-        return self._node.contact
+        return self.node.contact
 
     def holdings(self, repository: str) -> list[Holding]:
         """See ``Node.holdings``."""
-        return self._node.holdings(repository)
+        return self.node.holdings(repository)
 
     def journal_entries(self, repository: str) -> list[EntryInfo]:
         """The entries of recorded steps of a repository."""
-        return list(self._node.journal.store.holdings(repository))
+        return list(self.node.journal.store.holdings(repository))
 
     def committed(self, attempt: AttemptKey) -> None:
         """See ``ReplicaStore.committed``."""
-        self._node.replicas.committed(attempt)
+        self.node.replicas.committed(attempt)
 
     def given_up(self, attempt: AttemptKey) -> None:
         """See ``ReplicaStore.given_up``."""
-        self._node.replicas.given_up(attempt)
+        self.node.replicas.given_up(attempt)
 
     def saves(self) -> dict[str, Saves]:
         """See ``Node.saves``."""
-        return self._node.saves()
+        return self.node.saves()
 
     def ask_for_settings(self, uri: str) -> list[int]:
         """See ``Node.ask_for_settings``. Nothing if there are none."""
-        return [asked] if (asked := self._node.ask_for_settings(uri)) else []
+        return [asked] if (asked := self.node.ask_for_settings(uri)) else []
 
     def saves_to(self, uri: str) -> list[Saves]:
         """The progress of the saves to the repository at ``uri``, if ranks are connected that save there."""
-        return [saves for of, saves in self._node.saves().items() if of == uri]
+        return [saves for of, saves in self.node.saves().items() if of == uri]
 
     def copies(self) -> ReplicationProgress:
         """The progress of the copies that this node is responsible for."""
-        return self._node.replicator.progress
+        return self.node.replicator.progress
 
     def status(self) -> NodeStatus:
         """See ``Node.status``."""
-        return self._node.status()
+        return self.node.status()
 
-    def _end_if_unused(self) -> bool:
+    def end_if_unused(self) -> bool:
         """End for good if nobody uses this worker. A process that comes later starts another one."""
-        if not self._node.end_if_unused():
+        if not self.node.end_if_unused():
             SYSTEM.sleep(_LOOK)
             return True
         logger.info("the node worker ends: nobody uses it")
@@ -122,9 +122,14 @@ class NodeActor:
 
 
 class RayPeers(Peers):
-    """The other nodes' workers. Questions go through Ray, objects do not."""
+    """The other nodes' workers. Questions go through Ray, objects do not.
+
+    Attributes:
+        census_patience: Seconds within which the head node must list the nodes.
+    """
 
     def __init__(self) -> None:
+        self.census_patience = _ANSWER
         super().__init__(lambda node: _ask(node, NodeActor.contact, _START), SYSTEM)
         self._census: Future[dict[str, str]] | None = None
 
@@ -134,7 +139,7 @@ class RayPeers(Peers):
         if (census := self._census) is None:
             census = self._census = connection.question(_nodes_with_workers)
         try:
-            return connection.answer(census, _ANSWER)
+            return connection.answer(census, self.census_patience)
         finally:
             if census.done():
                 self._census = None
@@ -194,7 +199,7 @@ def node_actor(connect: Callable[[str, JobSettings], CoordinatorClient]) -> Acto
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=_AT_ONCE,
-            runtime_env=actor_environment.for_actor(**_gpu_variables(ray.__version__)),
+            runtime_env=actor_environment.for_actor(**gpu_variables(ray.__version__)),
             scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False),
         )
         .remote(connect)
@@ -289,7 +294,7 @@ def _name(node: str) -> str:
     return f"{NODE}{node}"
 
 
-def _gpu_variables(version: str) -> dict[str, str]:
+def gpu_variables(version: str) -> dict[str, str]:
     """The variables that keep the GPUs visible to an actor that asks for none."""
     numbers = tuple(int(number) for number in version.split(".")[:2])
     return {} if numbers >= _SEES_GPUS else {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}

@@ -122,7 +122,7 @@ class Node:
         usage: Usage | None = None,
         when_warm: Callable[[], None] = lambda: None,
     ) -> None:
-        self._node, self._connect, self._usage = node, connect, usage or Usage(SYSTEM)
+        self._node, self._connect, self.usage = node, connect, usage or Usage(SYSTEM)
         self._keep = memory_limit() // 4
         self._tier = MemoryTier(self._keep)
         peers = peers or NoPeers()
@@ -130,7 +130,7 @@ class Node:
         self.replicas = ReplicaStore(self._tier)
         self.replicator = Replicator(node, self._tier, peers, SYSTEM, stores=self.replicas.stores)
         self.journal = NodeJournal(node, memory_limit() // 8, peers, SYSTEM, open_repository=self._repository_ends)
-        self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal, usage=self._usage, tls=peer_tls.wanted())
+        self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal, usage=self.usage, tls=peer_tls.wanted())
         self._executors = Executors(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
             sealers=ThreadPoolExecutor(_SEALERS, "raystow-seal", initializer=give_way),
@@ -191,7 +191,7 @@ class Node:
         return True
 
     def _serve(self, connection: Connection) -> None:
-        with self._usage.visit(), contextlib.closing(connection):
+        with self.usage.visit(), contextlib.closing(connection):
             try:
                 connection.handshake("a process of this node")
                 received = connection.receive(OpenStore, OpenSession, ReadCached, OpenJournal, KeepNode)
@@ -215,7 +215,7 @@ class Node:
                 logger.info("a connection from a process of this node has ended: %s", error)
 
     def _serve_stay(self, connection: Connection, message: KeepNode) -> None:
-        with self._usage.stay(message.uri) as stay, self._asked_for_settings(connection, message.uri):
+        with self.usage.stay(message.uri) as stay, self._asked_for_settings(connection, message.uri):
             stay.seconds = message.seconds
             connection.send(Acknowledged())
             while (received := connection.receive(KeepNode)) is not None:
@@ -242,19 +242,19 @@ class Node:
 
     def expect(self) -> bool:
         """See ``Usage.expect``."""
-        return self._usage.expect()
+        return self.usage.expect()
 
     def end_if_unused(self) -> bool:
         """Accept nothing more if nobody uses this node worker, and the store has all that is in its memory. Returns whether so.
 
         A process that got this address before may still come: then the worker stays.
         """
-        if not self._usage.over:
+        if not self.usage.over:
             return False
         if self._is_needed():
-            self._usage.expect()  # so that the store is not asked all the time
+            self.usage.expect()  # so that the store is not asked all the time
             return False
-        if not self._usage.end():
+        if not self.usage.end():
             return False
         self.close()
         return True

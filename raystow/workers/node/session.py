@@ -202,13 +202,13 @@ class Session:
                 self._log.exception("a save could not begin", extra={"step": request.step})
                 error = SaveFailed(f"the node worker failed: {error!r}", subject=f"save of step {request.step}")
             self._attempt = None
-            self._tell(request.save, error)
+            self.tell(request.save, error)
             return
         self._host.free_ring(self._slots, AttemptKey(self._opening.repository, attempt.id, attempt.name))
         # Sent before the rank can be complete: a process that has not received it knows that its save is no version.
         self._attempt = attempt
         self._connection.send(AttemptJoined(request.save, attempt.id, attempt.name))
-        tell, warn = (functools.partial(call, request.save) for call in (self._tell, self._warn))
+        tell, warn = (functools.partial(call, request.save) for call in (self.tell, self._warn))
         attempt.join(request.rank, message.values, tell, warn)
         self._send_base_digests()
 
@@ -276,7 +276,7 @@ class Session:
     def _warn(self, save: int, text: str) -> None:
         self._connection.post(SaveWarning(save, text))
 
-    def _tell(self, save: int, outcome: Outcome, warnings: Sequence[str] = ()) -> None:
+    def tell(self, save: int, outcome: Outcome, warnings: Sequence[str] = ()) -> None:
         """Report what became of a save, as ``_tell_free`` does."""
         if isinstance(outcome, RaystowError):
             self._connection.post(SaveLost.of(save, outcome))

@@ -29,7 +29,9 @@ MAX_MESSAGE = 1 << 20
 
 _Message = TypeVar("_Message", bound=Message)
 _LENGTH, _NUMBER = struct.Struct("<I"), struct.Struct("<Q")
-_STALL = 15.0  # seconds within which some bytes must move
+STALL = 15.0
+"""Seconds within which some bytes must move."""
+
 _TRANSFER = 60.0  # seconds within which all bytes after a message must be transferred
 PROOF_SECONDS = 5.0  # within which a caller must have proved that it knows the secret
 _BLOCK = 1 << 20  # bytes
@@ -55,30 +57,30 @@ class TcpChannel:
     ``ProtocolError`` if the peer does not follow the protocol. The channel is unusable after either.
     """
 
-    def __init__(self, peer: socket.socket) -> None:
-        self._socket = peer
+    def __init__(self, peer: socket.socket, *, stall: float = STALL) -> None:
+        self._socket, self._stall = peer, stall
         self._sent = self._received = _Seals(b"")
-        peer.settimeout(_STALL)
+        peer.settimeout(stall)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             peer.setsockopt(socket.IPPROTO_TCP, option, value)
 
     @staticmethod
-    def connect(contact: Contact) -> TcpChannel:
+    def connect(contact: Contact, *, stall: float = STALL) -> TcpChannel:
         """Connect to the node worker that listens at ``contact``."""
         where = f"{contact.host}:{contact.port}"
-        channel = TcpChannel(socket.create_connection((contact.host, contact.port), _STALL))
+        channel = TcpChannel(socket.create_connection((contact.host, contact.port), stall), stall=stall)
         try:
             if contact.certificate:
                 channel._encrypt(client_context(contact.certificate), server=False)
             mine = _nonce()
-            channel._send(GREETING + mine, _STALL)
+            channel._send(GREETING + mine, stall)
             check_greeting(channel._exactly(len(GREETING)), where)
             theirs = channel._exactly(_NONCE)
             if not hmac.compare_digest(channel._exactly(_PROOF), _proof(contact.secret, b"answers", mine, theirs)):
                 raise ConnectionRefusedError(f"{where} does not know the secret of the node worker")
-            channel._send(_proof(contact.secret, b"calls", mine, theirs), _STALL)
+            channel._send(_proof(contact.secret, b"calls", mine, theirs), stall)
             channel._sent, channel._received = _seals(contact.secret, mine, theirs)
         except BaseException:
             channel.close()
@@ -99,12 +101,12 @@ class TcpChannel:
         if not hmac.compare_digest(self._exactly(_PROOF, end), _proof(secret, b"calls", theirs, mine)):
             raise ConnectionRefusedError("the caller does not know the secret of this node worker")
         self._received, self._sent = _seals(secret, theirs, mine)
-        self._socket.settimeout(_STALL)
+        self._socket.settimeout(self._stall)
 
     def send(self, message: Message) -> None:
         """Send a message."""
         body = encode(message, most=MAX_MESSAGE)
-        self._send(_LENGTH.pack(len(body)) + body + self._sent.next(body), _STALL)
+        self._send(_LENGTH.pack(len(body)) + body + self._sent.next(body), self._stall)
 
     def send_bytes(self, data: Buffer) -> None:
         """Send the raw bytes after a message."""
@@ -125,12 +127,12 @@ class TcpChannel:
             self._send(block[:count], end - SYSTEM.monotonic())
             start, length = start + count, length - count
 
-    def receive(self, *expected: type[_Message], timeout: float | None = _STALL) -> _Message:
+    def receive(self, *expected: type[_Message], timeout: float | None = STALL) -> _Message:
         """Return the next message, of one of these classes, which must begin within ``timeout`` seconds."""
         self._socket.settimeout(timeout)
         with _broken():
             head = self._socket.recv(_LENGTH.size)
-        self._socket.settimeout(_STALL)
+        self._socket.settimeout(self._stall)
         if not head:
             raise ConnectionError("the peer closed the connection")
         (length,) = _LENGTH.unpack(head + self._exactly(_LENGTH.size - len(head)))

@@ -24,7 +24,8 @@ from .messages import GREETING, Message, check_greeting, decode, encode
 logger = logging.getLogger(__name__)
 
 _Message = TypeVar("_Message", bound=Message)
-_HANDSHAKE = 60.0  # seconds
+HANDSHAKE = 60.0
+"""Seconds within which the other process must answer a new connection."""
 _DRAIN = 10.0  # seconds that ``close`` waits for the peer to read the last messages
 _LENGTH = struct.Struct("<I")
 
@@ -89,8 +90,8 @@ class Connection:
         self._sender: threading.Thread | None = None
 
     @staticmethod
-    def connect(name: str) -> Connection:
-        """Connect to a ``Listener`` on this machine.
+    def connect(name: str, *, patience: float = HANDSHAKE) -> Connection:
+        """Connect to a ``Listener`` on this machine, within ``patience`` seconds.
 
         Raises:
             ClusterError: Nothing listens under this name, or a process of another user does, or it accepts no connection.
@@ -98,7 +99,7 @@ class Connection:
         """
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_HANDSHAKE))  # ``settimeout`` would not wait at all
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(patience))  # ``settimeout`` would not wait at all
             peer.connect("\0" + name)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(0))
         except OSError as error:
@@ -109,13 +110,13 @@ class Connection:
             raise ClusterError("a process of another user answers under the node worker's name", subject=name)
         connection = Connection(peer)
         _to_node_workers.add(connection)
-        connection.handshake("the node worker")
+        connection.handshake("the node worker", patience=patience)
         return connection
 
-    def handshake(self, who: str) -> None:
+    def handshake(self, who: str, *, patience: float = HANDSHAKE) -> None:
         """Compare protocol versions; both ends do this first. Closes the connection if it raises."""
         try:
-            self._socket.settimeout(_HANDSHAKE)
+            self._socket.settimeout(patience)
             self._socket.sendall(GREETING)
             theirs = self._exactly(len(GREETING))
             self._socket.settimeout(None)
@@ -203,6 +204,10 @@ class Connection:
             parts.append(part)
             length -= len(part)
         return b"".join(parts)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket, as ``select`` calls for; -1 after ``close``."""
+        return self._socket.fileno()
 
     def close(self) -> None:
         """Close the connection after posted messages have been sent; a thread that is receiving gets None."""

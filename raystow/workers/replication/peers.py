@@ -25,7 +25,7 @@ from ..protocol.messages import (
     Span,
     SpanClaims,
 )
-from ..protocol.tcp_channel import TcpChannel
+from ..protocol.tcp_channel import STALL, TcpChannel
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +33,18 @@ _Answer = TypeVar("_Answer")
 _IDLE = 64  # channels that are kept open
 _SHUN = 1.0, 30.0  # the fewest and the most seconds for which a node that did not answer is not asked again
 _SHARE = 3  # times the seconds of the attempt: for as long it is not asked again
-_LATE = 60.0  # seconds that another node may take to read bytes from the store or from this node
 
 
 class Peers:
     """Thread-safe. ``find`` returns where a node's worker listens. A call raises ``ClusterError`` if the node does not answer, or
-    did not answer a moment ago: up to 30 seconds, so that waiting for dead nodes takes a quarter of the time at most."""
+    did not answer a moment ago: up to 30 seconds, so that waiting for dead nodes takes a quarter of the time at most.
+
+    Attributes:
+        patience: Seconds that another node may take to read bytes from the store or from this node.
+        stall: Seconds within which bytes must move on a connection.
+    """
+
+    patience, stall = 60.0, STALL
 
     def __init__(self, find: Callable[[str], Contact], clock: Clock) -> None:
         self._find, self._clock = find, clock
@@ -58,10 +64,10 @@ class Peers:
                 channel.receive_into(target)
             return state
 
-        end = self._clock.monotonic() + _LATE
+        end = self._clock.monotonic() + self.patience
         while (state := self._talk(node, ask)) == "pending":
             if self._clock.monotonic() > end:
-                raise ClusterError(f"has not read {key} after {_LATE:.0f} s", subject=f"node {node}")
+                raise ClusterError(f"has not read {key} after {self.patience:.0f} s", subject=f"node {node}")
         return state == "present"
 
     def claim(self, owner: str, round: str, key: str, span: Span, node: str, *, lost: Sequence[str] = ()) -> list[Claim]:
@@ -88,7 +94,7 @@ class Peers:
 
         def ask(channel: TcpChannel) -> EntryKept:
             channel.send(put)
-            return channel.receive(EntryKept, timeout=_LATE)
+            return channel.receive(EntryKept, timeout=self.patience)
 
         return self._talk(node, ask)
 
@@ -122,7 +128,7 @@ class Peers:
             raise ClusterError(f"does not answer: {error}", subject=f"node {node}") from error
 
     def _ask(self, node: str, ask: Callable[[TcpChannel], _Answer]) -> _Answer:
-        channel = self._channel(node)
+        channel = self.channel(node)
         try:
             answer = ask(channel)
         except BaseException:
@@ -134,7 +140,7 @@ class Peers:
                 self._idle.popitem(last=False)[0].close()
         return answer
 
-    def _channel(self, node: str) -> TcpChannel:
+    def channel(self, node: str) -> TcpChannel:
         """Return a connection that no other thread uses."""
         with self._lock:
             channel = next((channel for channel, to in self._idle.items() if to == node), None)
@@ -145,7 +151,7 @@ class Peers:
         contact = contact or self._find(node)
         with self._lock:
             self._contacts[node] = contact
-        return TcpChannel.connect(contact)
+        return TcpChannel.connect(contact, stall=self.stall)
 
     def _forget(self, node: str) -> None:
         with self._lock:

@@ -47,26 +47,37 @@ logger = logging.getLogger(__name__)
 
 _Answer = SlotsFree | AttemptJoined | SaveStaged | SaveDone | SaveLost | SaveWarning | BaseDigests | DeviceAnswer
 _GRACE = 0.005, 2.0  # least and most seconds for an operation on tensors that were read meanwhile, in twice the time
-_OPENING = 60.0  # seconds within which the node worker must have allocated the ring
+
+OPENING = 60.0
+"""Seconds within which a node worker must have allocated the ring of a session."""
 
 
 class Staging:
-    """``submit`` returns at once; saves are staged one after the other, on one thread."""
+    """``submit`` returns at once; saves are staged one after the other, on one thread.
 
-    def __init__(self, address: str, opening: OpenSession, *, codec: str = "auto") -> None:
-        """Connect to the node worker at ``address``, and take over the ring. ``codec``: of chunks on a GPU."""
+    Attributes:
+        connection: To the node worker.
+        ring: The slots that it shares with this process.
+        devices: Encodes chunks on GPUs.
+        lost: Whether the node worker is gone.
+    """
+
+    def __init__(self, address: str, opening: OpenSession, *, codec: str = "auto", patience: float = OPENING) -> None:
+        """Connect to the node worker at ``address``, and take over the ring. ``codec``: of chunks on a GPU. ``patience``: seconds
+        within which the node worker must have allocated the ring."""
         self._log = about(logger, repository=opening.uri, rank=opening.rank)
-        self._connection = Connection.connect(address)
+        self.connection = Connection.connect(address)
         with contextlib.ExitStack() as failed:
-            failed.callback(self._connection.close)
-            self._connection.send(opening)
-            answer = self._connection.receive(SessionOpened, timeout=_OPENING)
+            failed.callback(self.connection.close)
+            self.connection.send(opening)
+            answer = self.connection.receive(SessionOpened, timeout=patience)
             if answer is None or answer[1] is None:
                 raise ClusterError("the node worker closed the connection", subject=address)
             failed.pop_all()
         opened, descriptor = answer[0], answer[1]
-        self._slots = StagingSlots(Ring(descriptor, opened.slots, opened.slot_size, kept=opened.kept), self._connection.post)
-        self._devices = gpu.DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened)
+        self.ring = Ring(descriptor, opened.slots, opened.slot_size, kept=opened.kept)
+        self._slots = StagingSlots(self.ring, self.connection.post)
+        self.devices = gpu.DeviceStaging(self._slots, self.connection.post, codec, opening.process, opened)
         self._orders: queue.SimpleQueue[SaveOrder | SavePlan | None] = queue.SimpleQueue()
         self._open: dict[int, SaveOrder] = {}
         self._known_tensors: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows
@@ -100,14 +111,14 @@ class Staging:
         self._orders.put(None)
         self._threads[0].join(patience)
         if self._threads[0].is_alive():
-            self._connection.close()
+            self.connection.close()
             self._threads[0].join()
         try:
-            self._devices.close()  # before the node worker sees the end, and frees the device memory that is mapped here
+            self.devices.close()  # before the node worker sees the end, and frees the device memory that is mapped here
         finally:
-            self._connection.close()
+            self.connection.close()
             self._threads[1].join()
-            self._slots.ring.close()
+            self.ring.close()
 
     def _stage(self) -> None:
         while (order := self._orders.get()) is not None:
@@ -118,9 +129,8 @@ class Staging:
             try:
                 assert order.plan is not None
                 if order.plan.ready:
-                    order.progress.urgent.wait(
-                        gpu.HEAD_START
-                    )  # the training launches kernels first, unless it waits for the staging
+                    # The training launches kernels first, unless it waits for the staging.
+                    order.progress.urgent.wait(self.devices.head_start)
                 self._stage_all(order, order.plan)
             except RaystowError as error:
                 self._give_up(order, error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=order.subject))
@@ -137,7 +147,7 @@ class Staging:
         try:
             for device, group in plan.parts.items():
                 if device is not None:
-                    self._devices.prepare(device, group.pieces)
+                    self.devices.prepare(device, group.pieces)
         except Exception as error:  # the first save does the same again, and reports what fails
             self._log.warning("the first save is not prepared: %s", error)
         finally:
@@ -145,16 +155,16 @@ class Staging:
 
     def _stage_all(self, order: SaveOrder, plan: SavePlan) -> None:
         devices = sorted(device for device in plan.parts if device is not None)
-        choices = [self._devices.choice(device) for device in devices]
+        choices = [self.devices.choice(device) for device in devices]
         known, self._known_tensors = self._known_tensors, plan.plain_tensors
         new = () if known is self._known_tensors else self._known_tensors
         coding = {choice.codec: choice.why for choice in choices}
         contents = SaveContents(*plan.coverage, plan.owned_dtensors, new, coding)
-        self._connection.post(BeginSave(order.request, contents, plan.values))
+        self.connection.post(BeginSave(order.request, contents, plan.values))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
         for device in devices:
             last = host is None and device == devices[-1]
-            self._devices.stage(order, plan, device, order.all_read if last else lambda grace: None, post)
+            self.devices.stage(order, plan, device, order.all_read if last else lambda grace: None, post)
         if host is not None:
             for event in plan.ready.values():
                 event.synchronize()
@@ -167,21 +177,21 @@ class Staging:
             remedy = "call fence() before tensors change, or guard(optimizer) once"
             raise SaveFailed("the tensor changed while it was being saved", subject=order.changed, remedy=remedy)
         order.complete = True
-        self._connection.post(EndSave(order.request.save, order.progress.stall, dict(plan.rounded())))
+        self.connection.post(EndSave(order.request.save, order.progress.stall, dict(plan.rounded())))
 
     def _post(self, order: SaveOrder, message: Message) -> None:
         order.check()
-        self._connection.post(message)
+        self.connection.post(message)
 
     def _give_up(self, order: SaveOrder, error: SaveFailed) -> None:
         """End a save, here and on the node."""
-        self._connection.post(AbortSave(shortened(str(error))))
+        self.connection.post(AbortSave(shortened(str(error))))
         self._end(order.request.save, error.with_traceback(None))  # which refers to the tensors, and to an encoder's memory
 
     def _listen(self) -> None:
         received: tuple[_Answer, int | None] | None
         try:
-            while (received := self._connection.receive(*STAGING_ANSWERS)) is not None:
+            while (received := self.connection.receive(*STAGING_ANSWERS)) is not None:
                 match received[0]:
                     case SlotsFree(slots):
                         self._slots.freed(slots)
@@ -196,20 +206,20 @@ class Staging:
                     case SaveLost(save) as lost:
                         self._end(save, lost.error)
                     case BaseDigests(device) as digests:
-                        self._devices.bases[device] = digests
+                        self.devices.bases[device] = digests
                     case answer:
-                        self._devices.answers.put(answer)
+                        self.devices.answers.put(answer)
             ended = True
         except Exception as broken:
             trace = not isinstance(broken, ProtocolError)
             self._log.error("the connection to the node worker is closed: %s", broken, exc_info=trace)
-            self._connection.shut()
+            self.connection.shut()
             ended = False
         with self._lock:
             self.lost = True
             orders = list(self._open.values())
         self._slots.close()
-        self._devices.answers.put(None)
+        self.devices.answers.put(None)
         for order in orders:
             error: RaystowError = SaveFailed(self._why, subject=order.subject)
             if order.complete and (order.progress.attempt is not None or not ended):

@@ -35,44 +35,49 @@ interpreter."""
 class DeviceStaging:
     """Encodes chunks on GPUs. Torch is loaded when the first such chunk is staged.
 
-    ``answers`` receives the node worker's messages about devices.
+    Attributes:
+        answers: Receives the node worker's messages about devices.
+        encoder: None before the first chunk.
+        head_start: See ``HEAD_START``.
+        clock: Waits for it.
     """
 
     def __init__(
         self, slots: StagingSlots, post: Callable[[Message], None], codec: str, process: str, opened: SessionOpened
     ) -> None:
         self._slots, self._post, self._codec, self._process, self._opened = slots, post, codec, process, opened
+        self.head_start, self.clock = HEAD_START, SYSTEM
         self.answers: queue.SimpleQueue[DeviceAnswer | None] = queue.SimpleQueue()
         self.bases: dict[int, BaseDigests] = {}
         """By device, the digests of the version that its chunks may refer to."""
-        self._encoder: GpuEncoder | RemoteEncoder | None = None
+        self.encoder: GpuEncoder | RemoteEncoder | None = None
 
     def choice(self, device: int) -> Choice:
         """Return the codec of chunks on a device. If the node worker refuses the first device, this process encodes instead."""
-        if self._encoder is None:
-            self._encoder = self._remote_encoder() if self._process == "node" else self._local_encoder()
+        if self.encoder is None:
+            self.encoder = self._remote_encoder() if self._process == "node" else self._local_encoder()
         try:
-            return self._encoder.choice(device)
+            return self.encoder.choice(device)
         except EncodingRefused as refusal:
             logger.warning(
                 'Compression(process="node") is not available for %s. This training process encodes instead, which takes '
                 "device memory and computing time. Saves are as safe as before.",
                 refusal,
             )
-            self._encoder = self._local_encoder()
-            return self._encoder.choice(device)
+            self.encoder = self._local_encoder()
+            return self.encoder.choice(device)
 
     def prepare(self, device: int, pieces: Sequence[PlannedChunk]) -> None:
         """Allocate, pin and load what encoding needs, and plan it for these chunks."""
         self.choice(device)
-        assert self._encoder is not None
-        self._encoder.prepare(device, pieces)
+        assert self.encoder is not None
+        self.encoder.prepare(device, pieces)
 
     def stage(
         self, order: SaveOrder, plan: SavePlan, device: int, on_read: Callable[[float], None], post: Callable[[Message], None]
     ) -> None:
         """Encode the chunks on a device, and then those that were expected to be derived but cannot be."""
-        encoder, after, group = self._encoder, plan.ready[device], plan.parts[device]
+        encoder, after, group = self.encoder, plan.ready[device], plan.parts[device]
         assert encoder is not None
         pieces: Sequence[PlannedChunk] = group.pieces
         followers: Sequence[PlannedDerived] = group.followers
@@ -90,9 +95,9 @@ class DeviceStaging:
 
         def read() -> None:
             if not checks[0].strays:
-                on_read(HEAD_START)  # longer than to launch an operation, which torch counts then
+                on_read(self.head_start)  # longer than to launch an operation, which torch counts then
                 if order.progress.urgent.is_set():
-                    SYSTEM.sleep(HEAD_START)
+                    self.clock.sleep(self.head_start)
 
         request = EncodeRequest(pieces, after, read, urgent=order.progress.urgent.is_set, meanwhile=check)
         encoder.encode(device, request, post)
@@ -109,8 +114,8 @@ class DeviceStaging:
 
     def close(self) -> None:
         """Free all memory."""
-        if self._encoder is not None:
-            self._encoder.close()
+        if self.encoder is not None:
+            self.encoder.close()
 
     def _remote_encoder(self) -> RemoteEncoder:
         from ..gpu.node_mode.remote_encoder import RemoteEncoder

@@ -11,61 +11,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyte
 import pytest
+from helpers.cluster_snapshots import NAME, OVERVIEW, RUN, FixedProbe, node, snapshot
 from msgspec.structs import replace
 from rich.console import Console
 
 from raystow.cli.top import watch
 from raystow.cli.top_data import RunState, run_of, run_state
 from raystow.cli.top_view import view
-from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.orchestrator.coordinator.status import ClusterStatus
 from raystow.storage.errors import ClusterError, StateError
-from raystow.storage.format.root import Entry
 from raystow.storage.runtime.clock import SYSTEM, Clock
 from raystow.workers.protocol.messages import (
-    AttemptStatus,
     CoordinatorStatus,
-    FailedAttempt,
-    NodeStatus,
-    OpenAttempt,
-    ReplicationProgress,
-    Stage,
 )
-
-RUN, NAME = "s3://bucket/a-prefix-that-is-rather-long/of-several-parts/runs/llama", "coordinator-1"
-NEWEST = Entry(41, "a" * 16, "d" * 64, 100, 4100, 1000.0, raw=782 << 30, stored=616 << 30)
-SAVE = OpenAttempt(42, "b" * 16, 4200, Phase.GATHERING.value, 16384, 16380, 16000, 2048, 12, 3.25, 596.75)
-LOST = FailedAttempt(40, "c" * 16, 4000, "ranks [3, 7] had not delivered their shards after 600 s: " + "and so on " * 8, 119.0)
-OVERVIEW = CoordinatorStatus(RUN, "r" * 16, 7, NEWEST, 130.0, 1, (SAVE,), (LOST,))
-
-
-def node(number: int, *, at: float = 10.0, raw: int = 0, **changes: Any) -> NodeStatus:
-    ranks = {8 * number + i: (Stage.STAGING if number == 2 and i < 3 else Stage.CODED) for i in range(8)}
-    attempt = AttemptStatus(RUN, 42, "b" * 16, 4200, ranks, 1 << 30, 800 << 20, stored=number == 3)
-    status = NodeStatus(
-        node=f"{number:08x}" * 7,
-        at=at,
-        raw=raw,
-        uploaded={RUN: raw * 3 // 4},
-        uploads=16,
-        queue=3 << 30,
-        queue_limit=4 << 30,
-        spare=0,
-        memory=111 << 30,
-        memory_limit=200 << 30,
-        copies=ReplicationProgress(200, 100, ("f" * 56,)),
-        ranks={RUN: 8},
-        attempts=(attempt,),
-    )
-    return replace(status, **changes)
-
-
-def snapshot(*nodes: NodeStatus | None, coordinator: CoordinatorStatus | None = OVERVIEW, at: float = 100.0) -> ClusterStatus:
-    return ClusterStatus(at, {NAME: coordinator}, {one.node if one else "dead": one for one in nodes})
 
 
 def shown(state: RunState, rows: int | None = None) -> list[str]:
@@ -124,16 +85,6 @@ def test_a_run_without_a_version_is_shown() -> None:
     assert "newest   no version yet" in shown(run_state(NAME, snapshot(), snapshot(coordinator=first_status), first_status))
 
 
-class FixedProbe:
-    """A probe that returns these snapshots in order, and then always the last one."""
-
-    def __init__(self, *snapshots: ClusterStatus) -> None:
-        self._snapshots = list(snapshots)
-
-    def look(self) -> ClusterStatus:
-        return self._snapshots.pop(0) if len(self._snapshots) > 1 else self._snapshots[0]
-
-
 class NoSleepClock(Clock):
     def sleep(self, seconds: float) -> None:
         pass
@@ -177,7 +128,7 @@ def test_a_run_is_found_or_must_be_selected() -> None:
 
 PROGRAM = """
 import sys; sys.path.insert(0, {tests!r})
-from test_top import FixedProbe, snapshot, node
+from helpers.cluster_snapshots import FixedProbe, snapshot, node
 from raystow.cli import top
 from raystow.orchestrator.coordinator import cluster_probe
 from typer import Typer, run
@@ -202,7 +153,7 @@ def live() -> Iterator[tuple[pyte.Screen, pyte.ByteStream, int, subprocess.Popen
     """Start ``raystow top`` on a terminal of 80 columns and 30 rows."""
     outer, inner = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
-    program = PROGRAM.format(tests=str(Path(__file__).parent))
+    program = PROGRAM.format(tests=str(Path(__file__).parents[2]))
     # A background job of a shell ignores Ctrl-C, and its child processes inherit this. This process must handle Ctrl-C in any
     # case.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)

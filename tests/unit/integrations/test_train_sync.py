@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from helpers.builders import empty_record, live_ids, whole
 from helpers.builders import write as write_version
 from helpers.polling import wait_until
+from helpers.replaced_parts import replace_parts
 
 import raystow
 from raystow import Policy, ray_train
@@ -221,19 +223,22 @@ def test_a_run_does_not_drop_versions_of_another_run(repository: Repository, tra
 def test_a_failed_report_is_retried(
     repository: Repository, train: Train, commit: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(entry: Entry) -> None:
-        raise OSError("no space left")
+    full = threading.Event()
+    full.set()
 
-    sync = TrainSync(repository, "run", listed=train.listed, write_pointer=fail)
+    def write_pointer(entry: Entry) -> None:
+        if full.is_set():
+            raise OSError("no space left")
+        write(repository, entry, train.filesystem, str(train.place / folder(entry)))
+
+    sync = TrainSync(repository, "run", listed=train.listed, write_pointer=write_pointer)
     sync.collect()
     commit(1)
     with caplog.at_level(logging.WARNING):
         sync.collect()
     assert "no space left" in caplog.text
     assert train.take_reports_of(sync) == []
-    monkeypatch.setattr(
-        sync, "_write_pointer", lambda entry: write(repository, entry, train.filesystem, str(train.place / folder(entry)))
-    )
+    full.clear()
     with monkeypatch.context() as patch:
         patch.setattr(repository, "root", lambda: (_ for _ in ()).throw(StoreUnavailable("down")))
         sync.collect()
@@ -349,8 +354,7 @@ def test_prune_drops_versions_deleted_after_the_run(repository: Repository, trai
 
 def replace_methods(monkeypatch: pytest.MonkeyPatch, **methods: Callable[..., Any]) -> None:
     """Replace methods of a checkpointer that synchronizes nothing."""
-    for name, method in {"_sync": None, **methods}.items():
-        monkeypatch.setattr(ray_train.Checkpointer, name, method)
+    replace_parts(monkeypatch, [(ray_train.Checkpointer, name, method) for name, method in {"_sync": None, **methods}.items()])
 
 
 @pytest.mark.parametrize("error", [SaveFailed("no space"), OutcomeUnknown("no answer")])

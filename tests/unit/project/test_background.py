@@ -190,10 +190,7 @@ def node(counted: Counted) -> Iterator[Node]:
 
 INTERVALS = (
     (node_module, "_MEASURE"),
-    (leases, "_RENEW"),
     (reconciler, "LOOK"),
-    (settings_renewal, "_LONGEST"),
-    (settings_renewal, "_SHORTEST"),
 )
 """The intervals of the loops."""
 
@@ -238,12 +235,12 @@ def test_a_loop_survives_errors(
 
     with caplog.at_level(logging.ERROR):
         if thread == "raystow-lease":
-            lease = leases.Lease(MemoryStore("leased"), 1, "a" * 16, SYSTEM).__enter__()
+            lease = leases.Lease(MemoryStore("leased"), 1, "a" * 16, SYSTEM, renew_after=0.01).__enter__()
             stop = lambda: lease.__exit__(None, None, None)  # noqa: E731
             begin_to_fail()
         elif thread == "raystow-settings":
             begin_to_fail()
-            stop = settings_renewal.SettingsRenewal(lambda anew: LOCAL, LOCAL, lambda settings: None).close
+            stop = settings_renewal.SettingsRenewal(lambda anew: LOCAL, LOCAL, lambda settings: None, pauses=(0.01, 0.01)).close
         elif thread == "raystow-train":
             begin_to_fail()
             sync = TrainSync(memory_repository(), "run", listed=lambda seconds: (), write_pointer=lambda entry: None)
@@ -263,8 +260,8 @@ def test_a_loop_survives_errors(
             ended = FakeRay().replace(monkeypatch, "get_runtime_context", "kill").killed
             worker, usage = NodeActor.__new__(NodeActor), Usage(clock)
             clock.time += AFTERWARDS
-            worker._node = Node("n", lambda uri: None, threads=1, usage=usage)  # type: ignore[arg-type,return-value]
-            background.repeat(thread, worker._end_if_unused)
+            worker.node = Node("n", lambda uri: None, threads=1, usage=usage)  # type: ignore[arg-type,return-value]
+            background.repeat(thread, worker.end_if_unused)
             stop = lambda: ended.wait(30) or pytest.fail("not ended")  # noqa: E731
         else:
             node = Node("n", lambda *_: None, threads=1)  # type: ignore[arg-type,return-value]
@@ -308,25 +305,23 @@ def test_accepting_survives_too_many_open_files(node: Node, counted: Counted) ->
 
 
 @pytest.mark.parametrize("code", [errno.ECONNABORTED, errno.ENOBUFS, errno.EINTR, errno.EPERM])
-def test_accepting_survives_errors_of_the_network(code: int, node: Node, counted: Counted) -> None:
-    class Broken:
-        """A socket whose first three ``accept`` calls fail."""
+def test_accepting_survives_errors_of_the_network(
+    code: int, node: Node, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first three calls of ``accept`` fail in each of the two sockets of the node."""
+    failures = {"\0" + node.address: 3, (node.contact.host, node.contact.port): 3}
+    accept = socket.socket.accept
 
-        def __init__(self, real: socket.socket) -> None:
-            self._real, self.left = real, 3
+    def failing(listening: socket.socket) -> Any:
+        name = listening.getsockname()
+        name = name.decode() if isinstance(name, bytes) else name
+        if failures.get(name, 0):
+            failures[name] -= 1
+            raise OSError(code, "injected")
+        return accept(listening)
 
-        def accept(self) -> Any:
-            self.left -= 1
-            if self.left >= 0:
-                raise OSError(code, "injected")
-            return self._real.accept()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._real, name)
-
-    listener, peers = node._listener, node._peer_server
-    listener._socket, peers._socket = Broken(listener._socket), Broken(peers._socket)  # type: ignore[assignment]
-    Connection.connect(node.address).close()  # end the calls that wait in the real sockets
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    Connection.connect(node.address).close()  # end the calls that wait in the real function
     TcpChannel.connect(node.contact).close()
     wait_until(lambda: counted.errors.count("raystow-accept") == counted.errors.count("raystow-peer_server") == 3, "the errors")
     Connection.connect(node.address).close()

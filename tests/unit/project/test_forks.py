@@ -50,7 +50,7 @@ def test_a_node_worker_sees_the_end_of_a_rank_despite_its_child(ends: Ends) -> N
         rank.send(SlotsFree((1,)))
         assert worker.receive(SlotsFree) == (SlotsFree((1,)), None)
         rank._socket.close()  # as the kernel does when the process is killed
-        assert select.select([worker._socket], [], [], 10)[0]
+        assert select.select([worker], [], [], 10)[0]
         assert worker.receive(SlotsFree) is None
     finally:
         os.close(end)

@@ -196,11 +196,9 @@ def test_a_chunk_is_rounded_while_it_is_copied() -> None:
 
 @pytest.mark.parametrize("rule", [MantissaBits(5), Blockwise(8, 48)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 40_001), (7, 9_000), (3_000, 12)])
-def test_large_chunks_are_rounded_in_parts(rule: Rule, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_chunks_are_rounded_in_parts(rule: Rule, shape: tuple[int, int]) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).view(torch.int32)
-    monkeypatch.setattr(rounded_chunk, "_AT_ONCE", 1 << 30)
-    whole, findings = rounded_chunk.rounded(rule, values, "float32", 5)
-    monkeypatch.setattr(rounded_chunk, "_AT_ONCE", 1 << 12)
-    parts, found = rounded_chunk.rounded(rule, values, "float32", 5)
+    whole, findings = rounded_chunk.rounded(rule, values, "float32", 5, at_once=1 << 30)
+    parts, found = rounded_chunk.rounded(rule, values, "float32", 5, at_once=1 << 12)
     assert torch.equal(parts, whole)
     torch.testing.assert_close(found, findings, rtol=1e-9, atol=0)

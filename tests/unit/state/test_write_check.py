@@ -189,7 +189,7 @@ def test_memory_of_which_torch_counts_no_writes_is_copied(kind: str) -> None:
 @pytest.mark.parametrize("kind", UNCOUNTED)
 def test_memory_that_is_too_large_for_a_copy_is_exposed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``save`` waits until it is read then."""
-    monkeypatch.setattr(write_check, "_UNCOUNTED", SMALL)
+    monkeypatch.setattr(write_check, "UNCOUNTED", SMALL)
     make, _ = UNCOUNTED[kind]
     assert planned(x=make(torch.randn(COUNT))).writes.exposed
 

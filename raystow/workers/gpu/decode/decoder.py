@@ -103,15 +103,16 @@ class Decoder:
 
     def __init__(self, device: torch.device, *, shared: bool = True) -> None:
         self._device, self._shared = device, shared
-        self._lanes = list[Lane]()
+        self.lanes = list[Lane]()
+        """Allocated until ``close``."""
         self._codecs: dict[tuple[str, int], Codec] = {_OWN: Deflate()}
 
     def close(self) -> None:
         """Free the memory."""
         torch.cuda.synchronize(self._device)
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.close()
-        self._lanes.clear()
+        self.lanes.clear()
 
     def fill(self, runs: Sequence[ByteRun], read: ReadRun, progress: Progress, *, threads: int = THREADS) -> None:
         """Decode byte ranges into their targets, which are tensors of words on this device.
@@ -160,12 +161,12 @@ class Decoder:
     def _in_turn(self) -> Iterator[Lane]:
         """Yield the lanes again and again. A lane is made when it is first needed. Its stream waits for the current one."""
         for number in range(_LANES):
-            if number == len(self._lanes):
-                self._lanes.append(Lane(self._device))
-            lane = self._lanes[number]
+            if number == len(self.lanes):
+                self.lanes.append(Lane(self._device))
+            lane = self.lanes[number]
             lane.follow()
             yield lane
-        yield from itertools.cycle(self._lanes)
+        yield from itertools.cycle(self.lanes)
 
     def _take_up(self, work: _Work) -> None:
         """Wait until a lane's bytes are in host memory, and enqueue their copy and their digests."""

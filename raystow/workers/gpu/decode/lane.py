@@ -23,7 +23,7 @@ class Lane:
         self.stream, self._device = torch.cuda.Stream(device), device
         self.event = self.stream.record_event()  # after the work that was enqueued last
         sizes = ROOM.stored, ROOM.planes, ROOM.aligned, 0, _SCRATCH
-        self._stored, self._planes, self._aligned, self.words, self.scratch = map(self._allocate, sizes)
+        self.stored, self.planes, self._aligned, self.words, self.scratch = map(self._allocate, sizes)
         self._allocate_numbers(_NUMBERS)
         self.pinned = BUFFERS.take(ROOM.stored)  # at last: a lane without device memory would not give it back
         self.bytes = self.pinned.memory
@@ -32,12 +32,12 @@ class Lane:
     def close(self) -> None:
         """Free the memory, also if the traceback of an error refers to the lane for longer."""
         BUFFERS.give_back(self.pinned)
-        del self._stored, self._planes, self._aligned, self.words, self.scratch
+        del self.stored, self.planes, self._aligned, self.words, self.scratch
 
     @property
     def memory(self) -> LaneMemory:
         """The address of each part."""
-        return LaneMemory(*(one.data_ptr() for one in (self._stored, self._planes, self._aligned, self.words)))
+        return LaneMemory(*(one.data_ptr() for one in (self.stored, self.planes, self._aligned, self.words)))
 
     def follow(self) -> None:
         """Let the lane's stream wait for earlier work of the current one."""
@@ -62,7 +62,7 @@ class Lane:
     def send_stored(self, nbytes: int) -> None:
         """Enqueue the copy of fetched bytes to the device, on the current stream."""
         self.pinned.wait(0)
-        library.copy_to_device(self._stored.data_ptr(), self._address, nbytes)
+        library.copy_to_device(self.stored.data_ptr(), self._address, nbytes)
 
     def write(self, start: int, data: bytes) -> None:
         """Set the numbers from ``start`` on, on the host. numpy would release the interpreter lock."""

@@ -38,7 +38,7 @@ class EncodeRun:
         self._coder = GroupCoder(plan, resources, hasher)
         self._copier = HostCopier(plan, request, resources, hasher, self._relieve)
         self._reads: deque[ReadBatch] = deque()
-        self._copies: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()  # to the host, each with what follows
+        self.copies: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()  # to the host, each with what follows
         self._copied: list[torch.cuda.Event] = []  # for each batch whose copy has begun, the event at its end
         self._complete_groups = 0  # in host memory
         self._all_read = False
@@ -58,13 +58,13 @@ class EncodeRun:
             read.done.synchronize()
         self._all_read = True
         request.on_read()
-        while self._reads or self._complete_groups < len(plan.groups) or self._copies:
+        while self._reads or self._complete_groups < len(plan.groups) or self.copies:
             self._wait()
         self._flush()
 
     def close(self) -> None:
         """Free all memory, without waiting for the garbage collector. Nothing of the run may be in progress on the device."""
-        self._copies.clear()  # both refer to this run
+        self.copies.clear()  # both refer to this run
         del self._copier
 
     def _advance(self) -> bool:
@@ -82,10 +82,10 @@ class EncodeRun:
             elif self._coder.coded:
                 self._copy_group()
                 advanced = True
-        while self._copies and self._copies[0][0].query():
+        while self.copies and self.copies[0][0].query():
             self._complete()
             advanced = True
-        if self._coder.coded and (self._all_read or not self._copies):
+        if self._coder.coded and (self._all_read or not self.copies):
             self._copy_group()
             advanced = True
         return advanced
@@ -96,7 +96,7 @@ class EncodeRun:
             return
         if self._arrived and self._all_read:
             self._flush()
-        elif self._copies:
+        elif self.copies:
             self._complete()
         elif self._reads:
             self._copy_batch(self._reads.popleft())
@@ -126,7 +126,7 @@ class EncodeRun:
             if read.digests is not None:
                 self._arrived.append(Arrived(read.runs, CodedBatches((read.message(),), digests=read.digests.packed())))
 
-        self._copies.append((event, copied))
+        self.copies.append((event, copied))
 
     def _copy_group(self) -> None:
         """Copy the oldest coded group to the host."""
@@ -143,7 +143,7 @@ class EncodeRun:
             message = CodedBatches(tuple(read.message() for read in coded.batches), planes, digests.packed())
             self._arrived.append(Arrived([run, *(run for read in coded.batches for run in read.runs)], message))
 
-        self._copies.append((event, copied))
+        self.copies.append((event, copied))
 
     def _reserve_ring(self, batch: Batch) -> None:
         """Free the ring until the raw planes of a batch leave enough of it for all coded planes in device memory.
@@ -163,13 +163,13 @@ class EncodeRun:
             self._flush()
 
     def _relieve(self) -> None:
-        if self._copies:
+        if self.copies:
             self._complete()
         self._flush()
 
     def _complete(self) -> None:
         """Wait for the oldest copy to the host."""
-        event, copied = self._copies.popleft()
+        event, copied = self.copies.popleft()
         event.synchronize()
         copied()
 

@@ -58,13 +58,14 @@ class Encoder:
         self._hashing: HashPlan | None = None
         self.digests = np.empty(0, np.uint64)
         """``raw_digest``, before ``finish``, of the chunks of the last request, in their order."""
-        self._run: EncodeRun | None = None
+        self.run: EncodeRun | None = None
+        """The current request, while ``encode`` runs."""
 
     @property
     def results(self) -> BatchResults:
         """The results of the current request, while ``encode`` runs."""
-        assert self._run is not None
-        return self._run.reader.results
+        assert self.run is not None
+        return self.run.reader.results
 
     def close(self) -> None:
         """Free the device memory."""
@@ -81,8 +82,8 @@ class Encoder:
         """Encode all chunks of a request. Raises ``SaveFailed`` naming a tensor that was changed too early."""
         with torch.cuda.device(self._device):
             try:
-                self._run = EncodeRun(*self._plans_for(request.pieces), request, self._resources, emit)
-                self._run.run()
+                self.run = EncodeRun(*self._plans_for(request.pieces), request, self._resources, emit)
+                self.run.run()
                 self.digests = self.results.digests()
             except BaseException:
                 torch.cuda.synchronize(self._device)
@@ -90,9 +91,9 @@ class Encoder:
             finally:
                 self._resources.memory.dense.clear()
                 self._resources.memory.pack_buffers.reset()
-                if self._run is not None:
-                    self._run.close()
-                self._run = None
+                if self.run is not None:
+                    self.run.close()
+                self.run = None
 
     def _plans_for(self, sources: Sequence[Source]) -> tuple[EncodePlan, HashPlan]:
         """Return the last plans if they are valid for these chunks, else make plans."""

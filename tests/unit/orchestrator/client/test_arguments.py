@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from helpers.no_ray import refuse_cluster
+from helpers.saves import NoNode, checkpointer
 
 import raystow
 from raystow import dcp
-from raystow.orchestrator import ray_cluster
 from raystow.orchestrator.argument_checks import metrics_of
-from raystow.orchestrator.client.failures import Failures
 from raystow.storage.errors import StateError
 from raystow.workers.cache.host_memory import memory_limit
 
@@ -23,11 +22,7 @@ GIB = 1 << 30
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``connect`` fail, which a Checkpointer calls after the checks of its arguments."""
-
-    def connect() -> None:
-        raise ConnectionRefusedError("all arguments are valid")
-
-    monkeypatch.setattr(ray_cluster, "connect", connect)
+    refuse_cluster(monkeypatch, ConnectionRefusedError("all arguments are valid"))
 
 
 @pytest.mark.parametrize(
@@ -140,12 +135,10 @@ def test_an_address_is_text_or_a_path(function: Callable[[Any], object], uri: ob
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1", 1 << 63, 1 << 70])
 def test_a_step_is_an_integer_that_fits_into_the_format(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpointer is not initialized: the step must be checked before anything else, once the save has its number."""
-    checkpointer = object.__new__(raystow.Checkpointer)
-    monkeypatch.setattr(checkpointer, "_saves", itertools.count(), raising=False)
-    monkeypatch.setattr(checkpointer, "failures", Failures("warn", count=int), raising=False)
+    rank = checkpointer(monkeypatch, node := NoNode())
     with pytest.raises(StateError, match=f"step is {step!r} .*below 2"):
-        checkpointer.save({}, step=step)
+        rank.save({}, step=step)
+    assert node.numbers == []
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,25 @@
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.builders import empty_record, memory_repository
-from helpers.saves import Cluster, save, saves, subscribers
+from helpers.saves import NoNode, checkpointer, save, saves
+from torch import nn
 
-from raystow.orchestrator.client.checkpointer import Checkpointer
 from raystow.orchestrator.client.failure_reports import FailureReports
 from raystow.orchestrator.client.failures import Failures
 from raystow.orchestrator.client.pending import Pending
 from raystow.orchestrator.client.saves_in_flight import SavesInFlight
-from raystow.state.lossy.profiles import Lossy
-from raystow.state.planner import Planner
+from raystow.orchestrator.journal import recorder
+from raystow.orchestrator.journal.recorder import StepRecorder
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StateError
-from raystow.storage.log import about
 from raystow.storage.versions.version import Version
 from raystow.workers.staging.progress import SaveProgress
 
@@ -156,42 +155,34 @@ def test_an_invalid_on_failure_is_refused(on_failure: str | int, said: str) -> N
         failures(on_failure)
 
 
-def test_a_save_that_raises_on_one_rank_is_counted() -> None:
+def test_a_save_that_raises_on_one_rank_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks count their saves alike."""
-    rank = Checkpointer.__new__(Checkpointer)
-    rank._saves, rank.failures = itertools.count(1), failures("raise")
+    rank = checkpointer(monkeypatch, node := NoNode(), on_failure="raise")
     rank.failures.failed(1, SaveFailed("no space"))
     with pytest.raises(SaveFailed, match="no space"):
         rank.save({}, step=2)
     with pytest.raises(StateError, match="metrics"):
         rank.save({}, step=2, metrics={"loss": object()})
-    assert next(rank._saves) == 3
+    rank.save({}, step=2)
+    assert node.numbers == [3]
 
 
-def test_the_journal_learns_of_a_save_before_its_failure() -> None:
+def test_the_journal_learns_of_a_save_before_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node worker cannot be reached, so that it does not know of the failure."""
-    rank, events = Checkpointer.__new__(Checkpointer), list[str]()
-    rank.uri, rank.rank, rank.world_size, rank.failures = "memory://r", 0, 1, failures("warn")
-    rank._log, rank._closed, rank._codec, rank._lossy = about(logging.getLogger(__name__)), False, "cpu", Lossy.of(None)
-    rank._saves, rank._planner, rank._timeout = itertools.count(1), Planner(rank._lossy), 60.0
-    rank._retention, rank._delta, rank._on_fenced = None, 0, "raise"
-    cluster, parties = Cluster(), subscribers(rank.failures)
-    parties.save_failed = lambda step: events.append(f"failed {step}")
-    parts = {
-        "_startup": cluster,
-        "_in_flight": SavesInFlight(cluster, parties, limit=1, timeout=60.0, log=rank._log),  # type: ignore[arg-type]
-        "_recorder": SimpleNamespace(saved=lambda step: events.append(f"saved {step}")),
-        "_node": SimpleNamespace(staging=lambda _: fail(events)),
-    }
-    for name, part in parts.items():
-        setattr(rank, name, part)
-    assert rank.save({"w": np.ones(3)}, step=3).done()
-    assert events == ["saved 3", "refused", "failed 3"]
+    events = list[str]()
 
+    class Recorder(StepRecorder):
+        def saved(self, step: int) -> None:
+            events.append(f"saved {step}")
 
-def fail(events: list[str]) -> None:
-    events.append("refused")
-    raise ClusterError("the node worker is gone")
+        def save_failed(self, step: int) -> None:
+            events.append(f"failed {step}, attempts {node.numbers}")
+
+    monkeypatch.setattr(recorder, "StepRecorder", Recorder)
+    rank, model = checkpointer(monkeypatch, node := NoNode()), nn.Linear(2, 2)
+    with contextlib.closing(rank.journal(model, torch.optim.SGD(model.parameters()))):
+        assert rank.save({"w": np.ones(3)}, step=3).done()
+    assert events == ["saved 3", "failed 3, attempts [1]"]
 
 
 def test_fenced_after_an_unknown_outcome_is_raised_by_save() -> None:

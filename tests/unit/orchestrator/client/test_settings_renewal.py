@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from raystow.orchestrator.client import settings_renewal
 from raystow.orchestrator.client.settings_renewal import SettingsRenewal
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.settings import StoreSettings
@@ -31,10 +30,9 @@ class Provider:
 
 
 @pytest.fixture
-def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Provider]:
-    monkeypatch.setattr(settings_renewal, "_SHORTEST", 0.01)
+def provider(request: pytest.FixtureRequest) -> Iterator[Provider]:
     provider = Provider(request.param)
-    renewal = SettingsRenewal(provider, provider.now, provider.sent.put)
+    renewal = SettingsRenewal(provider, provider.now, provider.sent.put, pauses=(0.01, 60.0))
     provider.ask = renewal.ask  # type: ignore[attr-defined]
     yield provider
     renewal.close()

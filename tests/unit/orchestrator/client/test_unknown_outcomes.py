@@ -241,7 +241,7 @@ def test_a_save_after_the_death_of_the_node_worker_ends() -> None:
     """The process may not have noticed the death yet when it submits the save."""
     with LocalCluster("memory://dead") as cluster:
         staging = Staging(cluster.address(0), cluster.opening(0, 1))
-        staging._connection.shut()
+        staging.connection.shut()
         wait_until(lambda: staging.lost, "the end of the connection")
         ended, progress = list[object](), SaveProgress(7)
         staging.submit(SaveOrder(REQUEST, Plan([]), progress, lambda outcome: ended.extend((outcome, progress.read.is_set()))))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.journal_port import EntryBox, snapshot
+from helpers.journal_port import BoxPort, EntryBox, snapshot
 from torch import nn
 
 from raystow.orchestrator.journal.journal import Journal
@@ -22,7 +22,7 @@ from raystow.orchestrator.journal.recorder import StepRecorder
 from raystow.orchestrator.journal.state_digests import Digester
 from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.storage.errors import ClusterError, StateError
-from raystow.workers.protocol.messages import EntryKept
+from raystow.workers.protocol.messages import EntryKept, Generation, JournalChoice, JournalVote
 
 
 class Run:
@@ -40,7 +40,7 @@ class Run:
         self.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("part", ["_buffers", "_digester"])
+@pytest.mark.parametrize("part", ["_buffers", "digester"])
 def test_an_unexpected_error_loses_steps_until_the_next_save(
     part: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_save_during_a_refused_entry_restarts_recording() -> None:
             save.join(0.2)  # it waits for the other thread
 
         recorder.log = SimpleNamespace(error=save_now)  # type: ignore[assignment]
-        recorder._kept(REFUSED)
+        recorder.kept(REFUSED)
         save.join()
         assert not recorder.save_advised
         run.step(2)
@@ -109,7 +109,7 @@ def test_a_failed_save_after_a_lost_entry_ends_recording(late: bool, newer: bool
     """The entries that follow cannot be replayed from an older version."""
     box, run = EntryBox(), Run()
     with recording(box, run) as recorder:
-        calls = [lambda: recorder.saved(1), lambda: recorder._kept(REFUSED)]
+        calls = [lambda: recorder.saved(1), lambda: recorder.kept(REFUSED)]
         for call in calls if late else reversed(calls):
             call()
         assert not recorder.save_advised
@@ -126,14 +126,20 @@ def test_a_failed_save_after_a_lost_entry_ends_recording(late: bool, newer: bool
     assert 3 not in box.steps()
 
 
-def test_a_failed_save_is_withdrawn_after_its_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_withdrawn_after_its_notice() -> None:
     """Also if the node worker does not answer; entries are handed over afterwards."""
+
+    class Told(BoxPort):
+        def save_begun(self, step: int, generation: Generation) -> None:
+            told.append(f"begun {step}")
+
+        def save_failed(self, step: int) -> None:
+            told.append(f"failed {step}")
+            raise ClusterError("gone")
+
     box, run, told = EntryBox(), Run(), list[str]()
     with contextlib.closing(box.recorder(run.model, run.optimizer)) as recorder:
-        monkeypatch.setattr(recorder.port, "save_begun", lambda step, _: told.append(f"begun {step}"))
-        monkeypatch.setattr(
-            recorder.port, "save_failed", lambda step: told.append(f"failed {step}") or fail(ClusterError("gone"))
-        )
+        recorder.port = Told(box)  # type: ignore[assignment]
         recorder.save_failed(0)  # nothing is recorded yet
         Journal(recorder).replay()
         recorder.saved(1)
@@ -144,18 +150,25 @@ def test_a_failed_save_is_withdrawn_after_its_notice(monkeypatch: pytest.MonkeyP
     assert box.steps() == [2]
 
 
-def test_an_interrupted_record_loses_steps_until_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_record_loses_steps_until_a_save() -> None:
     """Entries after a gap would be useless."""
+
+    class Interrupted(Digester):
+        def take(self, *, whole: bool) -> Any:
+            raise KeyboardInterrupt
+
     box, run = EntryBox(), Run()
     recorder = box.recorder(run.model, run.optimizer)
     with contextlib.closing(Journal(recorder)) as journal:
         journal.replay()
         for number in range(1, 4):
             run.step(number)
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if number == 2 else contextlib.nullcontext():
+            digester = recorder.digester
+            with pytest.raises(KeyboardInterrupt) if number == 2 else contextlib.nullcontext():
                 if number == 2:
-                    patch.setattr(recorder._digester, "take", lambda **_: fail(KeyboardInterrupt()))
+                    recorder.digester = Interrupted(recorder.state)
                 journal.record(number)
+            recorder.digester = digester
         assert journal.save_advised
     assert box.steps() == [1]
 
@@ -208,8 +221,15 @@ def test_values_that_cannot_be_stored_are_named(value: object) -> None:
 
 
 @pytest.mark.parametrize("error", [ClusterError("another rank has aborted"), KeyboardInterrupt()])
-def test_a_replay_that_raises_can_be_repeated(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_that_raises_can_be_repeated(error: BaseException) -> None:
     """It leaves the state of the version, on all ranks."""
+
+    class Failing(BoxPort):
+        def settle(self, vote: JournalVote) -> JournalChoice:
+            if vote.reached is None:
+                return super().settle(vote)
+            raise error
+
     box, run, again = EntryBox(), Run(), Run()
     with contextlib.closing(box.journal(run.model, run.optimizer)) as journal:
         journal.replay()
@@ -219,11 +239,10 @@ def test_a_replay_that_raises_can_be_repeated(error: BaseException, monkeypatch:
     before = snapshot(again.model, again.optimizer)
     recorder = box.recorder(again.model, again.optimizer)
     with contextlib.closing(Journal(recorder)) as journal:
-        with monkeypatch.context() as patch:
-            settle = recorder.port.settle
-            patch.setattr(recorder.port, "settle", lambda vote: settle(vote) if vote.reached is None else fail(error))
-            with pytest.raises(type(error)):
-                journal.replay()
+        port, recorder.port = recorder.port, Failing(box)  # type: ignore[assignment]
+        with pytest.raises(type(error)):
+            journal.replay()
+        recorder.port = port
         assert snapshot(again.model, again.optimizer) == before
         assert journal.replay() == 3
     assert snapshot(again.model, again.optimizer) == snapshot(run.model, run.optimizer)

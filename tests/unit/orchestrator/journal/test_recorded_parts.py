@@ -9,7 +9,7 @@ from helpers.journal_port import MemorySink
 from msgspec.structs import replace
 
 from raystow.orchestrator.journal import gradient_coding
-from raystow.orchestrator.journal.entry_decoder import _placed
+from raystow.orchestrator.journal.entry_decoder import placed
 from raystow.orchestrator.journal.gradient_coding import TensorEncoder, checked_dtype, decode, uncoded
 from raystow.storage.errors import Damaged
 
@@ -20,9 +20,8 @@ def refuse(*_: object) -> None:
 
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_damaged_bytes_are_not_decoded(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
     sink = MemorySink()
-    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000), sink.copy)
+    recorded = TensorEncoder(part=8 << 10).encode(torch.linspace(-1, 1, 6_000), sink.copy)
     data = np.frombuffer(sink.content, np.uint8)
     assert len(recorded.parts) == 3
     assert decode(recorded, data) is not None
@@ -35,11 +34,10 @@ def test_damaged_bytes_are_not_decoded(part: int, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("moved", [2, 8 << 10, 16 << 10])
-def test_parts_of_no_or_negative_size_are_refused(moved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_no_or_negative_size_are_refused(moved: int) -> None:
     """A GPU writes each part to its place in the tensor, so that all of them must be within it."""
-    monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
     sink = MemorySink()
-    recorded = TensorEncoder().encode(torch.linspace(-1, 1, 6_000), sink.copy)
+    recorded = TensorEncoder(part=8 << 10).encode(torch.linspace(-1, 1, 6_000), sink.copy)
     first, second, *rest = recorded.parts
     parts = replace(first, nbytes=first.nbytes - moved), replace(second, nbytes=second.nbytes + moved), *rest
     with pytest.raises(Damaged, match="do not add up"):
@@ -59,5 +57,5 @@ def test_small_tensors_are_stored_as_they_are(dtype: torch.dtype) -> None:
         assert again is not None
         assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
         assert again.view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
-    placed = _placed([one for one in found if one is not None], [torch.device("meta")] * 3)
-    assert [(one.device.type, one.dtype, one.shape) for one in placed] == [("meta", one.dtype, one.shape) for one in tensors]
+    on_device = placed([one for one in found if one is not None], [torch.device("meta")] * 3)
+    assert [(one.device.type, one.dtype, one.shape) for one in on_device] == [("meta", one.dtype, one.shape) for one in tensors]

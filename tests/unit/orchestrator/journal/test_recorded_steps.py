@@ -87,7 +87,7 @@ def test_ranks_with_digests_of_different_kinds_end_a_replay() -> None:
     log = about(logging.getLogger(__name__))
     replayer = Replayer(state, StepHooks(state, lambda _: None), none, after_step=None, base=START, log=log)
     with pytest.raises(Damaged, match="and others of a sample"):
-        replayer._check_before(DecodedStep(entry, {0: entry, 1: other}, None, [], [], {}), START)
+        replayer.check_before(DecodedStep(entry, {0: entry, 1: other}, None, [], [], {}), START)
 
 
 def test_parameters_that_join_the_model_late_are_replayed() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from helpers.processes import A0, A1, B0, incarnation
+from helpers.restoring_run import RestoringRun
 from msgspec.structs import replace
-from test_restore_rounds import RestoringRun
 
 from raystow.orchestrator import heartbeat
 from raystow.orchestrator.restore.agreement import ClusterAgreement
@@ -223,10 +223,9 @@ def test_ranks_that_read_are_not_late_for_a_new_coordinator(run):
     assert waiting.answer(entry) == entry
 
 
-def test_a_rank_tells_that_it_reads_before_others_warn(monkeypatch):
-    monkeypatch.setattr(heartbeat, "LATE", 0.0)
+def test_a_rank_tells_that_it_reads_before_others_warn():
     reported = list[RankReading]()
-    heartbeat.Heartbeat(reported.append).beat(RestoreVote(1, 2, A1, 1, 600.0))
+    heartbeat.Heartbeat(reported.append, late=0.0).beat(RestoreVote(1, 2, A1, 1, 600.0))
     assert reported == [RankReading(1, A1, 1, 600.0)]
 
 

@@ -79,7 +79,9 @@ class RestoringRanks(CoordinatorClient):
     def until_voted(self, rank: int) -> None:
         """Wait until a rank has restored a version and waits for the other one."""
         with self.changed:
-            assert self.changed.wait_for(lambda: self.rounds._open is not None and rank in self.rounds._open.votes, TIMEOUT)
+            assert self.changed.wait_for(
+                lambda: self.rounds.open_round is not None and rank in self.rounds.open_round.votes, TIMEOUT
+            )
 
 
 @pytest.fixture

@@ -284,8 +284,8 @@ def test_ranks_of_a_node_read_the_record_once():
         for rank in ranks:
             rank.settle(None, "")
             assert rank.version(saved.entry).record == saved.record
-            assert rank._cache is not None
-            read.update(rank._cache.read)
+            assert rank.cache is not None
+            read.update(rank.cache.read)
         for rank in ranks:
             rank.give_up("enough")
     assert read == {"store": saved.entry.size}
@@ -347,7 +347,7 @@ def corrupt_chunk(cluster: LocalCluster, saved: Version) -> None:
     """Flip a bit of a chunk in the memory of the node worker."""
     row = saved.chunks["a"][0]
     key = keys.pack(saved.id, saved.attempt, row.node, row.group, row.pack)
-    lent = cluster._nodes[0]._tier.lend(cluster.repository.id, key)  # type: ignore[union-attr]
+    lent = cluster.tier(0).lend(cluster.repository.id, key)
     assert lent is not None
     with open(lent.descriptor, "r+b", buffering=0) as file:
         (byte,) = os.pread(file.fileno(), 1, row.start)

@@ -4,7 +4,8 @@ import threading
 from dataclasses import replace
 
 import pytest
-from helpers.builders import empty_record, memory_repository, whole, write
+from helpers.builders import empty_record, memory_repository, overwrite_root, whole, write
+from helpers.fake_clock import FakeClock
 from helpers.scripted_store import script, unscript
 
 from raystow.storage.commit import committer as committer_module
@@ -14,8 +15,6 @@ from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectInfo
 from raystow.storage.repository import Repository
 from raystow.storage.retention.policy import Policy
-from raystow.storage.root import invariants
-from raystow.storage.runtime.clock import SYSTEM
 
 
 def objects(repository: Repository) -> list[ObjectInfo]:
@@ -86,11 +85,10 @@ def test_a_record_that_a_reader_refuses_is_not_written(repository, change):
 
 
 @pytest.mark.parametrize("change", [{"pins": {"a": True}}, {"epoch": 1 << 63}, {"owner": 5}, {"verified": -1}])
-def test_a_root_that_a_reader_refuses_is_not_written(repository, change, monkeypatch):
-    monkeypatch.setattr(invariants, "check", lambda old, new, claims=None: None)  # disable the invariants
+def test_a_root_that_a_reader_refuses_is_not_written(repository, change):
     before = repository.store.get(keys.ROOT, max_bytes=1 << 20)
     with pytest.raises(InvariantError, match="readers would refuse"):
-        repository.register.update(lambda root: replace(root, **change))
+        overwrite_root(repository, lambda root: replace(root, **change))
     assert repository.store.get(keys.ROOT, max_bytes=1 << 20) == before
 
 
@@ -191,32 +189,27 @@ def test_discard_does_not_change_a_live_version(repository):
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_an_unknown_outcome_is_resolved_by_a_second_commit(repository, monkeypatch, applied):
-    committer = Committer(repository, "me")
-    record = empty_record(committer)
-    store, put_if = repository.store, repository.store.put_if
-
-    class MinuteClock:
+def test_an_unknown_outcome_is_resolved_by_a_second_commit(applied):
+    class MinuteClock(FakeClock):
         """A clock that advances by a minute with each call."""
-
-        time = 0.0
 
         def monotonic(self) -> float:
             self.time += 60
             return self.time
 
-        token = staticmethod(SYSTEM.token)
+    repository = memory_repository(MinuteClock())
+    committer = Committer(repository, "me")
+    record = empty_record(committer)
+    store, put_if = repository.store, repository.store.put_if
 
     def lost(key, data, tag):
         if applied:
             put_if(key, data, tag)
         raise StoreUnavailable("no answer", subject=key)
 
-    monkeypatch.setattr(repository.register._register, "_clock", MinuteClock())
     script(store, put_if=lost)
     with pytest.raises(OutcomeUnknown, match=r"root\.json"):
         committer.commit(record)
-    monkeypatch.undo()
     unscript(store)
     assert len(repository.versions()) == applied
     version = committer.commit(record)

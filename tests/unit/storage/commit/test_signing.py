@@ -342,10 +342,11 @@ def test_a_key_file_accessible_to_other_users_is_refused(tmp_path, ours, mode, m
         key_files.signer()
 
 
-def test_a_private_key_of_another_user_is_refused(tmp_path, ours, monkeypatch):
+def test_a_private_key_of_another_user_is_refused(tmp_path, ours, monkeypatch, system_calls):
     """Root could read it."""
     monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "ours"))
-    monkeypatch.setattr(key_files.os, "geteuid", lambda: (tmp_path / "ours").stat().st_uid + 1)
+    other = (tmp_path / "ours").stat().st_uid + 1
+    system_calls.replace(geteuid=lambda: other)
     with pytest.raises(StateError, match="ours: belongs to another user") as caught:
         key_files.signer()
     assert "chown" in caught.value.remedy

@@ -251,13 +251,13 @@ def test_a_collection_keeps_what_a_copy_resumes(tmp_path: Path, monkeypatch: pyt
         copy_objects(version, replica.store)
     for path in there.rglob("*"):
         os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 7200))
-    wrong = transfer._wrong
+    wrong = transfer.wrong_chunk
 
     def checked(data: Buffer, chunks: Sequence[Chunk]) -> Chunk | None:
         replica.plan_collection().execute()
         return wrong(data, chunks)
 
-    monkeypatch.setattr(transfer, "_wrong", checked)
+    monkeypatch.setattr(transfer, "wrong_chunk", checked)
     assert [version.id for version in raystow.copy(here, there)] == [1, 2]
 
 

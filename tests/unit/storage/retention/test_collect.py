@@ -11,7 +11,6 @@ from helpers.builders import empty_record, overwrite_root, whole, write
 from helpers.fake_clock import FakeClock
 from helpers.scripted_store import ScriptedStore, script, unscript
 
-from raystow.storage.commit import leases
 from raystow.storage.commit.committer import Committer
 from raystow.storage.commit.leases import SECONDS, Lease
 from raystow.storage.errors import Damaged, Fenced, NotFound, SaveFailed, StateError
@@ -193,7 +192,7 @@ def test_a_lease_keeps_a_dropped_version_until_it_ends(run):
     assert run.left() == run.live()
 
 
-def test_a_lease_that_ends_during_its_renewal_stays_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_ends_during_its_renewal_stays_ended() -> None:
     renewing, released, puts = threading.Event(), threading.Event(), list[str]()
 
     class Slow(MemoryStore):
@@ -204,9 +203,8 @@ def test_a_lease_that_ends_during_its_renewal_stays_ended(monkeypatch: pytest.Mo
                 assert released.wait(60)
             super().put(key, parts)
 
-    monkeypatch.setattr(leases, "_RENEW", 0.01)
     store = Slow("renewed-late")
-    with Lease(store, 1, "a" * 16, SYSTEM):
+    with Lease(store, 1, "a" * 16, SYSTEM, renew_after=0.01):
         assert renewing.wait(60)
         renewers = [thread for thread in threading.enumerate() if thread.name == "raystow-lease"]
     released.set()

@@ -109,7 +109,7 @@ def test_escapes_and_optional_fields_are_parsed() -> None:
 def test_an_unsafe_mount_refuses_commits_but_not_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"{ROOT}\n{line(str(tmp_path), 'fuse.s3fs')}\n")
-    monkeypatch.setattr(mounts, "_MOUNTINFO", table)
+    monkeypatch.setattr(mounts, "MOUNTINFO", table)
     store = LocalStore(str(tmp_path / "run"))
     store.put("versions/x", [b"x"])
     assert store.get("versions/x", max_bytes=1) == b"x"

@@ -16,10 +16,10 @@ from helpers.scripted_store import ScriptedStore, script
 from raystow.storage.errors import RaystowError, StoreError, StoreUnavailable
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.cache import cache_server, node_cache_store
+from raystow.workers.cache import cache_server
 from raystow.workers.cache.cache_server import serve_reads
 from raystow.workers.cache.fetcher import Fetcher
-from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
+from raystow.workers.cache.node_cache_store import HELD, NodeCacheStore, ObjectLocation
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol.messages import AttemptKey, ReadCached, ReadPending
@@ -48,7 +48,7 @@ def tier() -> MemoryTier:
 
 
 @contextlib.contextmanager
-def a_rank(answer: Callable[[Connection], object]) -> Iterator[NodeCacheStore]:
+def a_rank(answer: Callable[[Connection], object], **limits: float) -> Iterator[NodeCacheStore]:
     """Yield the store of a rank whose reads from the store succeed. ``answer`` is what its node worker does with a connection."""
     listener = Listener(f"raystow-test-{SYSTEM.token()}")
 
@@ -63,7 +63,7 @@ def a_rank(answer: Callable[[Connection], object]) -> Iterator[NodeCacheStore]:
     serving.start()
     store = MemoryStore("cached")
     store.put("pack", [b"bytes"])
-    cached = NodeCacheStore(store, listener.name, "r")
+    cached = NodeCacheStore(store, listener.name, "r", **limits)
     cached.location = lambda key: ObjectLocation(5)
     yield cached
     cached.close()
@@ -73,14 +73,14 @@ def a_rank(answer: Callable[[Connection], object]) -> Iterator[NodeCacheStore]:
 
 @pytest.fixture
 def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
-    """Return the store of a rank; the reads of its node worker fail."""
+    """Return the store of a rank; the reads of its node worker fail. It reports each 10 ms that it reads."""
     fetcher = Fetcher(tier, NoPeers(), budget=1 << 20)
 
     def answer(connection: Connection) -> None:
         received = connection.receive(ReadCached)
         assert received is not None
         with fetcher.visit():
-            serve_reads(connection, received[0], fetcher, lambda uri: failing)
+            serve_reads(connection, received[0], fetcher, lambda uri: failing, pending_after=0.01)
 
     with a_rank(answer) as cached:
         yield cached
@@ -90,16 +90,13 @@ def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
 def frozen() -> Iterator[NodeCacheStore]:
     """Return the store of a rank whose node worker neither reads nor answers."""
     done = threading.Event()
-    with a_rank(lambda connection: done.wait(60)) as cached:
+    with a_rank(lambda connection: done.wait(60), patience=0.1) as cached:
         yield cached
         done.set()
 
 
-def test_a_frozen_node_worker_is_given_up(
-    frozen: NodeCacheStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_frozen_node_worker_is_given_up(frozen: NodeCacheStore, caplog: pytest.LogCaptureFixture) -> None:
     """It is not asked again: each request would take as long."""
-    monkeypatch.setattr(node_cache_store, "_SILENCE", 0.1)
     assert [bytes(frozen.get_range("pack", *span)) for span in ((0, 2), (2, 3))] == [b"by", b"tes"]
     assert frozen.read == {"store": 5}
     assert caplog.messages == ["pack is read without the node worker: the other process did not answer within 0.1 s"]
@@ -108,7 +105,6 @@ def test_a_frozen_node_worker_is_given_up(
 def test_a_slow_node_worker_is_waited_for(
     rank: NodeCacheStore, failing: Failing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cache_server, "_WAIT", 0.01)
     told = threading.Semaphore(0)
 
     def pending() -> ReadPending:
@@ -184,13 +180,13 @@ def descriptors_of_memory() -> int:
 def test_the_objects_used_last_stay_open(rank: NodeCacheStore, tier: MemoryTier) -> None:
     """A version has hundreds of packs, each of which is read in several ranges."""
     rank.location = lambda key: ObjectLocation(3)
-    keys, target = [f"pack {i}" for i in range(3 * node_cache_store.HELD)], bytearray(1)
+    keys, target = [f"pack {i}" for i in range(3 * HELD)], bytearray(1)
     for key in keys:
         tier.put(AttemptKey("r", 1, "a"), 0, key, [b"abc"])
     before = descriptors_of_memory()
     for key in keys:
         rank.get_range_into(key, 0, memoryview(target))
-    assert descriptors_of_memory() - before <= node_cache_store.HELD
+    assert descriptors_of_memory() - before <= HELD
     tier.close()
     rank.get_range_into(keys[-1], 2, memoryview(target))
     assert (target, rank.read) == (b"c", {"memory": len(keys) + 1})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.builders import memory_repository, whole, write
+from helpers.replaced_parts import replace_parts
 
 from raystow.orchestrator.restore.fill import fill_on_gpu
 from raystow.storage.commit.committer import Committer
@@ -37,7 +38,7 @@ GPUS = {(8, 0): "sm_80", (8, 7): "sm_86", (9, 0): "sm_90", (10, 3): "sm_100", (1
 
 def has_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """Let torch report a GPU of this compute capability."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    replace_parts(monkeypatch, [(torch.cuda, "get_device_capability", lambda device: capability)])
 
 
 @pytest.mark.parametrize(("capability", "name"), GPUS.items())
@@ -90,7 +91,11 @@ GRID = 65_535
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Record the grid and the arguments of each launch."""
     made = list[tuple[Any, ...]]()
-    monkeypatch.setattr(Kernel, "launch", lambda kernel, grid, *arguments, **constants: made.append((grid, *arguments)))
+
+    def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        made.append((grid, *arguments))
+
+    replace_parts(monkeypatch, [(Kernel, "launch", launch)])
     return made
 
 

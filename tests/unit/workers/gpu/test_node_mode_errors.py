@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.replaced_parts import replace_parts
 
 from raystow.storage.coding.chunk import RAW
 from raystow.storage.errors import ClusterError
@@ -49,8 +50,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         (torch.cuda, "stream", contextlib.nullcontext),
         (torch.cuda, "synchronize", made.synchronize),
     ]
-    for owner, name, part in parts:
-        monkeypatch.setattr(owner, name, part)
+    replace_parts(monkeypatch, parts)
     return made
 
 
@@ -92,8 +92,7 @@ def test_a_full_device_is_an_error_with_a_remedy(cuda: Cuda, monkeypatch: pytest
     def full(*arguments: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(encoder, "EncoderStreams", lambda *arguments: None)
-    monkeypatch.setattr(encoder, "EncoderMemory", full)
+    replace_parts(monkeypatch, [(encoder, "EncoderStreams", lambda *arguments: None), (encoder, "EncoderMemory", full)])
     ring: Any = SimpleNamespace(capacity=1 << 30)
     with pytest.raises(ClusterError, match=r"cuda:1: .* 1440 MiB .*CUDA out of memory \(leave .*Compression"):
         encoder.Encoder(torch.device("cuda", 1), None, ring)

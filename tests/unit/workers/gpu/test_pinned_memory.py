@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.polling import wait_until
+from helpers.replaced_parts import replace_parts
 
 from raystow.storage.errors import ClusterError
 from raystow.workers.gpu import pinned_memory
@@ -52,8 +53,7 @@ class Pinning:
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Pinning:
     made = Pinning()
-    for name, part in {"_pin": made, "_THREADS": 4}.items():
-        monkeypatch.setattr(pinned_memory, name, part)
+    replace_parts(monkeypatch, [(pinned_memory, "_pin", made), (pinned_memory, "_THREADS", 4)])
     return made
 
 
@@ -117,7 +117,8 @@ class Registry:
 def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     made = Registry()
     devices = SimpleNamespace(device_count=lambda: 0, device=lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: made, **vars(devices)))
+    cuda = SimpleNamespace(is_available=lambda: True, cudart=lambda: made, **vars(devices))
+    replace_parts(monkeypatch, [(torch, "cuda", cuda)])
     return made
 
 
@@ -150,8 +151,7 @@ def allocate_by(
     patch: pytest.MonkeyPatch, *, empty: Callable[..., Any], stream: Callable[..., Any], take: Callable[[int], Any]
 ) -> None:
     """Let a lane allocate its tensors, its stream and its buffers by these functions."""
-    for owner, name, function in ((torch, "empty", empty), (torch.cuda, "Stream", stream), (lane.BUFFERS, "take", take)):
-        patch.setattr(owner, name, function)
+    replace_parts(patch, [(torch, "empty", empty), (torch.cuda, "Stream", stream), (lane.BUFFERS, "take", take)])
 
 
 def test_a_lane_without_device_memory_takes_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

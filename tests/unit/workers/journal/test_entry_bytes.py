@@ -10,18 +10,11 @@ from pathlib import Path
 import pytest
 
 from raystow.storage.errors import ProtocolError
-from raystow.workers.journal import entry_bytes
 from raystow.workers.journal.entry_bytes import ArrivingEntry, SharedMemories
 from raystow.workers.shm.anonymous_memory import AnonymousMemory
 
 KIB = 1 << 10
-DATA = os.urandom(300 * KIB)
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduce the limits, so that small entries are handled like large ones."""
-    monkeypatch.setattr(entry_bytes, "_PIECE", 16 * KIB)
+DATA = os.urandom(20_000 * KIB)  # more than one thread copies at a time
 
 
 def shared(data: bytes = DATA) -> SharedMemories:

@@ -13,7 +13,6 @@ import pytest
 
 from raystow.storage.errors import ClusterError
 from raystow.storage.runtime.clock import SYSTEM
-from raystow.workers.journal import client, entry_writer
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.entry_bytes import ArrivingEntry, SharedMemories
 from raystow.workers.journal.entry_writer import EntryWriter
@@ -47,16 +46,16 @@ def info(step: int, size: int) -> EntryInfo:
 
 
 class Node:
-    """A node worker that handles messages only on request."""
+    """A node worker that handles messages only on request. ``limits``: of the client."""
 
-    def __init__(self) -> None:
+    def __init__(self, **limits: float) -> None:
         self.shared, self.received = SharedMemories(), queue.SimpleQueue[Message]()
         self.arriving = ArrivingEntry(0)
         self._listener, opened = Listener(f"raystow-test-{SYSTEM.token()}"), queue.SimpleQueue[Connection]()
         self._thread = threading.Thread(target=self._run, args=(opened,))
         self._thread.start()
         self.ring = Ring.create(SLOTS * SLOT, SLOT)
-        self.client = JournalClient(self._listener.name, OPENING, self.ring)
+        self.client = JournalClient(self._listener.name, OPENING, self.ring, **limits)
         self.connection = opened.get(timeout=10)
 
     def _run(self, opened: queue.SimpleQueue[Connection]) -> None:
@@ -105,8 +104,8 @@ class Node:
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
-    with contextlib.closing(Node()) as found:
+def node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    with contextlib.closing(Node(**getattr(request, "param", {}))) as found:
         yield found
 
 
@@ -155,8 +154,8 @@ def test_an_entry_may_be_larger_than_the_ring(node: Node) -> None:
     assert node.arriving.content() == DATA[:100] + DATA + DATA
 
 
-def test_a_slot_is_filled_again_only_when_the_node_has_copied_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry_writer, "_PATIENCE", 0.05)
+@pytest.mark.parametrize("node", [{"slot_patience": 0.05}], indirect=True)
+def test_a_slot_is_filled_again_only_when_the_node_has_copied_it(node: Node) -> None:
     for step in range(SLOTS):
         keep(node, step, b"%d" % step)
     with pytest.raises(ClusterError, match="has not copied parts of an entry"):
@@ -207,8 +206,8 @@ def test_an_entry_that_cannot_be_fetched_raises_cluster_error(node: Node) -> Non
         node.client.fetch(EntryPlace(info(1, 5), ("n",)), 0)
 
 
-def test_a_late_answer_is_to_no_other_fetch(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_PATIENCE", 0.05)
+@pytest.mark.parametrize("node", [{"patience": 0.05}], indirect=True)
+def test_a_late_answer_is_to_no_other_fetch(node: Node) -> None:
     with pytest.raises(ClusterError, match="no entry after"):
         node.client.fetch(EntryPlace(info(1, 5), ("n",)), 0)
     assert isinstance(node.received.get(timeout=10), FetchEntry)

@@ -134,7 +134,7 @@ def test_memory_of_fetched_entries_is_unmapped_by_the_next_entry(node: Node) -> 
     node.record(1, DATA)
     node.client.fetch(place, 0)
     node.record(2, DATA)
-    node.client._connection.send(FetchEntry(place, RECORDING + 1))
+    node.client.connection.send(FetchEntry(place, RECORDING + 1))
     answer = node.client._fetched.get(timeout=10)
     assert answer is not None
     assert "is not shared" in answer.problem
@@ -237,5 +237,5 @@ def restart(port: JournalPort) -> None:
     """Close the connection, as the end of the node worker does."""
     client = port._client
     assert client is not None
-    client._connection.shut()
+    client.connection.shut()
     wait_until(lambda: client.lost, "the connection is closed")

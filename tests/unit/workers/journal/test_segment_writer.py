@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 from helpers.polling import wait_until
 
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.journal import segment_writer
 from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.journal.segment_writer import SegmentWriter
 from raystow.workers.protocol.messages import START, EntryInfo, Generation, OpenJournal, OpenSegment, SegmentTicket
@@ -27,11 +25,11 @@ class Busy:
         return SegmentTicket(0, "", START, START)
 
 
-def test_the_coordinator_is_asked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinator_is_asked_again_after_a_while() -> None:
     """Once more at once if there are more entries."""
-    monkeypatch.setattr(segment_writer, "_AGAIN", 30.0)
     busy = Busy()
-    writer = SegmentWriter(EntryStore(0), OpenJournal("", "", 0, 0, durable_every=1), lambda: (busy.store, busy))  # type: ignore[arg-type,return-value]
+    opening = OpenJournal("", "", 0, 0, durable_every=1)
+    writer = SegmentWriter(EntryStore(0), opening, lambda: (busy.store, busy), pause=30.0)  # type: ignore[arg-type,return-value]
     thread = threading.Thread(target=writer.run)
     thread.start()
     for step in (1, 2):

@@ -15,7 +15,6 @@ from helpers.no_ray import connect_without_ray
 
 from raystow.storage.errors import ClusterError
 from raystow.storage.stores.settings import JobSettings, StoreAddress
-from raystow.workers.node import actor
 from raystow.workers.node.actor import NODE, RayPeers
 from raystow.workers.node.node import Node
 from raystow.workers.protocol.messages import RankDisconnected
@@ -58,9 +57,9 @@ def test_a_frozen_head_node_does_not_stop_the_copies(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [{"name": f"{NODE}a"}])
     FakeRay().replace(monkeypatch, "nodes").nodes = nodes  # type: ignore[method-assign]
-    monkeypatch.setattr(actor, "_ANSWER", 0.1)
     connect_without_ray(monkeypatch, "a")
     peers = RayPeers()
+    peers.census_patience = 0.1
     with ThreadPoolExecutor() as pool:
         try:
             for _ in range(2):
@@ -68,7 +67,7 @@ def test_a_frozen_head_node_does_not_stop_the_copies(monkeypatch: pytest.MonkeyP
                     pool.submit(peers.nodes).result(10)
         finally:
             end.set()
-        monkeypatch.setattr(actor, "_ANSWER", 10.0)
+        peers.census_patience = 10.0
         assert pool.submit(peers.nodes).result(10) == {"a": "z"}
     assert len(asked) == 1
     assert peers.nodes() == {"a": "z"}

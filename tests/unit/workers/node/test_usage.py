@@ -19,7 +19,7 @@ from raystow.orchestrator.client.presence import AFTER_DEATH, Presence
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, OutcomeUnknown
 from raystow.storage.format import keys
-from raystow.workers.node import node as node_module
+from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.node.node import Node
 from raystow.workers.protocol.messages import AttemptKey, EntryInfo, Generation, Replica
 from raystow.workers.protocol.unix_channel import Connection
@@ -46,7 +46,7 @@ def node(clock: FakeClock) -> Iterator[Node]:
 
 def left(node: Node) -> None:
     """Wait until the node worker has seen the end of its last connection."""
-    wait_until(lambda: not node._usage._visits, "the end of a connection")
+    wait_until(lambda: not node.usage.visits, "the end of a connection")
 
 
 def test_a_worker_that_nobody_comes_to_ends(node: Node, clock: FakeClock) -> None:
@@ -172,11 +172,10 @@ def test_a_worker_stays_for_a_save_until_a_newer_version_exists(
         raise OutcomeUnknown("no answer", subject="version 2")
 
     state = {"w": torch.arange(1000.0)}
-    with monkeypatch.context() as patch:
-        patch.setattr(node_module, "Usage", lambda _: Usage(clock))
-        cluster = LocalCluster(tmp_path.as_uri(), threads=1)
+    cluster, clock.time = LocalCluster(tmp_path.as_uri(), threads=1), SYSTEM.monotonic()
     node = cluster._nodes[0]
     assert isinstance(node, Node)
+    node.usage.clock = clock
     with cluster:
         cluster.save(state, step=1)
         with monkeypatch.context() as patch:

@@ -17,7 +17,6 @@ from raystow.storage.errors import DeadlineExceeded, SaveFailed
 from raystow.storage.runtime.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.tier import MemoryTier
-from raystow.workers.packing import attempt as attempts
 from raystow.workers.packing import chunk_writer
 from raystow.workers.packing import packer as packing
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome, draft
@@ -181,9 +180,8 @@ def test_the_first_digest_of_each_rank_is_checked_and_some_later() -> None:
         packer.discard(delete=True)
 
 
-def test_chunks_for_which_no_thread_can_be_started_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_for_which_no_thread_can_be_started_are_released() -> None:
     """The task that was submitted last is in the pool's queue; those after it are not."""
-    monkeypatch.setattr(attempts, "PACK", 10)
     released, sent, ready = list[str](), list[Any](), threading.Event()
 
     class Full:
@@ -201,7 +199,7 @@ def test_chunks_for_which_no_thread_can_be_started_are_released(monkeypatch: pyt
         port, full = cast(Any, Waiting()), cast(Any, Full())
         shared = Executors(pool, full, pool, MemoryBudget())
         attempt = NodeAttempt(MemoryStore("full"), port, TICKET, shared, OptimizerWatch("memory://full"))
-        chunks = [replace(coded(name, [])[0], coding=Coding(False, False, ("raw",), (5,))) for name in "abcdefg"]
+        chunks = [replace(coded(name, [])[0], coding=Coding(False, False, ("raw",), (packing.PACK // 2,))) for name in "abcdefg"]
         with pytest.raises(RuntimeError, match="new thread"):
             attempt.add_coded(0, [(chunk, [], functools.partial(released.append, chunk.name)) for chunk in chunks])
         assert released == ["e", "f", "g"]

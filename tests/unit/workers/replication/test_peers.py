@@ -36,7 +36,6 @@ from raystow.workers.protocol.messages import (
     RestoreGroup,
 )
 from raystow.workers.protocol.tcp_channel import TcpChannel
-from raystow.workers.replication import peers
 from raystow.workers.replication.peers import Peers
 
 DATA = os.urandom(3_000_000)
@@ -163,8 +162,8 @@ def test_a_restarted_worker_is_found_immediately(cluster):
     assert cluster.asked == {"a": 2}
 
 
-def test_a_read_from_a_frozen_node_times_out(cluster, monkeypatch):
-    monkeypatch.setattr(tcp_channel, "_STALL", 0.2)
+def test_a_read_from_a_frozen_node_times_out(cluster):
+    cluster["b"].peers.stall = 0.2
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel accepts the connection, no process answers
         cluster.workers["a"].peer_server.contact = Contact("127.0.0.1", frozen.getsockname()[1], "00" * 32)
         with pytest.raises(ClusterError, match="timed out"):
@@ -234,10 +233,10 @@ def test_a_node_waits_for_bytes_that_another_node_reads(cluster):
     assert store.read == {"pack": len(DATA)}
 
 
-def test_a_node_stops_waiting_for_a_slow_reader(cluster, monkeypatch, caplog):
+def test_a_node_stops_waiting_for_a_slow_reader(cluster, caplog):
     cluster.limits = PeerLimits(wait=0.01)
     cluster.start("a", "b", "c")
-    monkeypatch.setattr(peers, "_LATE", -1.0)
+    cluster["b"].peers.patience = -1.0
     slow, quick = Counting("pack"), Counting("pack")
     slow.open.clear()
     with ThreadPoolExecutor(1) as threads:
@@ -317,7 +316,7 @@ def test_a_journal_entry_is_copied_to_a_peer_and_read_back(cluster: Cluster) -> 
 
 def test_a_large_entry_is_read_over_several_connections(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_journal, "_LEAST", 100_000)
-    channel, all_of_them = cluster["b"].peers._channel, threading.Barrier(8)
+    channel, all_of_them = cluster["b"].peers.channel, threading.Barrier(8)
 
     def together(node: str) -> TcpChannel:
         """Return a channel once all eight threads have one, so that no thread can reuse the channel of another."""
@@ -325,7 +324,7 @@ def test_a_large_entry_is_read_over_several_connections(cluster: Cluster, monkey
         all_of_them.wait(10)
         return found
 
-    monkeypatch.setattr(cluster["b"].peers, "_channel", together)
+    monkeypatch.setattr(cluster["b"].peers, "channel", together)
     info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 700_001, stored_digest(DATA[:700_001]))
     cluster["a"].journal.store.add(info, DATA[: info.size], own=True)
     assert cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a")).copies == 1

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystow.storage.runtime.clock import SYSTEM
-from raystow.workers.node.actor import _gpu_variables
+from raystow.workers.node.actor import gpu_variables
 from raystow.workers.shm.ring import SLOT, Ring, SlotPart
 from raystow.workers.shm.slots import Slots, SlotUse
 
@@ -107,10 +107,10 @@ def test_small_saves_use_the_memory_of_one_slot() -> None:
     with LocalCluster(f"memory://slots-{SYSTEM.token()}") as cluster:
         for step in range(1, 5):
             cluster.save({"w": np.full(3 << 20, step, np.uint8)}, step=step)
-        ring = cluster._stagings[0][1]._slots.ring
+        ring = cluster._stagings[0][1].ring
         assert 0 < 512 * os.fstat(ring.fd).st_blocks <= SLOT
 
 
 @pytest.mark.parametrize(("version", "is_set"), [("2.50.1", True), ("2.55.0", True), ("2.56.0", False), ("3.0.0.dev0", False)])
 def test_older_ray_versions_are_set_to_keep_gpus_visible(version: str, is_set: bool) -> None:
-    assert bool(_gpu_variables(version)) == is_set
+    assert bool(gpu_variables(version)) == is_set

@@ -22,7 +22,7 @@ from raystow.workers.gpu.encode_request import EncodeRequest
 from raystow.workers.protocol.messages import ComparedChunks, OpenSession, SessionOpened, SlotsFilled
 from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.shm.ring import SLOT, Ring
-from raystow.workers.staging import client, gpu
+from raystow.workers.staging import gpu
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.host import stage_host
 from raystow.workers.staging.plan import SaveOrder
@@ -53,9 +53,8 @@ def frozen() -> Iterator[str]:
     thread.join()
 
 
-def test_a_node_worker_that_opens_no_session_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_worker_that_opens_no_session_is_an_error() -> None:
     """The connection is closed then."""
-    monkeypatch.setattr(client, "_OPENING", 0.1)
     listener, ended = Listener(f"raystow-test-{SYSTEM.token()}"), queue.SimpleQueue[Any]()
 
     def accept() -> None:
@@ -69,7 +68,7 @@ def test_a_node_worker_that_opens_no_session_is_an_error(monkeypatch: pytest.Mon
     thread = threading.Thread(target=accept)
     thread.start()
     with pytest.raises(ClusterError, match=r"did not answer within 0\.1 s"):
-        Staging(listener.name, OPENING)
+        Staging(listener.name, OPENING, patience=0.1)
     assert ended.get(timeout=60) is None
     thread.join()
     listener.close()
@@ -174,11 +173,9 @@ class Urgent(threading.Event):
         return super().wait(timeout)
 
 
-def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str) -> None:
     """Training has the head start again after it has waited."""
-    monkeypatch.setattr(gpu, "HEAD_START", 3600.0)
     plan, over = OnGpu([]), threading.Event()
-    monkeypatch.setattr(gpu, "SYSTEM", SimpleNamespace(sleep=lambda seconds: plan.seen.append(f"slept {seconds:.0f}")))
 
     class Read(threading.Event):
         def set(self) -> None:
@@ -190,7 +187,8 @@ def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeyp
     progress, urgent = SaveProgress(7), Urgent()
     progress.read, progress.urgent = Read(), urgent
     made = Staging(frozen, OPENING)
-    made._devices._encoder = IdleEncoder()
+    made.devices.encoder, made.devices.head_start = IdleEncoder(), 3600.0
+    made.devices.clock = SimpleNamespace(sleep=lambda seconds: plan.seen.append(f"slept {seconds:.0f}"))  # type: ignore[assignment]
     made.submit(SaveOrder(REQUEST, plan, progress, lambda outcome: None))
     assert urgent.waited_for.wait(5)
     plan.seen.append("fence")
@@ -203,15 +201,12 @@ def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeyp
 
 
 @pytest.mark.parametrize(("before", "after"), [("", "w"), ("w", "")])
-def test_a_gpu_tensor_may_change_once_all_chunks_are_read(
-    frozen: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_tensor_may_change_once_all_chunks_are_read(frozen: str, before: str, after: str) -> None:
     """``before``, ``after``: the changed tensor when the tensors were read, and later, when training may change them."""
-    monkeypatch.setattr(gpu, "HEAD_START", 0.0)
     plan, outcomes, progress = OnGpu([]), queue.SimpleQueue[Any](), SaveProgress(7)
-    monkeypatch.setattr(plan, "changed", lambda: after if progress.read.is_set() else before, raising=False)
+    plan.changed = lambda: after if progress.read.is_set() else before  # type: ignore[method-assign]
     made = Staging(frozen, OPENING)
-    made._devices._encoder = IdleEncoder()
+    made.devices.encoder, made.devices.head_start = IdleEncoder(), 0.0
     made.submit(SaveOrder(REQUEST, plan, progress, outcomes.put))
     assert progress.read.wait(5)
     if before:
@@ -257,7 +252,7 @@ def test_compared_chunks_are_described_if_the_save_has_failed() -> None:
 
     order = SaveOrder(replace(REQUEST, delta=1), OnGpu([]), SaveProgress(7), lambda outcome: None)
     devices = gpu.DeviceStaging(StagingSlots(Ring.create(SLOT), posted.append), posted.append, "auto", "training", 0.0)
-    devices._encoder = Comparing()
+    devices.encoder = Comparing()
 
     def post(message: Any) -> None:
         order.check()
@@ -274,10 +269,10 @@ def test_close_frees_the_rest_if_the_encoder_cannot_close(frozen: str) -> None:
             raise RuntimeError("CUDA error")
 
     made, connection = Staging(frozen, OPENING), NodeConnection(cast(Any, None), cast(Any, (None,) * 3), codec="auto")
-    made._devices._encoder = Broken()
+    made.devices.encoder = Broken()
     connection._staging = made
     with pytest.raises(RuntimeError, match="CUDA error"):
         connection.reset()
     assert not connection.made, "the next save connects again"
-    assert made._connection._socket.fileno() < 0
-    assert not hasattr(made._slots.ring, "memory")
+    assert made.connection.fileno() < 0
+    assert not hasattr(made.ring, "memory")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +10,14 @@ import pytest
 from helpers.builders import overwrite_root
 from helpers.fake_clock import FakeClock
 from helpers.killed_store import Killed, KilledStore
+from helpers.scripted_store import script
 from helpers.training_versions import bits, collect, thin, weights
 
 from raystow.storage.commit.committer import Committer
 from raystow.storage.commit.leases import Lease
 from raystow.storage.errors import Damaged, Fenced, StoreUnavailable
 from raystow.storage.format import keys
-from raystow.storage.object_store import ObjectStore
+from raystow.storage.object_store import Buffer, ObjectStore
 from raystow.storage.repository import Repository
 from raystow.storage.retention import replacement
 from raystow.storage.retention.policy import Policy
@@ -64,7 +65,6 @@ def test_thinning_yields_to_a_concurrent_change(
     clock: FakeClock,
     event: Callable[[Repository], None],
     moment: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = replacement.plan(repository, repository.version(1).entry, replacement.thin(2))
     happened: list[dict[str, dict[str, bytes]]] = []
@@ -78,8 +78,14 @@ def test_thinning_yields_to_a_concurrent_change(
     if moment == "before":
         happens()
     elif moment == "before its lease":
-        lease = repository.lease
-        monkeypatch.setattr(repository, "lease", lambda version: (happens(), lease(version))[1])
+        put = repository.store.put
+
+        def put_after_the_event(key: str, parts: Sequence[Buffer]) -> None:
+            if keys.leased(key) is not None:
+                happens()
+            put(key, parts)
+
+        script(repository.store, put=put_after_the_event)
     assert plan.execute(progress=happens) is None
     assert {str(v.entry): weights(v) for v in repository.versions()} == happened[0]
     clock.time += 4 * 3600
@@ -128,7 +134,7 @@ def test_the_note_of_an_attempt_without_objects_is_removed(
     repository: Repository, committer: Committer, clock: FakeClock
 ) -> None:
     plan = replacement.plan(repository, repository.version(1).entry, replacement.thin(2))
-    assert plan._note(None) is not None
+    assert plan.note(None) is not None
     (garbage,) = repository.plan_collection().garbage
     assert garbage.kept
     collect(repository, clock)

@@ -104,5 +104,5 @@ def test_arrays_are_copied_as_stored() -> None:
     """Only tensors are derived; arrays and scalars have their own bytes."""
     rows, _ = rows_and_pack({"a": whole(NORM)})
     assert rows[0].kind == ARRAY
-    (bundle,) = rewrite._bundles(rows)
+    (bundle,) = rewrite.bundles(rows)
     assert (bundle.source, bundle.nbytes, math.prod(bundle.rows[0].extent)) == (None, NORM.nbytes, NORM.size)
