@@ -38,6 +38,8 @@ class FreshStart:
 
     def difference(self, plan: SavePlan) -> str:
         """How the restore of a save that was planned would not match, with a remedy; "" if it would."""
+        if self._has_names_of(plan):
+            return ""
         match = self._match(plan)
         lenient = self.rules == ANY_NAMES
         rules = STRICT if lenient else self.rules
@@ -48,6 +50,15 @@ class FreshStart:
         end = "leaves this out" if lenient else "fails"
         what = f"a restart {end}, because its `into` differs from this state: {'; '.join(differences(missing, unused))}"
         return "; ".join([what, " or ".join(filter(None, ["make them match", match.advice((*missing, *unused))]))])
+
+    def _has_names_of(self, plan: SavePlan) -> bool:
+        """Whether all names are equal, as they mostly are: a match of thousands of names takes long."""
+        saved = {view.leaf.name for view in plan.views}.union(name for name, _, _ in plan.values)
+        markers = {leaf.name for leaf in self.leaves if isinstance(leaf.value, AsSaved)}
+        within = tuple(f"{name}." for name in markers)
+        taken = {name for name in saved if name in markers or name.startswith(within)}
+        filled = all(name in taken or any(other.startswith(f"{name}.") for other in taken) for name in markers)
+        return filled and saved - taken == {leaf.name for leaf in self.leaves} - markers
 
     def _match(self, plan: SavePlan) -> NameMatch:
         seeker = Seeker(plan.rank, plan.world_size, plan.world_size)
