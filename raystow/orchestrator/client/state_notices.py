@@ -21,7 +21,7 @@ class StateNotices:
         self._looked = self._compared = rank != 0
         self._before: tuple[int, Mapping[str, str]] | None = None
 
-    def tell(self, warn: Callable[[str], None], saved: SavedState, step: int, fresh: FreshStart | None) -> None:
+    def report(self, warn: Callable[[str], None], saved: SavedState, step: int, fresh: FreshStart | None) -> None:
         """Call ``warn`` with each notice about a save. ``fresh``: the restore before it, if that has found no version."""
         if self._looked and self._compared:
             return

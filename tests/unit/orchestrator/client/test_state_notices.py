@@ -36,7 +36,7 @@ class Saves:
         """The notices about a save."""
         found = list[str]()
         plan = plan_save(state, rank=self._rank, world_size=self._rank + 1, on_gpu=False)
-        self._notices.tell(found.append, SavedState(state, plan), step, self._fresh)
+        self._notices.report(found.append, SavedState(state, plan), step, self._fresh)
         return found
 
 
