@@ -43,7 +43,7 @@ def train(self: Rank, complete: bool) -> list[tuple[tuple[str, ...], list[str]]]
     return found
 
 
-def test_what_is_missing_is_noticed_by_rank_0(tmp_path: Path) -> None:
+def test_rank_0_notices_missing_parts(tmp_path: Path) -> None:
     first, other = every(start(str(tmp_path), 2), "do", train, False)
     for step, (warnings, logged) in enumerate(first, 1):
         assert logged == [f"save of step {step}: {text}" for text in warnings]

@@ -12,10 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class StateNotices:
-    """Looks at the first save after a step, and at the first two of different steps; later saves cost nothing.
-
-    Never raises: a state that can be saved is saved, whatever this module makes of it. Only rank 0 looks.
-    """
+    """Examines the first save after a step, and compares the plain values of the first two of different steps, on rank 0. Later
+    saves cost nothing. Never raises: a state that cannot be examined is saved all the same."""
 
     def __init__(self, rank: int) -> None:
         self._looked = self._compared = rank != 0
