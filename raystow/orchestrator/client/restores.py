@@ -24,7 +24,7 @@ class Restores:
     """Restores in turn. ``timeout``: seconds to wait for ranks that do not read on.
 
     Attributes:
-        fresh: The last restore of rank 0, if it has found no version.
+        fresh: The last restore of rank 0, if it has found no version and no save has been compared with it.
     """
 
     fresh: FreshStart | None

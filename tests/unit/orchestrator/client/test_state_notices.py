@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,14 @@ class Saves:
     """The saves of one rank. ``into``: of a restore that has found no version."""
 
     def __init__(self, into: State | None = None, rules: NameRules = STRICT, rank: int = 0) -> None:
-        self._notices, self._rank = StateNotices(rank), rank
-        self._fresh = None if into is None else FreshStart.of(ObjectTree(into, what="into").into(), rules)
+        fresh = None if into is None else FreshStart.of(ObjectTree(into, what="into").into(), rules)
+        self._notices, self._rank = StateNotices(rank, SimpleNamespace(fresh=fresh)), rank  # type: ignore[arg-type]
 
     def save(self, state: State, step: int = 1) -> list[str]:
         """The notices about a save."""
         found = list[str]()
         plan = plan_save(state, rank=self._rank, world_size=self._rank + 1, on_gpu=False)
-        self._notices.report(found.append, SavedState(state, plan), step, self._fresh)
+        self._notices.report(found.append, SavedState(state, plan), step)
         return found
 
 
