@@ -182,6 +182,7 @@ def test_the_journal_learns_of_a_save_before_its_failure() -> None:
         "_in_flight": SavesInFlight(cluster, parties, limit=1, timeout=60.0, log=rank._log),  # type: ignore[arg-type]
         "_recorder": SimpleNamespace(saved=lambda step: events.append(f"saved {step}")),
         "_node": SimpleNamespace(staging=lambda _: fail(events)),
+        "_notices": SimpleNamespace(report=lambda *_: None),
     }
     for name, part in parts.items():
         setattr(rank, name, part)
