@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from ...state.lossy.profiles import Lossy
+from ...state.omissions import SavedState
 from ...state.planner import Planner, SavePlan, plan_save, tensors_of
 from ...state.tree import State, contains_placeholders
 from ...storage.arguments import integer
@@ -49,6 +50,7 @@ from .rank_discovery import placement
 from .restores import Restores
 from .saves_in_flight import SavesInFlight
 from .startup import Startup
+from .state_notices import StateNotices
 from .version_callbacks import VersionCallback, VersionCallbacks
 
 if TYPE_CHECKING:
@@ -144,6 +146,7 @@ class Checkpointer:
         keep = self._memory.cache_seconds
         self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=self._on_fenced, keep=keep)
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
+        self._notices = StateNotices(self.rank, self._restores)
         reports = FailureReports(self._startup.report_failure, self._log)
         self._due_steps = DueSteps(functools.partial(next_save, self._startup, on_fenced), self._log)
         self._subscribers = OutcomeSubscribers(self.failures, reports, version_callbacks, uri=self.uri)
@@ -245,6 +248,7 @@ class Checkpointer:
         if self._recorder is not None:
             self._recorder.saved(step)
         progress = SaveProgress(step, number=number, uri=self.uri, log=self._log)
+        self._notices.report(progress.warn, SavedState(state, plan), step)
         outcome = self._in_flight.begin(progress)
         with progress.blocking(start):
             try:

@@ -14,16 +14,24 @@ from ...storage.versions.version import Version
 from ...workers.protocol.messages import RestoreVote
 from ..restore.agreed import restore_agreed
 from ..restore.agreement import ClusterAgreement
+from ..restore.fresh_start import FreshStart
 from ..restore.name_match import names_digest
 from ..restore.planner import RestoreOptions
 from .startup import Startup
 
 
 class Restores:
-    """Restores in turn. ``timeout``: seconds to wait for ranks that do not read on."""
+    """Restores in turn. ``timeout``: seconds to wait for ranks that do not read on.
+
+    Attributes:
+        fresh: The last restore of rank 0, if it has found no version and no save has been compared with it.
+    """
+
+    fresh: FreshStart | None
 
     def __init__(self, startup: Startup, timeout: float) -> None:
         self._startup, self._timeout, self._numbers = startup, timeout, itertools.count(1)
+        self.fresh = None
 
     def run(
         self,
@@ -48,6 +56,7 @@ class Restores:
         agreement = ClusterAgreement(repository, self._startup.port, vote, self._numbers, address, here=here)
         with objects.named():
             restored = restore_agreed(repository, tree, agreement, options, progress=progress)
+            self.fresh = FreshStart.of(tree, options.names) if restored is None and options.rank == 0 else None
         if restored is not None:
             objects.load(options.rank, options.world_size)
             record(RESTORE, SYSTEM.monotonic() - begun, repository=repository.uri)

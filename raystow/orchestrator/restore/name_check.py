@@ -99,7 +99,7 @@ def check_names(version: Version, match: NameMatch, rules: NameRules, unused: Co
     missing, unused = sorted(leaf.name for leaf in match.missing if leaf.name not in rules.missing), sorted(unused)
     if not (missing or unused):
         return
-    parts, arguments = _parts(missing, unused), []
+    parts, arguments = differences(missing, unused), []
     if missing:
         arguments.append(proposal("allow_missing", missing, match.used, given=rules.missing.texts))
     if unused:
@@ -119,7 +119,7 @@ def report_left_out(version: Version, match: NameMatch, seeker: Seeker, peers: O
     left = sorted({*match.tensors, *match.values}) if seeker.rank == 0 else []
     if missing or left:
         why = f", which {_thinned(version)}," if version.record.thinned is not None else ""
-        logger.warning("version %d%s is restored in part: %s", version.id, why, "; ".join(_parts(missing, left)))
+        logger.warning("version %d%s is restored in part: %s", version.id, why, "; ".join(differences(missing, left)))
 
 
 def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: Seeker, rules: NameRules) -> None:
@@ -147,7 +147,8 @@ def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: S
             logger.warning(what, seeker.saved, seeker.world_size - 1, _with_ranks(match.lost))
 
 
-def _parts(missing: Sequence[str], unused: Sequence[str]) -> list[str]:
+def differences(missing: Sequence[str], unused: Sequence[str]) -> list[str]:
+    """The names that only one side has, as texts."""
     both = (("in `into` but not saved", missing), ("saved but not in `into`", unused))
     return [f"{title}: {_listed(names)}" for title, names in both if names]
 
