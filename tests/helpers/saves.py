@@ -61,7 +61,7 @@ class Cluster:
     def no_journal(self, _: object) -> Any:
         raise ClusterError("the coordinator is gone")
 
-    settle_journal = reading = no_journal
+    send = no_journal
 
     def wait(self) -> Any:
         return SimpleNamespace(repository=self._repository.id)

@@ -58,7 +58,7 @@ class StoreBox:
         if self.run is not None:
             self.run.write()
         self.run = SegmentRun(self._folder, every=every)
-        return self.run.journal(SimpleNamespace(model=model, optimizer=optimizer))
+        return Journal(self.run.recorder(SimpleNamespace(model=model, optimizer=optimizer)))
 
 
 def count_of(optimizer: torch.optim.Optimizer) -> int:

@@ -9,7 +9,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -281,7 +280,7 @@ def test_a_repeated_step_replaces_the_earlier_one() -> None:
 def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recording resumes at the next save; the training continues, and each unrecorded step is counted."""
     counted = Counter[metrics.Metric]()
-    monkeypatch.setattr(metrics, "_recorder", SimpleNamespace(record=lambda metric, value, tags: counted.update([metric])))
+    monkeypatch.setattr(metrics, "_recorder", lambda metric, value, tags: counted.update([metric]))
     box, run = EntryBox(), Run()
     box.refuse = {3}
     recorder = box.recorder(run.model, run.opt)

@@ -416,7 +416,7 @@ def test_a_put_without_an_answer_is_resolved_by_a_read(repository: Repository, a
 def test_records_of_a_newer_format_raise_unsupported(repository: Repository) -> None:
     (version,) = commit(repository)
     key = keys.record(version.id, version.attempt)
-    newer = records.dump({"repository": repository.id}, key).partition(b"\n")[2].replace(b'"format": 1', b'"format": 2')
+    newer = records.dump({"repository": repository.id}, key).partition(b"\n")[2].replace(b'"format":1', b'"format":2')
     repository.store.put(key, [f'{{"digest": "{stored_digest(newer).hex()}",\n'.encode() + newer])
     lose(repository)
     with pytest.raises(Unsupported, match="upgrade"):
