@@ -58,14 +58,6 @@ class Training:
         with self.started(END) as (process, printed):
             wait_until(lambda: text in printed.read_text() or process.poll() is not None, f"the training prints {text!r}", 300)
 
-    def run_without_workers(self, text: str) -> str:
-        """Kill its workers of Ray Train when they have printed a text, and run it to its end."""
-        with self.started(END) as (process, printed):
-            wait_until(lambda: text in printed.read_text(), f"the training prints {text!r}", 300)
-            kill(process.pid, "RayTrainWorker")
-            assert process.wait(timeout=300) == 0, printed.read_text()
-        return printed.read_text()
-
 
 def kill(pid: int, only: str = "") -> None:
     """Kill a process and its descendants, children first: torchrun would end them otherwise. ``only``: those of this name."""
@@ -109,15 +101,6 @@ def test_a_killed_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     killed.run_until("step 17:")
     assert "raystow: resumed at step " in killed.run()
     assert content(killed.folder / "runs" / "replay") == content(whole.folder / "runs" / "replay")
-
-
-@pytest.mark.long
-def test_killed_workers_of_ray_train_resume_bit_for_bit(tmp_path: Path) -> None:
-    whole, killed = (Training(tmp_path / name, "local", str(SCRIPTS / "fsdp2_run.py"), "runs") for name in ("whole", "killed"))
-    whole.run()
-    assert "resumed at step " in killed.run_without_workers("step 17: rank 1")
-    place = Path("runs", "fsdp2", "raystow")
-    assert content(killed.folder / place) == content(whole.folder / place)
 
 
 # Ranks on a shared cluster
