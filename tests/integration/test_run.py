@@ -59,14 +59,13 @@ class Training:
             wait_until(lambda: text in printed.read_text() or process.poll() is not None, f"the training prints {text!r}", 300)
 
 
-def kill(pid: int, only: str = "") -> None:
-    """Kill a process and its descendants, children first: torchrun would end them otherwise. ``only``: those of this name."""
+def kill(pid: int) -> None:
+    """Kill a process and its descendants, children first: torchrun would end them otherwise."""
     with contextlib.suppress(psutil.NoSuchProcess):
         first = psutil.Process(pid)
         for one in (*first.children(recursive=True), first):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if only in " ".join(one.cmdline()):
-                    one.kill()
+                one.kill()
 
 
 def content(uri: Path) -> tuple[int, dict[str, bytes], list[dict[str, object]]]:
