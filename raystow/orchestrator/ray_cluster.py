@@ -49,6 +49,16 @@ def connect(address: str = "auto") -> RayConnection:
     return RayConnection.here()
 
 
+def is_here() -> bool:
+    """Whether this machine belongs to a cluster, also to one that does not answer or refuses this process."""
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS") == "local":
+        return bool(ray.is_initialized())
+    try:
+        return bool(head_node.listens(get_ray_address_from_environment("auto", None)))
+    except OSError:
+        return False
+
+
 def start_here() -> RayConnection:
     """Start a cluster on this machine, which ends with this process."""
     with same_random_state():

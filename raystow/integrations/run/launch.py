@@ -9,7 +9,7 @@ from typing import Any
 from ...orchestrator import ray_cluster
 from ...orchestrator.client.checkpointer import Checkpointer
 from ...orchestrator.client.rank_discovery import placement, train_worker
-from ...storage.errors import ClusterError, StateError
+from ...storage.errors import StateError
 
 
 def start(uri: str | os.PathLike[str] | None, options: dict[str, Any]) -> Checkpointer:
@@ -22,11 +22,8 @@ def start(uri: str | os.PathLike[str] | None, options: dict[str, Any]) -> Checkp
     if uri is None:
         raise StateError("no repository is named", subject="uri", remedy="pass uri=; only Ray Train knows a place for versions")
     _, world_size = placement(options.get("rank"), options.get("world_size"))
-    try:
-        ray_cluster.connect()
-    except ClusterError:
-        if world_size > 1 or os.environ.get("RAY_ADDRESS", "local") != "local":
-            raise
+    address = os.environ.get("RAY_ADDRESS", "")
+    if world_size == 1 and address in ("", "local") and not ray_cluster.is_here():
         ray_cluster.start_here()
         say(f"started a Ray cluster on this machine, which ends with process {os.getpid()}")
     return Checkpointer(uri, **options)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
+from ...state.object_places import is_object
 from ...storage.errors import StateError
 
 _REMEDY = "put it in a dict, which is filled in place"
@@ -46,7 +48,7 @@ class Members:
 
 def check(name: str, value: object) -> None:
     """Raise ``StateError`` for an object that a restore cannot change in place."""
-    if isinstance(value, torch.Tensor | dict | list) or _is_stateful(value) or _is_array(value):
+    if isinstance(value, torch.Tensor | np.ndarray | dict | list) or is_object(value):
         return
     raise StateError(f"a {type(value).__name__} cannot change in place", subject=name, remedy=_REMEDY)
 
@@ -54,7 +56,7 @@ def check(name: str, value: object) -> None:
 def _objects(node: object, path: str) -> Iterator[tuple[str, object]]:
     for key, value in _items(node):
         yield from _objects(value, f"{path}.{key}" if path else str(key))
-    if _is_stateful(node):
+    if is_object(node):
         yield path, node
 
 
@@ -72,7 +74,7 @@ def _values(node: Any) -> object:
         return {key: _values(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
         return [_values(value) for value in node]
-    return node.state_dict() if _is_stateful(node) else node
+    return node.state_dict() if is_object(node) else node
 
 
 def _load(node: Any, values: Any) -> Any:
@@ -89,22 +91,14 @@ def _load(node: Any, values: Any) -> Any:
         return node
     if isinstance(node, tuple):
         return type(node)(_load(one, value) for one, value in zip(node, values, strict=True))
-    if _is_stateful(node):
+    if is_object(node):
         node.load_state_dict(values)
         return node
     if isinstance(node, torch.Tensor):
         with torch.no_grad():
             node.copy_(values)
         return node
-    if _is_array(node):
+    if isinstance(node, np.ndarray):
         node[...] = values
         return node
     return values
-
-
-def _is_stateful(node: object) -> bool:
-    return isinstance(getattr(node, "state_dict", None), Callable) and hasattr(node, "load_state_dict")  # type: ignore[arg-type]
-
-
-def _is_array(node: object) -> bool:
-    return type(node).__module__ == "numpy" and type(node).__name__ == "ndarray"

@@ -146,7 +146,7 @@ class Run:
                 self._checkpointer.guard(optimizer)
             state = {**self._shared, **{name: PerRank(value) for name, value in self._per_rank.items()}}
             version = self._checkpointer.restore_latest(into=state)
-            recorded = self._recorded(members, version)
+            recorded = self._recorded(members)
             step = 0 if version is None else version.step
             if recorded is not None:
                 step = recorded.replay(step)
@@ -184,7 +184,7 @@ class Run:
         replayed = f", replayed {step - since} steps" if step > since else ""
         say(f"resumed at step {step}, {source}{replayed}")
 
-    def _recorded(self, members: Members, version: Version | None) -> RecordedSteps | None:
+    def _recorded(self, members: Members) -> RecordedSteps | None:
         if not self._journaled:
             return None
         return RecordedSteps(self._checkpointer, members, self._after_step, durable_every=self._durable_every)
