@@ -30,7 +30,7 @@ class Training:
 
     def __init__(self, folder: Path, address: str, *command: str) -> None:
         self.folder, self._command = folder, command
-        self._environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"}
+        self._environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1", "RAY_DEDUP_LOGS": "0"}
         folder.mkdir()
 
     @contextlib.contextmanager
@@ -59,13 +59,20 @@ class Training:
             wait_until(lambda: text in printed.read_text() or process.poll() is not None, f"the training prints {text!r}", 300)
 
 
-def kill(pid: int) -> None:
-    """Kill a process and its descendants, children first: torchrun would end them otherwise."""
+def kill(pid: int, only: str = "") -> None:
+    """Kill a process and its descendants, children first: torchrun would end them otherwise. ``only``: those of this name."""
     with contextlib.suppress(psutil.NoSuchProcess):
         first = psutil.Process(pid)
         for one in (*first.children(recursive=True), first):
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                if only in " ".join(one.cmdline()):
+                    one.kill()
+
+
+def has_version(uri: Path) -> bool:
+    with contextlib.suppress(raystow.NotARepository):
+        return raystow.latest(uri) is not None
+    return False
 
 
 def content(uri: Path) -> tuple[int, dict[str, bytes], list[dict[str, object]]]:
@@ -100,6 +107,21 @@ def test_a_killed_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     killed.run_until("step 17:")
     assert "raystow: resumed at step " in killed.run()
     assert content(killed.folder / "runs" / "replay") == content(whole.folder / "runs" / "replay")
+
+
+@pytest.mark.long
+def test_killed_workers_of_ray_train_resume_bit_for_bit(tmp_path: Path) -> None:
+    """They are killed after the first of many versions."""
+    steps, place = 100, Path("runs", "fsdp2", "raystow")
+    whole, killed = (Training(tmp_path / name, "local", str(SCRIPTS / "fsdp2_run.py"), "runs") for name in ("whole", "killed"))
+    whole.run(steps)
+    with killed.started(steps) as (process, printed):
+        wait_until(lambda: process.poll() is not None or has_version(killed.folder / place), "a version", 300)
+        kill(process.pid, "RayTrainWorker")
+        assert process.wait(timeout=300) == 0, printed.read_text()
+    assert "raystow: resumed at step " in printed.read_text()
+    assert content(killed.folder / place) == content(whole.folder / place)
+    assert content(killed.folder / place)[0] == steps
 
 
 # Ranks on a shared cluster
