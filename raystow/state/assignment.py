@@ -21,6 +21,35 @@ SMALL = 64 << 10
 """Bytes up to which a shard of several ranks is not split, so that a reader asks one node for it."""
 
 
+HOST_LEAST = 256 << 20
+"""Bytes in host memory from which on a GPU codes them."""
+
+
+@dataclass(frozen=True)
+class GpuCoding:
+    """What GPUs code. ``tensors``: whether they code the tensors in their memory. ``host``: the CUDA device that codes those in
+    host memory; None: the node worker does."""
+
+    tensors: bool = True
+    host: int | None = None
+
+    def suited(self, shards: Iterable[Shard]) -> GpuCoding:
+        """The same, but nothing of host memory if that is too little for the device memory that the coding takes."""
+        if self.host is None or sum(shard.nbytes for shard in shards if self._from_host(shard)) >= HOST_LEAST:
+            return self
+        return GpuCoding(self.tensors)
+
+    def coder(self, shard: Shard) -> int | None:
+        """The device that codes a shard. The node worker codes integers, since it also finds repetitions, and what is small."""
+        if self._from_host(shard):
+            return self.host
+        return shard.device if self.tensors and 0 not in shard.extent and shard.format.is_float else None
+
+    @staticmethod
+    def _from_host(shard: Shard) -> bool:
+        return shard.device is None and shard.format.is_float and shard.nbytes > SMALL
+
+
 @dataclass(frozen=True)
 class ChunkAssignment:
     """What one rank stores of its ``shards``. ``parts``: by the device that codes them (None: the node worker). ``sources``: by
@@ -37,9 +66,9 @@ class ChunkAssignment:
 
 
 def assign_chunks(
-    shards: tuple[Shard, ...], sources: Mapping[int, int], *, rank: int, world_size: int, on_gpu: bool
+    shards: tuple[Shard, ...], sources: Mapping[int, int], *, rank: int, world_size: int, gpus: GpuCoding
 ) -> ChunkAssignment:
-    """Cut shards into chunks and assign them. ``sources``: see ``ChunkAssignment``. ``on_gpu``: GPUs code their tensors."""
+    """Cut shards into chunks and assign them. ``sources``: see ``ChunkAssignment``."""
     derived = {i: source for i, source in sources.items() if _is_derived(shards[i], shards[source])}
     everyone = tuple(range(world_size))
     dependents: dict[int, list[Shard]] = defaultdict(list)
@@ -49,8 +78,9 @@ def assign_chunks(
     followers: dict[int, list[Shard]] = {}  # by the identity of their source
     for i, shard in enumerate(shards):
         if i not in derived:
-            device = _coder(shard) if on_gpu else None
-            limit = HOST_CHUNK if device is None else DEVICE_CHUNK
+            device = gpus.coder(shard)
+            # Of host memory all ranks make the same chunks, whether they have a GPU or not.
+            limit = HOST_CHUNK if device is None or shard.device is None else DEVICE_CHUNK
             packs, followers[id(shard)] = _group_of([shard, *dependents[i]]), dependents[i]
             alike[shard.holders or everyone] += [PlannedChunk(shard, cut, device, packs) for cut in cuts(shard, limit)]
     mine: dict[int | None, list[PlannedChunk]] = defaultdict(list)
@@ -76,11 +106,6 @@ def _is_derived(shard: Shard, source: Shard) -> bool:
     if shard.dtype == source.dtype:
         return shard.selector == source.selector
     return shard.selector is None and (source.selector is None or source.selector.preserves_cast(source.dtype, shard.dtype))
-
-
-def _coder(shard: Shard) -> int | None:
-    """The device that codes a shard. The node worker codes integers, since it also finds repetitions."""
-    return shard.device if 0 not in shard.extent and shard.format.is_float else None
 
 
 def _follower(shard: Shard, source: PlannedChunk) -> PlannedDerived:

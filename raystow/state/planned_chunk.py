@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..storage.coding import dtypes
 from ..storage.coding.kernels import Bytes
@@ -52,9 +53,14 @@ class PlannedChunk:
         return self.shard.format
 
     @property
+    def on_host(self) -> bool:
+        """Whether its words are in host memory."""
+        return self.shard.device is None
+
+    @property
     def origin(self) -> int | None:
-        """The device address of its words; None if they are not contiguous."""
-        place = self.shard.place
+        """The device address of its words; None if they are not contiguous, or in host memory."""
+        place = None if self.on_host else self.shard.place
         return None if place is None else place + self.cut.start
 
     @property
@@ -68,8 +74,16 @@ class PlannedChunk:
         rule = self.shard.rule
         return (self.dtype.width - 1,) if rule is None else rule.planes(self.dtype.name)
 
-    def gather(self) -> torch.Tensor:
-        """A contiguous copy of its words as they are stored, made on the current stream of the device."""
+    def host_words(self) -> npt.NDArray[np.void]:
+        """Its words in host memory."""
+        words: npt.NDArray[np.void] = self._bits()
+        return words
+
+    def gather(self, uploaded: torch.Tensor | None = None) -> torch.Tensor:
+        """A contiguous copy of its words as they are stored, made on the current stream of the device. ``uploaded``: a
+        copy of its words in host memory, uint8, which is used up."""
+        if uploaded is not None:
+            return uploaded if self.shard.rule is None else self._round(uploaded.view(words_of(self.dtype.itemsize)))
         words: torch.Tensor = self._bits()
         if self.shard.rule is None:
             return words.contiguous()

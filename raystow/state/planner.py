@@ -14,7 +14,7 @@ from ..storage.format import values
 from ..storage.format.manifest import path_text
 from ..storage.limits import MAX_ROWS
 from ..storage.runtime.gc_pause import uncollected
-from .assignment import ChunkAssignment, assign_chunks
+from .assignment import ChunkAssignment, GpuCoding, assign_chunks
 from .derived_tensors import DerivedTensors
 from .lossy import rounded_chunk
 from .lossy.profiles import Lossy
@@ -51,7 +51,7 @@ class Planner:
             check_memory(view.leaf, view.local, view.shard.reach)
         known = [view.shard for view in plan.views]
         sources = self.derived.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
-        key, last = [shard.identity for shard in known], self._last
+        key, last = [plan.gpus, *(shard.identity for shard in known)], self._last
         if last is not None and sources is last.sources and key == self._key:
             shards = last.shards
             for kept, view in zip(shards, plan.views, strict=True):
@@ -60,7 +60,7 @@ class Planner:
             shards, last = plan.shards, None
             self._rules.ask(shards)
         if self._rules.choose(shards, plan.ready) or last is None:
-            last = assign_chunks(shards, sources, rank=plan.rank, world_size=plan.world_size, on_gpu=plan.on_gpu)
+            last = assign_chunks(shards, sources, rank=plan.rank, world_size=plan.world_size, gpus=plan.gpus)
             self._last, self._key = last, key
         return last
 
@@ -74,7 +74,7 @@ class Planner:
 class SavePlan:
     """What one rank saves. Only the staging thread uses what is computed at first use.
 
-    ``views``: its tensors. ``on_gpu``: GPUs code their tensors. ``planner``: the same for all saves of this rank; ``save``: the
+    ``views``: its tensors. ``gpus``: what GPUs code. ``planner``: the same for all saves of this rank; ``save``: the
     number of the save, the same on all ranks. ``writes``: finds tensors that change before they are read. The other properties
     are computed at first use, which is not on the training thread.
     """
@@ -84,7 +84,7 @@ class SavePlan:
     views: tuple[TensorView, ...]
     values: tuple[tuple[str, str, str], ...]
     ready: Mapping[int, torch.cuda.Event]
-    on_gpu: bool
+    gpus: GpuCoding
     planner: Planner
     save: int
     writes: WriteCheck
@@ -126,6 +126,11 @@ class SavePlan:
         """Raw bytes that this rank stores."""
         return sum(piece.nbytes for piece in self.pieces)
 
+    @property
+    def on_host(self) -> int:
+        """Bytes of this rank's tensors in host memory."""
+        return sum(view.shard.nbytes for view in self.views if view.shard.device is None)
+
     def rounded(self) -> dict[str, Rounded]:
         return {
             shard.leaf.name: rounded_chunk.check(shard.leaf.name, shard.rule, shard.findings.values())
@@ -155,12 +160,12 @@ def plan_save(
     *,
     rank: int,
     world_size: int,
-    on_gpu: bool = True,
+    gpus: GpuCoding | None = None,
     planner: Planner | None = None,
     save: int = 1,
 ) -> SavePlan:
-    """Plan a save, and copy tensors of the host that may change at once. ``planner``: the same for all saves of a rank.
-    ``save``: its number.
+    """Plan a save, and copy tensors of the host that may change at once. ``gpus``: what GPUs code; None: the tensors in their
+    memory. ``planner``: the same for all saves of a rank. ``save``: its number.
 
     Raises ``StateError`` with the path of anything that cannot be stored.
     """
@@ -168,9 +173,12 @@ def plan_save(
     tree = objects.saved(rank)
     with objects.named():
         views, rows = _leaves(planner, tree, rank)
-    ready = {device: _record_event(device) for device in {view.shard.device for view in views} if device is not None}
+    gpus = (gpus or GpuCoding()).suited([view.shard for view in views])
+    ready = {
+        device: _record_event(device) for device in {gpus.host, *(view.shard.device for view in views)} if device is not None
+    }
     views, writes = copy_unguarded(views)
-    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, writes)
+    return SavePlan(rank, world_size, views, rows, ready, gpus, planner, save, writes)
 
 
 def tensors_of(state: object, rank: int) -> object:

@@ -34,12 +34,14 @@ def uri(options: dict[str, Any]) -> Iterator[str]:
         # The transfer of 1 GiB through a ring of 112 MiB takes longer than 0.03 s.
         pytest.param({"memory": 128 * MIB, "threads": 1}, 8, "layer", id="coded in the training process"),
         pytest.param({"memory": 128 * MIB, "threads": 1}, 8, "small", id="a small tensor"),
+        pytest.param({"memory": 128 * MIB, "threads": 1, "host": 0}, 8, "layer", id="in host memory, coded by the GPU"),
         # The copy of 2 GiB for the node worker takes longer than 0.03 s.
         pytest.param({"memory": 256 * MIB, "process": "node"}, 16, "layer", id="coded in the node worker"),
     ],
 )
 def test_a_tensor_changed_during_its_save_is_named(uri: str, options: dict[str, Any], layers: int, changed: str) -> None:
-    state = {f"layer{i}": torch.randn(32 * MIB, device="cuda") * 0.02 for i in range(layers)}
+    device = "cpu" if "host" in options else "cuda"
+    state = {f"layer{i}": torch.randn(32 * MIB, device="cuda").mul(0.02).to(device) for i in range(layers)}
     state["small"] = torch.zeros(9, device="cuda")
 
     def change() -> None:

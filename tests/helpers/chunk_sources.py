@@ -18,6 +18,7 @@ class Source:
     name: str
     tensor: torch.Tensor
     coded: tuple[int, ...] = ()  # planes; none: the highest
+    on_host = False
 
     @property
     def dtype(self) -> dtypes.DType:

@@ -20,11 +20,12 @@ from raystow.storage.coding.kernels import Bytes
 from raystow.workers.gpu.encode.encode_plan import Batch, EncodePlan, Group, Limits
 from raystow.workers.gpu.encode.jobs import Job
 from raystow.workers.gpu.encode.pinned_ring import PinnedRing, RingRun
+from raystow.workers.gpu.encode_request import DeviceSource
 from raystow.workers.protocol.messages import BatchBytes, ChunkInfo, CodedBatches, CodedPlanes
 
 
 @dataclass(frozen=True)
-class HostSource:
+class HostSource(DeviceSource):
     """A chunk in host memory. A ``scattered`` chunk has no address."""
 
     name: str
@@ -46,7 +47,7 @@ class HostSource:
     def planes(self) -> tuple[int, ...]:
         return self.high or (self.dtype.width - 1,)
 
-    def gather(self) -> torch.Tensor:
+    def gather(self, uploaded: torch.Tensor | None = None) -> torch.Tensor:
         return torch.from_numpy(self.raw)
 
     def describe(self) -> ChunkInfo:

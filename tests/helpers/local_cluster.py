@@ -27,6 +27,7 @@ from raystow import __version__
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.orchestrator.coordinator.delta_schedule import Delta
 from raystow.orchestrator.coordinator.requests import handle
+from raystow.state.assignment import GpuCoding
 from raystow.state.lossy.profiles import Lossy
 from raystow.state.lossy.rules import RuleSelector
 from raystow.state.planner import Planner, plan_save
@@ -95,7 +96,8 @@ class KnownStall(SaveProgress):
 
 
 class LocalCluster:
-    """``uri``: the repository, created if missing. ``memory``: bytes for each rank. ``threads``: coding threads of a node."""
+    """``uri``: the repository, created if missing. ``memory``: bytes for each rank. ``threads``: coding threads of a node.
+    ``host``: the CUDA device that codes tensors in host memory."""
 
     def __init__(
         self,
@@ -108,8 +110,10 @@ class LocalCluster:
         process: Literal["training", "node"] = "training",
         lossy: Mapping[str, RuleSelector] | str | None = None,
         delta: Delta = 0,
+        host: int | None = None,
         clock: Clock = SYSTEM,
     ) -> None:
+        self._gpus = GpuCoding(codec != "cpu", host)
         self.repository = create_repository(uri, clock=clock)
         self.uri = self.repository.uri
         self.committer = Committer(self.repository, f"local-{SYSTEM.token()}")
@@ -141,7 +145,7 @@ class LocalCluster:
         seconds that the save reports as its delay of the training.
         """
         planner = Planner(self._lossy)
-        plan = plan_save(state, rank=rank, world_size=world_size, on_gpu=self._codec != "cpu", planner=planner)
+        plan = plan_save(state, rank=rank, world_size=world_size, gpus=self._gpus, planner=planner)
         staging = self._staging(rank, world_size)
         request = first_save(
             self._openings[rank],

@@ -42,6 +42,7 @@ from . import exit_notice
 from .due_steps import DueSteps, next_save
 from .failure_reports import FailureReports
 from .failures import Failures
+from .gpu_coding import GpuCodingChoice
 from .node_connection import NodeConnection
 from .options import Compression, Interval, Memory, Replication, option, usable_codec
 from .outcome_subscribers import OutcomeSubscribers
@@ -140,6 +141,7 @@ class Checkpointer:
         version_callbacks = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
+        self._gpus = GpuCodingChoice(self._compression, self._codec)
         self._saves, self._planner, self._closed = itertools.count(1), Planner(self._lossy), False
         self._recorder: StepRecorder | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
@@ -229,8 +231,8 @@ class Checkpointer:
         step, metrics = integer("step", step, least=0), argument_checks.metrics_of(metrics)
         self._check_open()
         self._startup.wait()
-        on_gpu = self._codec != "cpu"
-        plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, planner=self._planner, save=number)
+        gpus = self._gpus.coding()
+        plan = plan_save(state, rank=self.rank, world_size=self.world_size, gpus=gpus, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
         request = RankSaveRequest(
             rank=self.rank,
@@ -485,7 +487,7 @@ class Checkpointer:
 
     def _plan(self, tree: object) -> SavePlan:
         """Return a plan that prepares saves of a state like this one."""
-        return plan_save(tree, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu")
+        return plan_save(tree, rank=self.rank, world_size=self.world_size, gpus=self._gpus.coding())
 
     def _check_open(self) -> None:
         if self._closed:

@@ -89,7 +89,8 @@ class NodeConnection:
         """The first message: who the rank is, and how much memory its saves may take."""
         member, in_training, machine = self._startup.member, self._compression.process == "training", memory_limit()
         gpus = max(1, ray_cluster.gpus_here(self._startup.connection)) if plan.ready else 0
-        staging = self._memory.staging or default_staging(plan.nbytes if plan.ready else 0, gpus=gpus, machine=machine)
+        left = max(0, machine - gpus * plan.on_host)
+        staging = self._memory.staging or default_staging(plan.nbytes if plan.ready else 0, gpus=gpus, machine=left)
         coded = staging // 8 if plan.ready else staging // 2  # what a GPU has coded stays in the ring until it is uploaded
         # If the rank's share of the node's memory for versions allows.
         keep = two_versions(plan.nbytes) if plan.ready and in_training else 0

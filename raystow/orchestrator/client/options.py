@@ -13,7 +13,7 @@ from ...state.lossy.profiles import Lossy
 from ...state.lossy.rules import RuleSelector
 from ...storage.arguments import integer, refused
 from ...storage.errors import StateError
-from ...workers.staging.plan import CODECS, PROCESSES
+from ...workers.staging.plan import CODECS, HOSTS, PROCESSES
 from ...workers.usage import AFTERWARDS
 from ..argument_checks import LONGEST, memory_of_a_rank, one_of, positive
 
@@ -66,6 +66,8 @@ class Compression:
     Args:
         codec: The codec of tensors on a GPU: "auto", "deflate", "zstd", "ans", "raw", or "cpu", which encodes them on the CPU.
             See ``docs/gpu.md``.
+        host: Where floating-point tensors in host memory are encoded: "cpu", or "auto": on the current CUDA device, if the
+            training has initialized CUDA, they have 256 MiB or more, and 3 GiB of device memory are free at the first save.
         process: The process that encodes tensors on a GPU. "training": the training process, which slows training least.
             "node": the node worker; the training process only copies tensors to 256 MiB of shared device memory.
         lossy: Tensors that are stored with fewer bits: the profile "resume-bounded" or "archive", or rules by group such as
@@ -79,12 +81,14 @@ class Compression:
 
     codec: str = "auto"
     process: str = "training"
+    host: str = "auto"
     lossy: Mapping[str, RuleSelector] | str | None = None
     delta: int | None = None
 
     def __post_init__(self) -> None:
         one_of("Compression.codec", self.codec, CODECS)
         one_of("Compression.process", self.process, PROCESSES)
+        one_of("Compression.host", self.host, HOSTS)
         Lossy.of(self.lossy)
         if self.delta is not None:
             integer("Compression.delta", self.delta, least=0, instead="None")
@@ -148,7 +152,7 @@ class Interval:
 
 def default_staging(nbytes: int, *, gpus: int, machine: int) -> int:
     """The default of ``Memory.staging`` for a rank that stores ``nbytes`` from GPUs, one of ``gpus`` ranks on a machine with
-    ``machine`` bytes of memory.
+    ``machine`` bytes of memory, apart from the states of these ranks in it.
 
     Enough for one whole save, so that staging does not wait for uploads, but at most this rank's share of half the machine. 1 GiB
     without GPUs.

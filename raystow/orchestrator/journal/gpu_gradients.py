@@ -20,7 +20,7 @@ from ...storage.coding.digest import stored_digest
 from ...workers.gpu.encode.encoder import Encoder
 from ...workers.gpu.encode.pinned_ring import PinnedRing
 from ...workers.gpu.encode.stages import Arrived
-from ...workers.gpu.encode_request import EncodeRequest
+from ...workers.gpu.encode_request import DeviceSource, EncodeRequest
 from ...workers.gpu.kernels import bfloat16_kernels, copy_kernels
 from ...workers.journal.entry_writer import EntryWriter
 from ...workers.protocol.messages import ChunkInfo, CodedPart, RecordedTensor
@@ -34,7 +34,7 @@ _SAMPLED, _SAMPLE = 4, 1024  # tensors and elements from which a factor is found
 
 
 @dataclass(frozen=True, eq=False)
-class GradientPiece:
+class GradientPiece(DeviceSource):
     """A part of a tensor in device memory: a ``Source``. ``name``: its number."""
 
     name: str
@@ -70,9 +70,6 @@ class GradientPiece:
     def describe(self) -> ChunkInfo:
         shape = (self.words.numel(),)
         return ChunkInfo(self.name, self.name, "tensor", self.kind, shape, "journal", (0,), shape)
-
-    def gather(self) -> torch.Tensor:
-        return self.words
 
 
 @dataclass

@@ -10,8 +10,13 @@ import numpy as np
 import torch
 
 from ...storage.coding.digest import SecretKeys
+from ...storage.runtime.batches import batches
 from . import kernel_args
 from .kernels import word_kernels
+from .uploads import Uploads
+
+_COPIED = 64 << 20
+"""Bytes of chunks that are copied in device memory at a time."""
 
 
 class _Batch(NamedTuple):
@@ -30,7 +35,10 @@ class Digests:
     The tables of the kernels are made once.
     """
 
-    def __init__(self, sources: Sequence[Any], device: torch.device, *, keys: SecretKeys | None = None) -> None:
+    def __init__(
+        self, sources: Sequence[Any], device: torch.device, *, keys: SecretKeys | None = None, uploads: Uploads | None = None
+    ) -> None:
+        self._uploads = uploads or Uploads(device)
         self._count, self._device, self._keys, self._rows = len(sources), device, keys, 1 if keys is None else 3
         placed = [i for i, source in enumerate(sources) if source.address is not None]
         self._batches = [
@@ -39,7 +47,12 @@ class Digests:
                 sorted(placed, key=lambda i: sources[i].dtype.width), lambda i: sources[i].dtype.width
             )
         ]
-        self._scattered = [(i, source) for i, source in enumerate(sources) if source.address is None]
+        scattered = [(i, source) for i, source in enumerate(sources) if source.address is None]
+        self._scattered = [
+            some
+            for _, alike in itertools.groupby(sorted(scattered, key=_width), _width)
+            for some in batches(list(alike), lambda one: int(one[1].nbytes), _COPIED)
+        ]
 
     def take(self) -> torch.Tensor:
         """Take them on the current stream.
@@ -51,10 +64,11 @@ class Digests:
         sums = torch.zeros((self._rows, self._count), dtype=torch.int64, device=self._device)
         for batch in self._batches:
             self._add(batch, sums)
-        for i, source in self._scattered:  # one at a time: each takes a copy, whose memory is used again on this stream only
-            copy = source.gather()
-            self._add(self._batch([(i, copy.data_ptr(), source.nbytes)], source.dtype.width), sums)
-            del copy
+        for some in self._scattered:  # few at a time: their copies' memory is used again on this stream only
+            copies = self._uploads.gathered([source for _, source in some])
+            chunks = [(i, copy.data_ptr(), source.nbytes) for (i, source), copy in zip(some, copies, strict=True)]
+            self._add(self._batch(chunks, some[0][1].dtype.width), sums)
+            del copies
         host_sums = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
         return host_sums[0] if self._keys is None else host_sums
 
@@ -70,3 +84,7 @@ class Digests:
         got = torch.zeros((self._rows, len(batch.numbers)), dtype=torch.int64, device=self._device)
         word_kernels.digest(batch.table, batch.largest, width=batch.width, packed=batch.packed, digests=got, keys=self._keys)
         sums[:, batch.numbers] = got
+
+
+def _width(numbered: tuple[int, Any]) -> int:
+    return int(numbered[1].dtype.width)

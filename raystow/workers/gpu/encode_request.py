@@ -1,4 +1,4 @@
-"""What the GPU encoders are given: chunks in device memory, and the request to encode those of one device. Needs no torch."""
+"""What the GPU encoders are given: chunks, and the request to encode those of one device. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from ...storage.coding.dtypes import DType
 from ...storage.errors import SaveFailed
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 
 class Source(Protocol):
-    """A chunk of a tensor in device memory."""
+    """A chunk of a tensor in the memory of the device or of the host."""
 
     @property
     def name(self) -> str:
@@ -48,8 +50,29 @@ class Source(Protocol):
     def describe(self) -> ChunkInfo:
         """Return the fields of its manifest row that are known before coding."""
 
-    def gather(self) -> torch.Tensor:
-        """Return a contiguous copy of the words, made on the current stream."""
+    @property
+    def on_host(self) -> bool:
+        """Whether its words are in host memory. They have no address, then."""
+
+    def host_words(self) -> npt.NDArray[np.void]:
+        """Return its words in host memory."""
+
+    def gather(self, uploaded: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a contiguous copy of the words, made on the current stream. ``uploaded``: a copy of the words in host memory."""
+
+
+class DeviceSource:
+    """The part of a ``Source`` that all contiguous chunks in device memory have."""
+
+    on_host = False
+
+    def host_words(self) -> npt.NDArray[np.void]:
+        """Never called."""
+        raise AssertionError("the chunk is in device memory")
+
+    def gather(self, uploaded: torch.Tensor | None = None) -> torch.Tensor:
+        """Never called."""
+        raise AssertionError("the chunk is contiguous")
 
 
 @dataclass(frozen=True)

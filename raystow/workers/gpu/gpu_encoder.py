@@ -23,6 +23,7 @@ from .encode_request import EncodeRequest, Source
 from .kernels.library import load_all
 from .pinned_memory import BUFFERS
 from .unchanged import Remaining, UnchangedChunks
+from .uploads import Uploads
 
 _NO_DIGESTS = np.empty(0, np.uint64)
 
@@ -52,6 +53,7 @@ class GpuEncoder:
         self._codec, self._store, self._keys = codec, store, keys or process_keys()
         self._ring = PinnedRing(ring, take=take, release=release, free=free)
         self._encoders: dict[int, Encoder] = {}
+        self._uploads: dict[int, Uploads] = {}
         self._choices: dict[int, Choice] = {}
         self._checkers: dict[int, DerivedChecker] = {}
         self._unchanged: dict[int, UnchangedChunks] = {}
@@ -81,7 +83,7 @@ class GpuEncoder:
     ) -> Remaining:
         """Return the chunks that have changed since ``base``: see ``UnchangedChunks.compare``."""
         if device not in self._unchanged:
-            self._unchanged[device] = UnchangedChunks(torch.device("cuda", device), self._keys)
+            self._unchanged[device] = UnchangedChunks(torch.device("cuda", device), self._keys, self._uploads_to(device))
         return self._unchanged[device].compare(pieces, followers, base, after=after)
 
     def note(self, device: int) -> None:
@@ -90,7 +92,7 @@ class GpuEncoder:
 
     def follow(self, device: int, followers: Sequence[PlannedDerived], *, after: Event) -> DerivedCheck:
         """Begin to check, after a CUDA event, which chunks can be derived from others."""
-        return check_derived(self._checkers, device, followers, after=after)
+        return check_derived(self._checkers, device, followers, after=after, uploads=self._uploads_to(device))
 
     def encode(self, device: int, request: EncodeRequest, announce: Callable[[CodedLayout | StageCoded], None]) -> None:
         """Encode the chunks of a device.
@@ -126,13 +128,21 @@ class GpuEncoder:
     def _encoder(self, device: int) -> Encoder:
         if device not in self._encoders:
             codec = self.choice(device).codec
-            self._encoders[device] = Encoder(torch.device("cuda", device), None if codec == RAW else codec, self._ring)
+            of, uploads = torch.device("cuda", device), self._uploads_to(device)
+            self._encoders[device] = Encoder(of, None if codec == RAW else codec, self._ring, uploads=uploads)
         return self._encoders[device]
+
+    def _uploads_to(self, device: int) -> Uploads:
+        if device not in self._uploads:
+            self._uploads[device] = Uploads(torch.device("cuda", device))
+        return self._uploads[device]
 
     def close(self) -> None:
         """Free device memory and pinned memory."""
         for encoder in self._encoders.values():
             encoder.close()
+        for uploads in self._uploads.values():
+            uploads.close()
         self._encoders.clear()
         self._checkers.clear()
         self._ring.close()

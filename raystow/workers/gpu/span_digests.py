@@ -22,6 +22,11 @@ class DeviceSpan(NamedTuple):
     last: int
 
     @property
+    def on_host(self) -> bool:
+        """Always False."""
+        return False
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the span."""
         return self.last - self.first

@@ -19,6 +19,7 @@ from ...storage.coding.delta import LEAST
 from ...storage.coding.digest import SecretKeys, finish
 from ..protocol.messages import BaseDigests, ChunkDigests, ComparedChunks
 from .digests import Digests
+from .uploads import Uploads
 
 _Flags = npt.NDArray[np.bool_]
 _Indices = npt.NDArray[np.int64]
@@ -37,9 +38,10 @@ class Remaining:
     messages: Sequence[ComparedChunks | ChunkDigests] = ()
 
 
-def _is_eligible(address: int | None, nbytes: int) -> bool:
+def _is_eligible(chunk: PlannedChunk) -> bool:
     """Return whether a chunk is large enough, stored without rounding, and consists of aligned words of 32 bits."""
-    return address is not None and nbytes >= LEAST and address % 4 == 0 and nbytes % 4 == 0
+    exact = chunk.shard.rule is None if chunk.on_host else chunk.address is not None and chunk.address % 4 == 0
+    return exact and chunk.nbytes >= LEAST and chunk.nbytes % 4 == 0
 
 
 class UnchangedChunks:
@@ -48,8 +50,8 @@ class UnchangedChunks:
     ``keys``: those of the node worker, whose digests the chunks are compared with.
     """
 
-    def __init__(self, device: torch.device, keys: SecretKeys) -> None:
-        self._device, self._keys = device, keys
+    def __init__(self, device: torch.device, keys: SecretKeys, uploads: Uploads | None = None) -> None:
+        self._device, self._keys, self._uploads = device, keys, uploads
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device, priority=_SOON)
         self._serial = 0
@@ -118,7 +120,7 @@ class UnchangedChunks:
         self._pieces, self._followers = pieces, followers
         self._chunks = [*pieces, *(follower.piece for follower in followers)]
         self._digests = self._rest = None
-        self._eligible = np.array([_is_eligible(one.address, one.nbytes) for one in self._chunks], bool)
+        self._eligible = np.array([_is_eligible(one) for one in self._chunks], bool)
         number_of = {id(piece): number for number, piece in enumerate(pieces)}
         self._source = np.array([number_of[id(follower.source)] for follower in followers], np.int64)
         if identities == self._identities and len(self._last) == len(pieces):
@@ -134,7 +136,8 @@ class UnchangedChunks:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
             if self._digests is None or self._digests[0] != key:
-                self._digests = key, Digests([self._chunks[i] for i in numbers], self._device, keys=self._keys)
+                chunks = [self._chunks[i] for i in numbers]
+                self._digests = key, Digests(chunks, self._device, keys=self._keys, uploads=self._uploads)
             sums = self._digests[1].take()
             self._stream.record_event().synchronize()
         found: _Numbers = finish(sums.numpy().view(np.uint64), self._sizes[numbers].astype(np.uint64))

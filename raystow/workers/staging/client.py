@@ -7,7 +7,8 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ...state.planner import SavePlan
 from ...storage.commit.committer import UNKNOWN
@@ -43,10 +44,16 @@ from .host import stage_host
 from .plan import SaveOrder
 from .staging_slots import StagingSlots
 
+if TYPE_CHECKING:
+    import torch
+
 logger = logging.getLogger(__name__)
 
 _Answer = SlotsFree | AttemptJoined | SaveStaged | SaveDone | SaveLost | SaveWarning | BaseDigests | DeviceAnswer
 _GRACE = 0.005, 2.0  # least and most seconds for an operation on tensors that were read meanwhile, in twice the time
+
+_BRIEF = 64 << 20  # bytes of a part in host memory that is staged before those on devices
+_FROM_HOST = "; of tensors in host memory, too"
 
 OPENING = 60.0
 """Seconds within which a node worker must have allocated the ring of a session."""
@@ -158,20 +165,36 @@ class Staging:
         choices = [self.devices.choice(device) for device in devices]
         known, self._known_tensors = self._known_tensors, plan.plain_tensors
         new = () if known is self._known_tensors else self._known_tensors
-        coding = {choice.codec: choice.why for choice in choices}
+        from_host = any(piece.on_host for device in devices for piece in plan.parts[device].pieces)
+        coding = {choice.codec: choice.why + _FROM_HOST * from_host for choice in choices}
         contents = SaveContents(*plan.coverage, plan.owned_dtensors, new, coding)
         self.connection.post(BeginSave(order.request, contents, plan.values))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
+        early = host is not None and (not devices or sum(piece.nbytes for piece in host.pieces) <= _BRIEF)
+        if early or from_host:
+            _wait_for(plan.ready.values())
+        begun = SYSTEM.monotonic()
+
+        def read(grace: float) -> None:
+            if early or from_host:
+                order.look_later(max(grace, _grace(begun)))
+            else:
+                order.all_read(grace)
+
+        if host is not None and early:  # the training waits until devices have read, but not until they have coded
+            if not devices:
+                plan.find_derived()
+            stage_host(plan, host, self._slots, post)
         for device in devices:
-            last = host is None and device == devices[-1]
-            self.devices.stage(order, plan, device, order.all_read if last else lambda grace: None, post)
-        if host is not None:
-            for event in plan.ready.values():
-                event.synchronize()
+            last = device == devices[-1] and (host is None or early)
+            self.devices.stage(order, plan, device, read if last else lambda grace: None, post)
+        if host is not None and not early:
+            _wait_for(plan.ready.values())
             plan.find_derived()
             begun = SYSTEM.monotonic()
             stage_host(plan, host, self._slots, post)
-            order.all_read(min(_GRACE[1], max(_GRACE[0], 2 * (SYSTEM.monotonic() - begun))))
+        if not (devices and (host is None or early)):
+            order.all_read(_grace(begun))
         order.all_read()
         if order.changed:
             remedy = "call fence() before tensors change, or guard(optimizer) once"
@@ -254,3 +277,13 @@ class Staging:
         if not order.failed:
             order.progress.note_staged()
         order.on_end(outcome)
+
+
+def _wait_for(events: Iterable[torch.cuda.Event]) -> None:
+    for event in events:
+        event.synchronize()
+
+
+def _grace(begun: float) -> float:
+    """The seconds for which to wait for operations on tensors that were read since ``begun``."""
+    return min(_GRACE[1], max(_GRACE[0], 2 * (SYSTEM.monotonic() - begun)))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...state.planner import SavePlan
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format.root import Entry
+from ...storage.runtime import background
+from ...storage.runtime.clock import SYSTEM
 from ..protocol.messages import RankSaveRequest
 from .progress import SaveProgress
 
 CODECS = ("auto", "deflate", "zstd", "ans", "raw", "cpu")
 """Codecs of chunks on a GPU: nvCOMP's, none, or those of the node worker on its CPU."""
+
+HOSTS = ("auto", "cpu")
+"""What encodes tensors in host memory."""
 
 PROCESSES = ("training", "node")
 """Which process codes chunks on a GPU."""
@@ -38,6 +44,8 @@ class SaveOrder:
     failed: bool = False
     changed: str | None = None
     complete: bool = False
+    _looking: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _settled: float = field(default=0.0, init=False)
 
     @property
     def subject(self) -> str:
@@ -45,15 +53,23 @@ class SaveOrder:
         return self.progress.subject
 
     def all_read(self, grace: float = 0.0) -> None:
-        """Look whether a tensor has changed, and let the training change them from now on. Further calls do nothing.
+        """Look whether a tensor has changed, and let the training change them from now on. Further calls do nothing but wait for
+        the first one.
 
         torch counts an operation in place when it has ended, so one that runs now shows only later: ``grace`` seconds, unless the
         training waits, and so runs none.
         """
-        if self.changed is None and self.plan is not None:
-            self.progress.urgent.wait(grace)
-            self.changed = self.plan.changed()
-            self.progress.read.set()
+        with self._looking:
+            plan = self.plan
+            if self.changed is None and plan is not None:
+                self.progress.urgent.wait(max(grace, self._settled - SYSTEM.monotonic()))
+                self.changed = plan.changed()
+                self.progress.read.set()
+
+    def look_later(self, grace: float) -> None:
+        """Do as ``all_read``, in the background: the staging goes on meanwhile."""
+        self._settled = SYSTEM.monotonic() + grace
+        background.start("raystow-look", self.all_read)
 
     def check(self) -> None:
         """Raise ``SaveFailed`` if the save has failed meanwhile."""

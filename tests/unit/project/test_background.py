@@ -55,6 +55,7 @@ OF_ONE = {
     "raystow-peer": "serves one node, whose connection ends with it",
     "raystow-post": "sends for one connection, which it shuts down after an error",
     "raystow-stage": "stages for one process; an error fails the save",
+    "raystow-look": "looks once for tensors that changed; the staging looks again",
     "raystow-listen": "receives for one process; an error ends the connection and its saves",
     "raystow-attempt": "drives one attempt; an error fails it",
     "raystow-alarm": "reports one attempt that is too late; the coordinator has a deadline, too",
@@ -102,6 +103,7 @@ AWAITED = {
     "workers/gpu/decode/lane_fetcher.py": 1,  # each error is raised where the result of the fetch is taken
     "workers/gpu/pinned_memory.py": 1,
     "workers/gpu/node_mode/node_encoder.py": 1,  # by background.submit
+    "workers/gpu/uploads.py": 1,
     "workers/journal/entry_bytes.py": 1,
     "workers/journal/node_journal.py": 1,
     "workers/node/node.py": 3,  # by background.submit; of uploads, the packer awaits each

@@ -11,23 +11,24 @@ import torch
 from .. import kernel_args
 from ..encode_request import EncodeRequest, changed_too_early
 from ..kernels import copy_kernels, word_kernels
+from ..uploads import Uploads
 from .batch_results import BatchResults
 from .device_memory import EncoderStreams
 from .encode_plan import Batch, EncodePlan
 from .stages import ReadBatch
 
-_LAUNCH = attrgetter("scattered", "width", "packed")  # batches that are sampled by one launch
+_LAUNCH = attrgetter("scattered", "on_host", "width", "packed")  # batches that are sampled by one launch
 
 
 class ChunkReader:
     """Reads the chunks of one save.
 
     A sixteenth of every chunk, evenly spread, is hashed when the save begins and again when the chunk is read. If the two hashes
-    differ, the tensor was changed too early.
+    differ, the tensor was changed too early. Chunks in host memory cross the link only once: ``state.write_check`` has samples.
     """
 
-    def __init__(self, plan: EncodePlan, request: EncodeRequest, streams: EncoderStreams) -> None:
-        self._plan, self._request, self._streams = plan, request, streams
+    def __init__(self, plan: EncodePlan, request: EncodeRequest, streams: EncoderStreams, uploads: Uploads) -> None:
+        self._plan, self._request, self._streams, self._uploads = plan, request, streams, uploads
         self._device = plan.chunks.device
         for stream in (streams.read, streams.urgent):
             stream.wait_event(request.after)
@@ -60,6 +61,8 @@ class ChunkReader:
     def check(self, read: ReadBatch) -> None:
         """Raise ``SaveFailed`` if a chunk of a batch that has been read has changed since the save began."""
         first, last = read.batch.first, read.batch.last
+        if read.batch.on_host:
+            return
         changed = np.flatnonzero(read.found[1] != self._samples.numpy()[first:last])
         if len(changed):
             raise changed_too_early(self._plan.jobs[first + changed[0]].name)
@@ -68,9 +71,11 @@ class ChunkReader:
         """Hash a part of all chunks; return int64 [jobs] in host memory."""
         plan = self._plan
         samples = torch.zeros(len(plan.jobs), dtype=torch.int64, device=self._device)
-        for (scattered, width, packed), alike in itertools.groupby(plan.batches, _LAUNCH):
+        for (scattered, on_host, width, packed), alike in itertools.groupby(plan.batches, _LAUNCH):
             batches = list(alike)
             first, last = batches[0].first, batches[-1].last
+            if on_host:
+                continue
             if not scattered:
                 table, largest = plan.rows(first, last), max(batch.largest for batch in batches)
                 word_kernels.sample(table, largest, width=width, packed=packed, samples=samples[first:last])
@@ -84,7 +89,7 @@ class ChunkReader:
 
     def _gathered(self, first: int, last: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the kernels' table of scattered chunks, and their copies, which must live until the kernel is launched."""
-        copies = [self._request.pieces[job.index].gather() for job in self._plan.jobs[first:last]]
+        copies = self._uploads.gathered([self._request.pieces[job.index] for job in self._plan.jobs[first:last]])
         rows = self._plan.table[first:last].copy()
         rows[:, 0] = [copy.data_ptr() for copy in copies]
         return kernel_args.upload(rows, self._device), copies

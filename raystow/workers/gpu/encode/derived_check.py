@@ -20,6 +20,7 @@ from ...protocol.messages import DerivedChunk
 from .. import kernel_args
 from ..digests import Digests
 from ..kernels import copy_kernels, word_kernels
+from ..uploads import Uploads
 
 _PRIORITY = 0  # of the stream: lower than the reading, on which all copies to the host wait
 _LAUNCH = 8  # chunks that one launch compares: a longer launch would delay the coder, and thereby the reading
@@ -65,13 +66,13 @@ class DerivedCheck:
 class DerivedChecker:
     """Checks ``followers`` on one device, save after save."""
 
-    def __init__(self, device: torch.device, followers: Pairs) -> None:
-        self.followers, self._device = followers, device
+    def __init__(self, device: torch.device, followers: Pairs, uploads: Uploads | None = None) -> None:
+        self.followers, self._device, self._uploads = followers, device, uploads or Uploads(device)
         self._ordered = sorted(followers, key=_kind)
         self._stream = torch.cuda.Stream(device, priority=_PRIORITY)
         rows = np.array([_row(one) for one in self._ordered], np.int64)
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            self._digests = Digests([one.piece for one in self._ordered], device)
+            self._digests = Digests([one.piece for one in self._ordered], device, uploads=self._uploads)
             self._table = kernel_args.upload(rows, device)
         self._launches, end = list[tuple[slice, int, str, int]](), 0  # rows, width, ``rounded`` and ``largest`` of each
         for (rounded, width, scattered), alike in itertools.groupby(self._ordered, _kind):
@@ -89,7 +90,8 @@ class DerivedChecker:
             for some, width, rounded, largest in self._launches:
                 table, copies = self._table[some], list[torch.Tensor]()
                 if _kind(pair := self._ordered[some.start])[2]:
-                    copies = [pair.source.gather(), pair.piece.gather()]
+                    copies = self._uploads.words([pair.source]) if rounded and pair.source.on_host else []
+                    copies += self._uploads.gathered([pair.piece] if copies else [pair.source, pair.piece])
                     row = np.array([[*(copy.data_ptr() for copy in copies), largest]], np.int64)
                     table = kernel_args.upload(row, self._device)
                 word_kernels.compare(table, largest, width=width, rounded=rounded, misses=misses[some])
@@ -98,14 +100,16 @@ class DerivedChecker:
             return DerivedCheck(self._ordered, self._digests.take(), missed, self._stream.record_event())
 
 
-def check_derived(checkers: dict[int, DerivedChecker], device: int, followers: Pairs, *, after: Event) -> DerivedCheck:
+def check_derived(
+    checkers: dict[int, DerivedChecker], device: int, followers: Pairs, *, after: Event, uploads: Uploads | None = None
+) -> DerivedCheck:
     """Begin to check ``followers``, with the checker of the last save if they are the same."""
     if not followers:
         nothing = torch.empty(0, dtype=torch.int64)
         return DerivedCheck([], nothing, nothing, None)
     last = checkers.get(device)
     if last is None or last.followers is not followers:
-        checkers[device] = DerivedChecker(torch.device("cuda", device), followers)
+        checkers[device] = DerivedChecker(torch.device("cuda", device), followers, uploads)
     return checkers[device].check(after=after)
 
 
@@ -114,7 +118,7 @@ def _kind(pair: PlannedDerived) -> tuple[str, int, bool]:
     stored must be gathered. Pairs of one kind can be compared by one launch."""
     piece, source = pair.piece, pair.source
     if piece.dtype.name != source.dtype.name:
-        return piece.dtype.name, piece.dtype.width, False
+        return piece.dtype.name, piece.dtype.width, piece.on_host or source.on_host
     return "", piece.dtype.width, piece.address is None or source.address is None
 
 

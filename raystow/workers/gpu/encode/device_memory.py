@@ -8,6 +8,7 @@ import torch
 
 from ....storage.coding.chunk import ANS, DEFLATE, ZSTD
 from ..nvcomp import Codec
+from ..uploads import Uploads
 from .arena import Arena
 from .encode_plan import Limits
 from .pack7 import COUNT as PACK_BUFFERS
@@ -75,3 +76,4 @@ class EncoderResources:
     memory: EncoderMemory
     streams: EncoderStreams
     ring: PinnedRing
+    uploads: Uploads

@@ -53,6 +53,7 @@ class Batch:
     width: int
     rotate: bool
     scattered: bool  # the chunks must be gathered first
+    on_host: bool  # from host memory
     packed: bool
     largest: int
     base: int  # where its raw planes begin in device memory
@@ -204,6 +205,7 @@ class EncodePlan:
                     width=width,
                     rotate=head.coded and head.dtype.rotate,
                     scattered=head.address is None,
+                    on_host=head.on_host,
                     packed=kernel_args.can_pack(table[first:last], width),
                     largest=max(job.nbytes for job in jobs),
                     base=base,

@@ -26,6 +26,9 @@ Emit = Callable[[list[Arrived]], None]
 """Receives chunks that have arrived in host memory, in any order."""
 
 
+_GATHERED = 3  # batches whose chunks are copied in device memory at a time, apart from the memory of the encoder
+
+
 class EncodeRun:
     """Encodes the chunks of one request as planned. ``run`` is called once, then ``close``."""
 
@@ -33,7 +36,7 @@ class EncodeRun:
         self, plan: EncodePlan, hashing: HashPlan, request: EncodeRequest, resources: EncoderResources, emit: Emit
     ) -> None:
         self._plan, self._request, self._resources, self._emit = plan, request, resources, emit
-        self.reader = ChunkReader(plan, request, resources.streams)
+        self.reader = ChunkReader(plan, request, resources.streams, resources.uploads)
         hasher = StoredHasher(plan, hashing, resources)
         self._coder = GroupCoder(plan, resources, hasher)
         self._copier = HostCopier(plan, request, resources, hasher, self._relieve)
@@ -106,6 +109,8 @@ class EncodeRun:
     def _read(self, number: int, batch: Batch) -> None:
         """Read a batch, once there is an event after which the memory for its planes is free."""
         while len(self._copied) < batch.after or len(self._coder.started) < batch.after_group:
+            self._wait()
+        while batch.scattered and sum(bool(read.copies) for read in self._reads) >= _GATHERED:
             self._wait()
         free = self._copied[batch.after - 1 : batch.after] if batch.after else []
         free += self._coder.started[batch.after_group - 1 : batch.after_group] if batch.after_group else []

@@ -22,6 +22,7 @@ import torch
 from ....storage.errors import ClusterError
 from ..encode_request import EncodeRequest, Source
 from ..kernels.deflate_kernels import coder
+from ..uploads import Uploads
 from .batch_results import BatchResults
 from .device_memory import SIZE, EncoderMemory, EncoderResources, EncoderStreams
 from .encode_plan import EncodePlan
@@ -39,9 +40,19 @@ class Encoder:
         ring: Receives the encoded chunks.
         size: Bytes of device memory to allocate.
         priority: CUDA priority of coding; the training has 0, and lower numbers go first.
+        uploads: Copies chunks in host memory to the device.
     """
 
-    def __init__(self, device: torch.device, codec: str | None, ring: PinnedRing, *, size: int = SIZE, priority: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        codec: str | None,
+        ring: PinnedRing,
+        *,
+        size: int = SIZE,
+        priority: int = 0,
+        uploads: Uploads | None = None,
+    ) -> None:
         self._device = device
         with torch.cuda.device(device):
             streams, found = EncoderStreams(device, priority), coder(codec) if codec else None
@@ -51,7 +62,7 @@ class Encoder:
                 what = f"raystow needs {size >> 20} MiB of device memory to encode: {error}"
                 remedy = 'leave as much free, or save with Compression("cpu")'
                 raise ClusterError(what, subject=str(device), remedy=remedy) from error
-            self._resources = EncoderResources(found, memory, streams, ring)
+            self._resources = EncoderResources(found, memory, streams, ring, uploads or Uploads(device))
             torch.cuda.current_stream(device).synchronize()
         self.plan: EncodePlan | None = None
         """The plan of the last request."""

@@ -25,13 +25,14 @@ class Job:
     address: int | None
     nbytes: int
     dtype: DType
+    on_host: bool = False
     stream: int = 0
     high: tuple[int, ...] = ()
 
     @staticmethod
     def of(index: int, source: Source, stream: int) -> Job:
         """Return the job for a source; ``stream``: bytes of a plane in each coded stream, 0 if nothing is coded."""
-        place = source.name, source.address, source.nbytes, source.dtype
+        place = source.name, source.address, source.nbytes, source.dtype, source.on_host
         if not stream or source.nbytes < SMALL:
             return Job(index, *place)
         return Job(index, *place, stream, source.planes)
@@ -67,7 +68,7 @@ class Job:
         return -(-self.plane // self.stream) if self.coded else 0
 
     @property
-    def kind(self) -> tuple[bool, int, bool, bool, tuple[int, ...], str]:
+    def kind(self) -> tuple[bool, int, bool, bool, bool, tuple[int, ...], str]:
         """The sort key of jobs: those of one kind can be read by one launch.
 
         Jobs without coding come first, and those with most coding last, since coding goes on while later chunks are read. The
@@ -75,4 +76,4 @@ class Job:
         """
         scattered, last = self.address is None, self.name.rpartition(".")[2]
         role = "" if last.isdecimal() else last
-        return self.coded, -self.width, self.dtype.rotate, scattered, self.high, role
+        return self.coded, -self.width, self.dtype.rotate, scattered, self.on_host, self.high, role

@@ -44,7 +44,7 @@ from ...protocol.messages import (
 from ...shm.coded_layout import Layout
 from ...shm.ring import Ring
 from ...shm.slots import Slots
-from ..encode_request import EncodeRequest, changed_too_early
+from ..encode_request import DeviceSource, EncodeRequest, changed_too_early
 from ..gpu_encoder import GpuEncoder
 from ..nvcomp import version
 from .device_ring import DeviceRing
@@ -55,7 +55,7 @@ _THREAD = "raystow-encode"
 
 
 @dataclass(frozen=True)
-class _SlotChunk:
+class _SlotChunk(DeviceSource):
     """A ``Source`` in a slot of device memory."""
 
     info: ChunkInfo
@@ -78,9 +78,6 @@ class _SlotChunk:
     @property
     def identity(self) -> tuple[ChunkInfo, tuple[int, ...]]:
         return self.info, self.planes
-
-    def gather(self) -> torch.Tensor:
-        raise AssertionError("chunks in a slot are contiguous")
 
     def describe(self) -> ChunkInfo:
         return self.info

@@ -18,6 +18,7 @@ import raystow
 from raystow.orchestrator.client.state_notices import StateNotices
 from raystow.orchestrator.restore.fresh_start import FreshStart
 from raystow.orchestrator.restore.name_patterns import STRICT, NameRules
+from raystow.state.assignment import GpuCoding
 from raystow.state.objects import ObjectTree
 from raystow.state.omissions import SavedState
 from raystow.state.planner import plan_save
@@ -36,7 +37,7 @@ class Saves:
     def save(self, state: State, step: int = 1) -> list[str]:
         """The notices about a save."""
         found = list[str]()
-        plan = plan_save(state, rank=self._rank, world_size=self._rank + 1, on_gpu=False)
+        plan = plan_save(state, rank=self._rank, world_size=self._rank + 1, gpus=GpuCoding(False))
         self._notices.report(found.append, SavedState(state, plan), step)
         return found
 

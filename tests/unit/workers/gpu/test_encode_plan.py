@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from raystow.storage.coding import dtypes
 from raystow.storage.coding.chunk import SMALL
 from raystow.workers.gpu.encode.encode_plan import ROWS, Batch, Circle, EncodePlan, Limits, key
+from raystow.workers.gpu.encode_request import DeviceSource
 
 Interval = tuple[int, int]
 NAMES = ("float8_e4m3fn", "uint8", "bfloat16", "int16", "float32", "int32", "complex64", "float64", "int64")
@@ -23,7 +24,7 @@ DTYPES = [dtypes.dtype(name) for name in NAMES]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Chunk(DeviceSource):
     """A source with a position only. The plan needs no other property."""
 
     name: str
@@ -37,7 +38,7 @@ class Chunk:
     def planes(self) -> tuple[int, ...]:
         return self.high or (self.dtype.width - 1,)
 
-    describe = gather = None
+    describe = None
 
 
 @dataclass(frozen=True)

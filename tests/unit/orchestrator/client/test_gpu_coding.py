@@ -1,0 +1,69 @@
+"""What GPUs code of a state."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from raystow.orchestrator.client.gpu_coding import GpuCodingChoice
+from raystow.orchestrator.client.options import Compression
+from raystow.state.assignment import HOST_LEAST, GpuCoding
+from raystow.state.planner import SavePlan, plan_save
+
+LARGE = torch.zeros(HOST_LEAST // 4)
+
+
+def planned(state: object, gpus: GpuCoding, monkeypatch: pytest.MonkeyPatch) -> SavePlan:
+    monkeypatch.setattr("raystow.state.planner._record_event", lambda device: SimpleNamespace(synchronize=lambda: None))
+    return plan_save(state, rank=0, world_size=1, gpus=gpus)
+
+
+def coders(plan: SavePlan) -> dict[str, set[int | None]]:
+    return {name: {p.device for p in plan.pieces if p.name == name} for name in {p.name for p in plan.pieces}}
+
+
+def test_a_gpu_codes_large_floats_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": LARGE, "n": torch.zeros(1 << 20, dtype=torch.int32), "a": np.zeros(1 << 20), "step": torch.zeros(9)}
+    plan = planned(state, GpuCoding(host=1), monkeypatch)
+    assert coders(plan) == {"w": {1}, "n": {None}, "a": {1}, "step": {None}}
+    assert set(plan.ready) == {1}
+
+
+def test_a_small_state_takes_no_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned({"w": LARGE[1:]}, GpuCoding(host=1), monkeypatch)
+    assert coders(plan) == {"w": {None}}
+    assert not plan.ready
+
+
+def test_ranks_with_and_without_a_gpu_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": LARGE, "m": torch.zeros(3000, 7001, dtype=torch.float64)}
+    boxes = [{(p.name, p.box) for p in planned(state, gpus, monkeypatch).pieces} for gpus in (GpuCoding(), GpuCoding(host=0))]
+    assert boxes[0] == boxes[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "codec"), [({}, "cpu"), ({}, "ans"), ({"host": "cpu"}, "auto"), ({"process": "node"}, "auto")]
+)
+def test_the_host_is_coded_by_the_cpu_where_the_gpu_cannot(
+    options: dict[str, str], codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert GpuCodingChoice(Compression(codec, **options), codec).coding() == GpuCoding(codec != "cpu")
+
+
+def test_a_process_without_cuda_codes_by_the_cpu() -> None:
+    assert GpuCodingChoice(Compression(), "auto").coding() == GpuCoding()
+
+
+@pytest.mark.parametrize("free", [4 << 30, 1 << 30])
+def test_the_current_device_is_used_if_it_has_memory(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = {"is_initialized": True, "current_device": 2, "memory_reserved": 0, "memory_allocated": 0, "mem_get_info": (free, free)}
+    for name, value in of.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    choice = GpuCodingChoice(Compression(), "auto")
+    assert choice.coding() == GpuCoding(host=2 if free > 3 << 30 else None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 0))
+    assert choice.coding() == GpuCoding(host=2 if free > 3 << 30 else None), "decided once"
