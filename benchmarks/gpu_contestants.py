@@ -2,8 +2,8 @@
 
 Each is used as its documentation recommends. All write whole states to the same file system and report when they are durable.
 
-- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant per codec, and
-  one whose node worker encodes (``process="node"``).
+- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant per codec, one whose node
+  worker encodes (``process="node"``), one that is given modules and an optimizer, and one that is given their state dicts.
 - torch.save: training waits for the whole save.
 - DCP: ``async_save`` whose stager keeps its pinned memory.
 - torch_checkpointing: ``CheckpointManager`` with asynchronous saves, fenced by its lock.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_workload import State
+from gpu_workload import State, Training
 
 Wait = Callable[[], Any]
 """A function that returns when a save is durable and raises if the save failed. It is called on a separate thread."""
@@ -28,12 +28,17 @@ TORCH_SAVE, DCP, TORCH_CHECKPOINTING = "torch.save", "DCP async pinned", "torch_
 PEERS = (TORCH_SAVE, DCP, TORCH_CHECKPOINTING)
 NONE = "no save"
 NODE = "raystow deflate, node"
+OBJECTS, DICTS = "raystow deflate, objects", "raystow deflate, state dicts"
 
 
 class Contestant:
     """A contestant that saves nothing, to measure the noise. ``save`` may return early; ``fence`` precedes each update."""
 
-    def save(self, state: State, step: int) -> Wait:
+    def state_of(self, training: Training) -> Any:
+        """Return what is given to ``save``; making it is part of the save."""
+        return training.state()
+
+    def save(self, state: Any, step: int) -> Wait:
         return lambda: None
 
     def fence(self) -> None: ...
@@ -58,7 +63,7 @@ class Folder(Contestant):
         self._root = root
         self._path = root
 
-    def save(self, state: State, step: int) -> Wait:
+    def save(self, state: Any, step: int) -> Wait:
         self._path = self._root / str(step)
         return self._save(state)
 
@@ -147,7 +152,7 @@ class Raystow(Contestant):
             str(root), rank=0, world_size=1, memory=raystow.Memory(memory), compression=raystow.Compression(codec, **options)
         )
 
-    def save(self, state: State, step: int) -> Wait:
+    def save(self, state: Any, step: int) -> Wait:
         return self.checkpointer.save(state, step=step).result
 
     def fence(self) -> None:
@@ -172,6 +177,20 @@ class Raystow(Contestant):
         return max((self._root / "versions").iterdir())
 
 
+class RaystowObjects(Raystow):
+    """raystow, given the modules and the optimizer themselves."""
+
+    def state_of(self, training: Training) -> Any:
+        return training.objects()
+
+
+class RaystowDicts(Raystow):
+    """raystow, given the state dicts of the same objects."""
+
+    def state_of(self, training: Training) -> Any:
+        return {name: one.state_dict() for name, one in training.objects().items()}
+
+
 def ours(codec: str) -> str:
     """Return the name of raystow with this codec."""
     return f"raystow {codec}"
@@ -185,6 +204,14 @@ def field(root: Path, codecs: tuple[str, ...], memory: int | None) -> dict[str, 
         TORCH_SAVE: lambda: TorchSave(root / "torch-save"),
         DCP: lambda: Dcp(root / "dcp"),
         TORCH_CHECKPOINTING: lambda: TorchCheckpointing(root / "torch-checkpointing"),
+    }
+
+
+def of_objects(root: Path, memory: int | None) -> dict[str, Callable[[], Contestant]]:
+    """Return factories, as ``field`` does, for the contestants that save objects and their state dicts."""
+    return {
+        OBJECTS: partial(RaystowObjects, root / "raystow-objects", "deflate", memory),
+        DICTS: partial(RaystowDicts, root / "raystow-dicts", "deflate", memory),
     }
 
 

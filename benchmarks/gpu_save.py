@@ -39,7 +39,20 @@ import report
 import torch
 import typer
 from gpu_coders import CHUNK, CODERS, ROUNDS, WORDS, coders
-from gpu_contestants import NONE, PEERS, TORCH_CHECKPOINTING, Contestant, Raystow, Wait, field, ours, start_ray
+from gpu_contestants import (
+    DICTS,
+    NONE,
+    OBJECTS,
+    PEERS,
+    TORCH_CHECKPOINTING,
+    Contestant,
+    Raystow,
+    Wait,
+    field,
+    of_objects,
+    ours,
+    start_ray,
+)
 from gpu_workload import Size, State, Training, about, device_named, nbytes, tensors_of
 from report import cpu_seconds, table_of
 from rich.console import Console
@@ -76,7 +89,7 @@ def window(training: Training, contestant: Contestant, pool: Executor, *, steps:
         training.synchronize()
         start = now()
         if save and k == 0:
-            outcome = pool.submit(watch, contestant, contestant.save(training.state(), training.step), start)
+            outcome = pool.submit(watch, contestant, contestant.save(contestant.state_of(training), training.step), start)
         for _ in range(micro_batches):
             training.forward_backward()
         before = now()
@@ -331,6 +344,12 @@ def claims(results: dict[str, Any]) -> dict[str, bool | None]:
         "short steps: ans loses at most a quarter of what torch_checkpointing does": at_most(
             of(SHORT, ans, "lost"), theirs, 0.25
         ),
+        "short steps: objects lose at most 1.1 times what their state dicts do": at_most(
+            of(SHORT, OBJECTS, "lost"), of(SHORT, DICTS, "lost"), 1.1
+        ),
+        "long steps: objects lose at most 1.1 times what their state dicts do": at_most(
+            of(LONG, OBJECTS, "lost"), of(LONG, DICTS, "lost"), 1.1
+        ),
         "long steps: deflate loses at most 5 ms per GB": at_most(of(LONG, deflate, "lost ms/GB"), 5.0),
         "long steps: ans loses at most 2 ms per GB": at_most(of(LONG, ans, "lost ms/GB"), 2.0),
         "deflate is durable in a quarter of the best peer's time": durable(),
@@ -405,7 +424,7 @@ def main(
     batch: Annotated[int, typer.Option(help="sequences in a micro-batch")] = Size.batch,
 ) -> None:
     """Measure the cost of a save for a training loop."""
-    names = report.chosen(contestant, (NONE, *field(Path(), CODECS, None)))
+    names = report.chosen(contestant, (NONE, *field(Path(), CODECS, None), *of_objects(Path(), None)))
     where = device_named(device)
     console = console_for_tables()
     budget = int(memory * (1 << 30)) if memory else None
@@ -440,7 +459,7 @@ def main(
 
     with tempfile.TemporaryDirectory(prefix="raystow-gpu-save-", dir=store) as folder:
         root = Path(folder)
-        makers = {NONE: Contestant, **field(root, CODECS, budget)}
+        makers = {NONE: Contestant, **field(root, CODECS, budget), **of_objects(root, budget)}
         for name in names:
             try:
                 for count, row in contest(training, makers[name](), lengths, saves):

@@ -136,7 +136,8 @@ class Training:
         self._model = GPT(size).to(device, torch.bfloat16)
         self._names = [name for name, _ in self._model.named_parameters()]
         self._weights = list(self._model.parameters())
-        self._master = [p.detach().float().clone().requires_grad_(True) for p in self._weights]
+        self._master = [nn.Parameter(p.detach().float().clone()) for p in self._weights]
+        self._master_module = nn.ParameterList(self._master)
         self._optimizer = torch.optim.AdamW(self._master, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def run(self, steps: int) -> float:
@@ -209,6 +210,10 @@ class Training:
             "exp_avg": self._named([of[m]["exp_avg"] for m in self._master]),
             "exp_avg_sq": self._named([of[m]["exp_avg_sq"] for m in self._master]),
         }
+
+    def objects(self) -> dict[str, nn.Module | torch.optim.Optimizer]:
+        """Return the objects that have the tensors of ``state``, and the optimizer's step counters."""
+        return {"weights": self._model, "master": self._master_module, "optimizer": self._optimizer}
 
     def bf16_state(self, batches: int = 6) -> State:
         """Return the weights and their gradients of several micro-batches in bf16, as in low-precision training, with as many
