@@ -294,6 +294,26 @@ def test_a_restore_that_raises_loads_no_object(tmp_path: Path) -> None:
     assert calls.loaded == []
 
 
+def test_an_object_that_fails_to_load_names_what_is_loaded(tmp_path: Path) -> None:
+    """What was loaded before cannot be undone."""
+
+    class Failing(Own):
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("epoch")
+
+    version = saved(tmp_path, {"failing": Own({"n": 1}), "last": Own({"n": 2}), "model": model(0), "rng": raystow.Rng()})
+    last, net = Own({"n": 0}), model(1)
+    with pytest.raises(raystow.StateError) as error:
+        raystow.restore(version, {"failing": Failing({"n": 0}), "last": last, "model": net, "rng": raystow.Rng()})
+    assert str(error.value) == (
+        "into[\"failing\"]: could not be loaded: KeyError: 'epoch'; loaded: into[\"model\"]; "
+        'not loaded: into["last"], into["rng"] (end this process: its state is of two times)'
+    )
+    assert isinstance(error.value.__cause__, KeyError)
+    assert last.loaded == []
+    assert equal(weights(net), weights(model(0)))
+
+
 def test_refused_types_are_named_with_their_path(tmp_path: Path) -> None:
     bad = Own({"lr_lambdas": [lambda epoch: 1.0]})
     with pytest.raises(raystow.StateError) as error:
