@@ -202,6 +202,16 @@ def test_a_sharded_tensor_is_refused(tmp_path: Path) -> None:
         saved(tmp_path, {"a": PerRank({"b": box})})
 
 
+def test_a_key_that_names_a_rank_is_refused(tmp_path: Path) -> None:
+    for own in (torch.ones(2), np.ones(2)):
+        with pytest.raises(raystow.StateError, match=r'state\["a"\]\["b"\]: key .\[rank 0\]. of a tensor'):
+            saved(tmp_path, {"a": {"b": {"[rank 0]": own}}})
+    version = saved(tmp_path, {"a": PerRank({"[rank 7]": torch.ones(2)}), "[rank 0]": 3})
+    into = {"a": PerRank({"[rank 7]": torch.zeros(2)}), "[rank 0]": 0}
+    raystow.restore(version, into)
+    assert same((into["a"].value, into["[rank 0]"]), ({"[rank 7]": torch.ones(2)}, 3))  # type: ignore[attr-defined]
+
+
 def test_an_object_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     with pytest.raises(raystow.StateError, match=r'state\["a"\]\["b"\]: set is not'):
         saved(tmp_path, {"a": PerRank({"b": {1}})})
