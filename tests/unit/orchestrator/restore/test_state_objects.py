@@ -306,7 +306,7 @@ def test_an_object_that_fails_to_load_names_what_is_loaded(tmp_path: Path) -> No
     with pytest.raises(raystow.StateError) as error:
         raystow.restore(version, {"failing": Failing({"n": 0}), "last": last, "model": net, "rng": raystow.Rng()})
     assert str(error.value) == (
-        "into[\"failing\"]: could not be loaded: KeyError: 'epoch'; loaded: into[\"model\"]; "
+        'into["failing"]: could not be loaded: KeyError: \'epoch\'; loaded: into["model"]; '
         'not loaded: into["last"], into["rng"] (end this process: its state is of two times)'
     )
     assert isinstance(error.value.__cause__, KeyError)
