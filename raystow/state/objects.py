@@ -120,14 +120,15 @@ class ObjectTree:
             modules, optimizers = dict[Path, ModuleObject](), dict[Path, "torch.optim.Optimizer"]()
             others, generators = dict[Path, StateObject](), dict[Path, StateObject]()
             for path, (node, per_rank) in self._places.items():
+                where = show(path, self._what)
                 if loaded is not None and isinstance(node, loaded.nn.Module):
-                    modules[path] = ModuleObject(node, show(path, self._what), per_rank=per_rank)
+                    modules[path] = ModuleObject(node, where, per_rank=per_rank)
                 elif loaded is not None and isinstance(node, loaded.optim.Optimizer):
                     optimizers[path] = node
                 elif isinstance(node, Rng):
-                    generators[path] = OtherObject(node)
+                    generators[path] = OtherObject(node, where)
                 else:
-                    others[path] = OtherObject(cast(Stateful, node)) if is_object(node) else RankValue(node)
+                    others[path] = OtherObject(cast(Stateful, node), where) if is_object(node) else RankValue(node)
             self._made = {**modules, **self._optimizers(modules, optimizers), **others, **generators}
         return self._made
 

@@ -347,3 +347,26 @@ def test_a_data_loader_of_each_rank_goes_on(tmp_path: Path, rank: Any) -> None:
         loader = made(7)
         raystow.restore(version, {"w": torch.zeros(8), "loader": PerRank(loader), "rng": Rng()})
         assert [batch.tolist() for _ in range(2) for batch in loader] == expected[number]
+
+
+def test_a_new_iterator_does_not_disturb_the_generators(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It draws seeds, in a restored process only."""
+
+    def made() -> dict[str, Any]:
+        return {"rng": Rng(), "loader": StatefulDataLoader(list(range(8)), batch_size=2, shuffle=True)}  # type: ignore[arg-type]
+
+    def drawn(batches: Any) -> list[Any]:
+        return [(next(batches).tolist(), draws()) for _ in range(2)]
+
+    state, again = made(), made()
+    drawn(batches := iter(state["loader"]))
+    version = saved(tmp_path, state)
+    expected = drawn(batches)
+    seed(9)
+    raystow.restore(version, again)
+    assert drawn(iter(again["loader"])) == expected
+    assert caplog.records == []
+    raystow.restore(version, again)
+    (record,) = caplog.records
+    assert 'an iterator of into["loader"] was made before the restore' in record.getMessage()
+    assert drawn(iter(again["loader"])) == expected
