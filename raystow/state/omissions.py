@@ -17,6 +17,7 @@ from ..storage.versions.value_tree import part_text
 from .object_places import is_object, places
 from .planner import SavePlan
 from .rng import Rng
+from .state_object import is_loader
 from .tree import Elements, Path, show
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _GENERATOR_SHAPES = ((16,), (5056,))
 """Shapes of what ``get_rng_state`` of torch returns, on a GPU and on a CPU."""
 _STATEFUL = {"betas", "alpha", "rho", "etas", "lambd", "lr_decay", "beta2_decay", "history_size"}
 """Options of torch's optimizers that make state at each step."""
+_COUNTERS = {"step", "steps_done", "global_step", "current_step", "train_step", "iteration", "iter", "it", "batch_idx"}
+"""Names by which people count steps. Other numbers may stay the same: an epoch, or a configuration."""
 _SHOWN = 3
 
 
@@ -67,6 +70,11 @@ class SavedState:
             for name, text in self.values.items()
             if name not in self.objects and not name.startswith(within) and _GROUPS not in name.split(".")
         }
+
+    def counters(self) -> list[str]:
+        """The numbers among ``own_values`` that count steps, by their names."""
+        own = {name: text for name, text in self.own_values().items() if name.rpartition(".")[2].lower() in _COUNTERS}
+        return [name for name, text in own.items() if text.isdecimal()]
 
     def shown(self, names: Iterable[str]) -> str:
         """Values as Python writes their places: ``state["step"]``."""
@@ -110,6 +118,14 @@ class SavedState:
         if drawing and not self._has_generators():
             what = f"{self._place(drawing[0])} has dropout, but no random generators are in the state"
             yield f'{what}: a restart draws other numbers; add "rng": raystow.Rng() to the state'
+        for name in (
+            name for name, one in self.objects.items() if getattr(one, "generator", None) is not None and is_loader(one)
+        ):
+            what = f"{self._place(name)} was made with generator=, which its state does not contain"
+            yield f"{what}: a restart draws other epochs; leave generator= out, or give it to a sampler of its own"
+        for name in self._metrics_left_out():
+            what = f"{self._place(name)} has metrics that its state_dict() leaves out"
+            yield f"{what}: a restart begins them anew; call persistent(True) on it"
 
     def _place(self, name: str) -> str:
         """The place of a container in the state, by its name."""
@@ -137,6 +153,14 @@ class SavedState:
                 stateful = momentum or not _STATEFUL.isdisjoint(option.partition(".")[0] for option in options)
             if stateful:
                 yield around
+
+    def _metrics_left_out(self) -> Iterator[str]:
+        """Modules with metrics of torchmetrics that are not persistent, as they are by default."""
+        metric = getattr(sys.modules.get("torchmetrics"), "Metric", None)
+        for name, module in self._modules.items() if metric is not None else ():
+            metrics = [one for one in module.modules() if isinstance(one, metric)]
+            if any(one.update_called and not all(one._persistent.values()) for one in metrics):
+                yield name
 
     def _has_schedule(self) -> bool:
         others = [one for name, one in self.objects.items() if name not in self._modules and name not in self._optimizers]
