@@ -75,10 +75,17 @@ def check_filled(version: Version, found: FoundRows, filled: Collection[str]) ->
         raise Incomplete(f"{why} {missing[0]!r}, which a damaged newer version holds", subject=f"version {version.id}")
 
 
-def wants_all_names(finder: Finder, seeker: Seeker, rules: NameRules) -> bool:
-    """Whether all names are needed to report or refuse those that are left out, though the rank's own rows are found."""
-    resharded = seeker.world_size != seeker.saved and seeker.rank == 0
-    return resharded or (not finder.complete and (seeker.rank == 0 or not rules.unused.everything))
+def wants_all_names(finder: Finder, seeker: Seeker, rules: NameRules, *, divided: bool) -> bool:
+    """Whether all names are needed to report or refuse those that are left out, though the rank's own rows are found.
+
+    ``divided``: all ranks ask for the same names, of which each has tensors for itself. Then it is enough that each rank knows
+    the names in the fragment of its node: these are all, and one that finds a name that is not asked for ends the restore of all.
+    """
+    if seeker.world_size != seeker.saved:
+        divided = False
+        if seeker.rank == 0:
+            return True
+    return not finder.complete and (seeker.rank == 0 if rules.unused.everything else not divided)
 
 
 def unused_names(match: NameMatch, finder: Finder, rules: NameRules) -> Unused:

@@ -83,7 +83,8 @@ def plan_restore(
     sought = {leaf.name: _sought(leaf, shards.get(leaf.name), seeker, spread=spread) for leaf in leaves if leaf.is_tensor}
     found = finder.find(sought | {leaf.name: Sought(container=node.name) for node in nodes for leaf in node.leaves})
     check_filled(version, found, filled)
-    if wants_all_names(finder, seeker, options.names):
+    divided = peers.alike and any(is_per_rank(leaf.value) for leaf in leaves)
+    if wants_all_names(finder, seeker, options.names, divided=divided):
         finder.read_all()
     empty = {leaf.name for leaf in leaves if _is_empty_here(shards.get(leaf.name))}
     match = match_names(leaves, nodes, finder, seeker, empty=empty)
