@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..storage.format.manifest import parse_path
 from ..storage.versions.value_tree import part_text
+from .modules import BY_DICTS
 from .object_places import is_object, places
 from .planner import SavePlan
 from .rng import Rng
 from .state_object import is_loader
 from .tree import Elements, Path, show
+from .wrapper_tensors import DESCRIPTION
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +125,9 @@ class SavedState:
         ):
             what = f"{self._place(name)} was made with generator=, which its state does not contain"
             yield f"{what}: a restart draws other epochs; leave generator= out, or give it to a sampler of its own"
+        for name in (name for name in self.objects if name not in self._modules and self._consists_of_tensors(name)):
+            what = f"{self._place(name)} has tensors that consist of others, as low-bit optimizers have"
+            yield f"{what}: no object is restored from these; {BY_DICTS}"
         for name in self._metrics_left_out():
             what = f"{self._place(name)} has metrics that its state_dict() leaves out"
             yield f"{what}: a restart begins them anew; call persistent(True) on it"
@@ -153,6 +158,9 @@ class SavedState:
                 stateful = momentum or not _STATEFUL.isdisjoint(option.partition(".")[0] for option in options)
             if stateful:
                 yield around
+
+    def _consists_of_tensors(self, name: str) -> bool:
+        return any(one.startswith(f"{name}.") and one.endswith(f".{DESCRIPTION}") for one in self.values)
 
     def _metrics_left_out(self) -> Iterator[str]:
         """Modules with metrics of torchmetrics that are not persistent, as they are by default."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.wrapper_classes import Quantized
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.optim import lr_scheduler
@@ -267,6 +268,14 @@ def test_metrics_that_are_not_persistent_are_noticed() -> None:
     assert notice.startswith('state["model"] has metrics that its state_dict() leaves out')
     metric.persistent(True)
     assert about(state) == []
+
+
+def test_low_bit_optimizers_are_noticed() -> None:
+    training = Training(torch.optim.SGD, momentum=0.9)
+    training.optimizer.state[training.model[0].weight]["momentum_buffer"] = Quantized.random((4, 4))
+    (notice,) = about(training.objects())
+    assert notice.startswith('state["optim"] has tensors that consist of others')
+    assert "set_state_dict" in notice
 
 
 # Plain values
