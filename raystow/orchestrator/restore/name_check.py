@@ -147,11 +147,16 @@ def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: S
         differing = found.ranks.differing(seeker.saved) if seeker.saved > 1 else {name: [0] for name in found.values}
         given = {name: ranks for name, ranks in differing.items() if name in match.used and not is_within(name, match.elsewhere)}
         if given:
-            what = "ranks %d to %d are new: these values, which may differ between ranks, are those of the lowest rank: %s"
-            logger.warning(what, seeker.saved, seeker.world_size - 1, _with_ranks(given))
+            what = "%s: these values, which may differ between ranks, are those of the lowest rank: %s"
+            logger.warning(what, _new(seeker), _with_ranks(given))
         if match.lost:
-            what = "ranks %d to %d are new, and get none of these values of other ranks; version.per_rank(name) returns them: %s"
-            logger.warning(what, seeker.saved, seeker.world_size - 1, _with_ranks(match.lost))
+            what = "%s: these values of other ranks are not restored there; version.per_rank(name) returns them: %s"
+            logger.warning(what, _new(seeker), _with_ranks(match.lost))
+
+
+def _new(seeker: Seeker) -> str:
+    first, last = seeker.saved, seeker.world_size - 1
+    return f"rank {first} is new" if first == last else f"ranks {first} to {last} are new"
 
 
 def differences(missing: Sequence[str], unused: Sequence[str]) -> list[str]:
