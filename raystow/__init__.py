@@ -277,6 +277,7 @@ def restore(
 
     Raises:
         StateError: Names, shapes or dtypes do not match or memory is shared: ``into`` is unchanged; or ``version`` is invalid.
+            Or an object has raised as it was loaded: the error names it, and those that are loaded already.
         NotFound: There is no such version.
         Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.
         NotARepository: There is no repository at ``source``.

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 _CHECKPOINTED = "_checkpoint_wrapped_module."
+BY_DICTS = "pass get_state_dict(model, optimizer), made after a step, and call set_state_dict after a restore"
+"""The remedy for models and optimizers that are not restored as objects."""
 _WRAPPED = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Classes of modules that contain another one, with its name."""
 
@@ -127,5 +129,4 @@ def _check_kind(module: torch.nn.Module, where: str) -> None:
     if fully_sharded is None or module in _kept:
         return
     if any(isinstance(within, fully_sharded.FullyShardedDataParallel) for within in module.modules()):
-        remedy = "use fully_shard, or pass get_state_dict(model, optimizer) and call set_state_dict after a restore"
-        raise StateError("has FullyShardedDataParallel in it", subject=where, remedy=remedy)
+        raise StateError("has FullyShardedDataParallel in it", subject=where, remedy=f"use fully_shard, or {BY_DICTS}")

@@ -12,7 +12,7 @@ import functools
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..storage.errors import StateError
 from ..storage.versions.value_tree import part_text
@@ -66,17 +66,35 @@ class ObjectTree:
         return self.tree
 
     def load(self, rank: int, world_size: int) -> None:
-        """Load each object from the restored tree, and give the state what was restored in other places."""
+        """Load each object from the restored tree, and give the state what was restored in other places.
+
+        ``StateError`` if an object raises, which may be half loaded then: it names it, and those that are loaded already.
+        """
         if not self._places:
             return
         new = dict[Path, object]()
         for path, one in self._objects().items():
             restored = part_of(self.tree, path)
-            if isinstance(restored, RankStates):
-                self._places[path].node.load_rank_states(list(restored.states), rank, world_size)  # type: ignore[attr-defined]
-            elif not isinstance(restored, Placeholder):  # else nothing was saved for this rank, or it may be missing
-                new[path] = one.load(cast(State, restored))
+            try:
+                if isinstance(restored, RankStates):
+                    node: Any = self._places[path].node
+                    node.load_rank_states(list(restored.states), rank, world_size)
+                elif not isinstance(restored, Placeholder):  # else nothing was saved for this rank, or it may be missing
+                    new[path] = one.load(cast(State, restored))
+            except Exception as error:  # of any class of the user
+                raise self._half_loaded(path, error) from error
         settled(self._state, self.tree, new)
+
+    def _half_loaded(self, path: Path, error: Exception) -> StateError:
+        """The error of an object that could not be loaded. What was loaded before cannot be undone: tensors of modules and of
+        optimizers are filled where they are, and to ask each object for its state first may start its workers."""
+        objects = [one for one in self._objects() if is_object(self._places[one].node)]
+        at = objects.index(path) if path in objects else len(objects)
+        parts = [("loaded", objects[:at]), ("not loaded", objects[at + 1 :])]
+        said = "; ".join(f"{which}: {', '.join(show(one, self._what) for one in ones)}" for which, ones in parts if ones)
+        raised = f"could not be loaded: {type(error).__name__}: {error}"
+        remedy = "end this process: its state is of two times"
+        return StateError(f"{raised}; {said}" if said else raised, subject=show(path, self._what), remedy=remedy)
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -102,14 +120,15 @@ class ObjectTree:
             modules, optimizers = dict[Path, ModuleObject](), dict[Path, "torch.optim.Optimizer"]()
             others, generators = dict[Path, StateObject](), dict[Path, StateObject]()
             for path, (node, per_rank) in self._places.items():
+                where = show(path, self._what)
                 if loaded is not None and isinstance(node, loaded.nn.Module):
-                    modules[path] = ModuleObject(node, show(path, self._what), per_rank=per_rank)
+                    modules[path] = ModuleObject(node, where, per_rank=per_rank)
                 elif loaded is not None and isinstance(node, loaded.optim.Optimizer):
                     optimizers[path] = node
                 elif isinstance(node, Rng):
-                    generators[path] = OtherObject(node)
+                    generators[path] = OtherObject(node, where)
                 else:
-                    others[path] = OtherObject(cast(Stateful, node)) if is_object(node) else RankValue(node)
+                    others[path] = OtherObject(cast(Stateful, node), where) if is_object(node) else RankValue(node)
             self._made = {**modules, **self._optimizers(modules, optimizers), **others, **generators}
         return self._made
 

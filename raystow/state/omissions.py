@@ -10,14 +10,17 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..storage.format.manifest import parse_path
 from ..storage.versions.value_tree import part_text
+from .modules import BY_DICTS
 from .object_places import is_object, places
 from .planner import SavePlan
 from .rng import Rng
+from .state_object import is_loader
 from .tree import Elements, Path, show
+from .wrapper_tensors import DESCRIPTION
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +33,8 @@ _GENERATOR_SHAPES = ((16,), (5056,))
 """Shapes of what ``get_rng_state`` of torch returns, on a GPU and on a CPU."""
 _STATEFUL = {"betas", "alpha", "rho", "etas", "lambd", "lr_decay", "beta2_decay", "history_size"}
 """Options of torch's optimizers that make state at each step."""
+_COUNTERS = {"step", "steps_done", "global_step", "current_step", "train_step", "iteration", "iter", "it", "batch_idx"}
+"""Names by which people count steps. Other numbers may stay the same: an epoch, or a configuration."""
 _SHOWN = 3
 
 
@@ -67,6 +72,11 @@ class SavedState:
             for name, text in self.values.items()
             if name not in self.objects and not name.startswith(within) and _GROUPS not in name.split(".")
         }
+
+    def counters(self) -> list[str]:
+        """The numbers among ``own_values`` that count steps, by their names."""
+        own = {name: text for name, text in self.own_values().items() if name.rpartition(".")[2].lower() in _COUNTERS}
+        return [name for name, text in own.items() if text.isdecimal()]
 
     def shown(self, names: Iterable[str]) -> str:
         """Values as Python writes their places: ``state["step"]``."""
@@ -110,6 +120,17 @@ class SavedState:
         if drawing and not self._has_generators():
             what = f"{self._place(drawing[0])} has dropout, but no random generators are in the state"
             yield f'{what}: a restart draws other numbers; add "rng": raystow.Rng() to the state'
+        for name in (
+            name for name, one in self.objects.items() if getattr(one, "generator", None) is not None and is_loader(one)
+        ):
+            what = f"{self._place(name)} was made with generator=, which its state does not contain"
+            yield f"{what}: a restart draws other epochs; leave generator= out, or give it to a sampler of its own"
+        for name in (name for name in self.objects if name not in self._modules and self._consists_of_tensors(name)):
+            what = f"{self._place(name)} has tensors that consist of others, as low-bit optimizers have"
+            yield f"{what}: no object is restored from these; {BY_DICTS}"
+        for name in self._metrics_left_out():
+            what = f"{self._place(name)} has metrics that its state_dict() leaves out"
+            yield f"{what}: a restart begins them anew; call persistent(True) on it"
 
     def _place(self, name: str) -> str:
         """The place of a container in the state, by its name."""
@@ -137,6 +158,17 @@ class SavedState:
                 stateful = momentum or not _STATEFUL.isdisjoint(option.partition(".")[0] for option in options)
             if stateful:
                 yield around
+
+    def _consists_of_tensors(self, name: str) -> bool:
+        return any(one.startswith(f"{name}.") and one.endswith(f".{DESCRIPTION}") for one in self.values)
+
+    def _metrics_left_out(self) -> Iterator[str]:
+        """Modules with metrics of torchmetrics that are not persistent, as they are by default."""
+        torchmetrics: Any = sys.modules.get("torchmetrics")
+        for name, module in self._modules.items() if torchmetrics is not None else ():
+            metrics = [one for one in module.modules() if isinstance(one, torchmetrics.Metric)]
+            if any(one.update_called and not all(one._persistent.values()) for one in metrics):
+                yield name
 
     def _has_schedule(self) -> bool:
         others = [one for name, one in self.objects.items() if name not in self._modules and name not in self._optimizers]

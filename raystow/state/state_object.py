@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..storage.errors import StateError
 from .as_saved import AsSaved
@@ -15,6 +17,8 @@ from .tree import Placeholder, State, replace
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 Mark = Callable[[MarkerTarget], AsSaved]
 """Makes the marker of an object."""
@@ -95,10 +99,11 @@ class OptimizerObject:
 
 
 class OtherObject:
-    """Any other object."""
+    """Any other object. ``where``: names it in warnings."""
 
-    def __init__(self, node: Stateful) -> None:
-        self._node, self._template = node, Template(node.state_dict)
+    def __init__(self, node: Stateful, where: str) -> None:
+        self._node, self._where = node, where
+        self._template = Template(dict if is_loader(node) else node.state_dict)  # of a loader, it would start workers
 
     def saved(self) -> object:
         return self._node.state_dict()
@@ -107,7 +112,9 @@ class OtherObject:
         return mark(self._template)
 
     def load(self, restored: State) -> object:
-        self._node.load_state_dict(cast(State, replace(self._template.tree, {(): restored})))
+        if is_loader(self._node) and _is_in_use(self._node):
+            logger.warning("an iterator of %s was made before the restore, and does not follow it: make a new one", self._where)
+        load_object(self._node, cast(State, replace(self._template.tree, {(): restored})))
         return None
 
 
@@ -125,6 +132,25 @@ class RankValue:
 
     def load(self, restored: State) -> object:
         return replace(self._node, {(): restored})
+
+
+def is_loader(node: object) -> bool:
+    """Whether an object is a data loader of torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(node, torch.utils.data.DataLoader)
+
+
+def load_object(node: Stateful, state: State) -> None:
+    """Load an object. The iterator of a data loader is made here, before generators are set: it draws seeds, and the one that was
+    saved has drawn them already."""
+    node.load_state_dict(state)
+    if is_loader(node):
+        node.state_dict()  # makes the iterator that the next iter() returns
+
+
+def _is_in_use(loader: Any) -> bool:
+    """Whether an iterator of a data loader was returned."""
+    return getattr(loader, "_iterator", None) is not None and not getattr(loader, "_initial_iter_for_state_dict", False)
 
 
 def _same(node: object) -> object:

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ..storage.errors import StateError
+from ..storage.format.rank_parts import rank_of
+from .box import Box
 from .dtensor_layout import is_dtensor
-from .tree import Leaf, flatten, is_tensor
+from .tree import Leaf, flatten, is_tensor, show
 
 
 class StateCache:
@@ -29,6 +32,10 @@ class StateCache:
         if self._root is not None and _gather(self._root, state, found) and self._fits(found):
             return list(map(Leaf._make, zip(self._paths, self._names, found, self._tensors, strict=True)))
         leaves = flatten(state)
+        for leaf in leaves:
+            if leaf.is_tensor and rank_of(leaf.path[-1]) is not None and not isinstance(leaf.value, Box):
+                what = f"key {leaf.path[-1]!r} of a tensor is the name of one that a rank has for itself"
+                raise StateError(what, subject=show(leaf.path[:-1]), remedy="use another key, or raystow.PerRank")
         self._root, found = _structure(state), []
         if not _gather(self._root, state, found) or list(map(id, found)) != [id(leaf.value) for leaf in leaves]:
             self._root = None  # a tensor consists of others, which may change between saves

@@ -84,7 +84,7 @@ def refused(rank: int, n: int) -> str:
 
 def test_modules_that_need_collectives_are_refused(world: ProcessGroup) -> None:
     (text,) = world.call("do", 1, refused)
-    assert text.startswith('state["model"]: has FullyShardedDataParallel in it')
+    assert text.startswith('state["model"]: has FullyShardedDataParallel in it (use fully_shard, or pass get_state_dict(')
 
 
 @pytest.mark.parametrize(

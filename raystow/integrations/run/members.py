@@ -9,8 +9,12 @@ import numpy as np
 import torch
 
 from ...state.object_places import is_object
+from ...state.rng import Rng
+from ...state.state_object import load_object
 from ...storage.errors import StateError
 
+_RECORDED = torch.nn.Module | torch.optim.Optimizer | Rng
+"""Classes of objects whose state is recorded otherwise."""
 _REMEDY = "put it in a dict, which is filled in place"
 
 
@@ -28,6 +32,7 @@ class Members:
         self.own = f"each rank has {', '.join(per_rank)} of its own" if per_rank else ""
         found = list(_objects(self._whole, ""))
         self.models = {path: one for path, one in found if isinstance(one, torch.nn.Module)}
+        self._draws = any(isinstance(one, Rng) for _, one in found)
         self.optimizers = [one for _, one in found if isinstance(one, torch.optim.Optimizer)]
 
     @property
@@ -37,13 +42,16 @@ class Members:
             return next(iter(self.models.values()))
         return torch.nn.ModuleDict({path.replace(".", "/"): one for path, one in self.models.items()})
 
-    def values(self) -> object:
-        """Return what the journal must record of the objects besides models and optimizers."""
-        return _values(self._whole)
+    def values(self) -> dict[str, object]:
+        """Return what the journal must record of the objects besides models and optimizers: generators last, as others draw."""
+        values = _values(self._whole)
+        return {"values": values, "rng": Rng().state_dict()} if self._draws else {"values": values}
 
-    def load(self, values: object) -> None:
+    def load(self, recorded: Mapping[str, Any]) -> None:
         """Load what ``values`` returned."""
-        _load(self._whole, values)
+        _load(self._whole, recorded["values"])
+        if self._draws:
+            Rng().load_state_dict(recorded["rng"])
 
 
 def check(name: str, value: object) -> None:
@@ -68,7 +76,7 @@ def _items(node: object) -> Iterator[tuple[object, object]]:
 
 
 def _values(node: Any) -> object:
-    if isinstance(node, torch.nn.Module | torch.optim.Optimizer):
+    if isinstance(node, _RECORDED):
         return None
     if isinstance(node, dict):
         return {key: _values(value) for key, value in node.items()}
@@ -79,7 +87,7 @@ def _values(node: Any) -> object:
 
 def _load(node: Any, values: Any) -> Any:
     """Load values into a node, and return what stands at its place afterwards."""
-    if isinstance(node, torch.nn.Module | torch.optim.Optimizer):
+    if isinstance(node, _RECORDED):
         return node
     if isinstance(node, dict):
         node.update({key: _load(node.get(key), value) for key, value in values.items()})
@@ -92,7 +100,7 @@ def _load(node: Any, values: Any) -> Any:
     if isinstance(node, tuple):
         return type(node)(_load(one, value) for one, value in zip(node, values, strict=True))
     if is_object(node):
-        node.load_state_dict(values)
+        load_object(node, values)
         return node
     if isinstance(node, torch.Tensor):
         with torch.no_grad():

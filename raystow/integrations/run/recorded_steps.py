@@ -28,13 +28,13 @@ class RecordedSteps:
         recorded = self._journal.replay(self._after_step, fixed=self._members.own)
         if recorded is None:
             return step
-        self._members.load(recorded["values"])
+        self._members.load(recorded)
         newest: int = recorded["step"]
         return newest
 
     def record(self, step: int) -> None:
         """Record a step. If steps are not being recorded until the next save, let all ranks save soon."""
-        self._journal.record(step, {"step": step, "values": self._members.values()})
+        self._journal.record(step, {"step": step, **self._members.values()})
         if self._journal.save_advised and not self._advised:
             self._checkpointer.save_now()
         self._advised = self._journal.save_advised

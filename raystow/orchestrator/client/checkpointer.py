@@ -358,8 +358,7 @@ class Checkpointer:
             The version, or None if the latest one is asked for and there is none.
 
         Raises:
-            StateError: Names, shapes or dtypes do not match, or memory is shared; or ``version`` is invalid, or another one
-                than on another rank.
+            StateError: See ``raystow.restore``; or ``version`` is another one than on another rank.
             NotFound: There is no such version.
             Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.
             Fenced: Another process has taken this rank.

@@ -47,7 +47,6 @@ class StateNotices:
             self._before = step, own
             return
         self._compared, self._before = True, None
-        numbers = [name for name, text in own.items() if text[0] in "-0123456789"]
-        if numbers and own == before[1]:
-            what = f"no plain value has changed since the save of step {before[0]}: {saved.shown(numbers)}"
-            yield f"{what}; set those that count steps before each save"
+        if own == before[1] and (counters := saved.counters()):
+            what = f"no plain value has changed since the save of step {before[0]}: {saved.shown(counters)}"
+            yield f"{what}; set it before each save"

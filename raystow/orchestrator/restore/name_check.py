@@ -75,10 +75,17 @@ def check_filled(version: Version, found: FoundRows, filled: Collection[str]) ->
         raise Incomplete(f"{why} {missing[0]!r}, which a damaged newer version holds", subject=f"version {version.id}")
 
 
-def wants_all_names(finder: Finder, seeker: Seeker, rules: NameRules) -> bool:
-    """Whether all names are needed to report or refuse those that are left out, though the rank's own rows are found."""
-    resharded = seeker.world_size != seeker.saved and seeker.rank == 0
-    return resharded or (not finder.complete and (seeker.rank == 0 or not rules.unused.everything))
+def wants_all_names(finder: Finder, seeker: Seeker, rules: NameRules, *, divided: bool) -> bool:
+    """Whether all names are needed to report or refuse those that are left out, though the rank's own rows are found.
+
+    ``divided``: all ranks ask for the same names, of which each has tensors for itself. Then it is enough that each rank knows
+    the names in the fragment of its node: these are all, and one that finds a name that is not asked for ends the restore of all.
+    """
+    if seeker.world_size != seeker.saved:
+        divided = False
+        if seeker.rank == 0:
+            return True
+    return not finder.complete and (seeker.rank == 0 if rules.unused.everything else not divided)
 
 
 def unused_names(match: NameMatch, finder: Finder, rules: NameRules) -> Unused:
@@ -140,11 +147,16 @@ def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: S
         differing = found.ranks.differing(seeker.saved) if seeker.saved > 1 else {name: [0] for name in found.values}
         given = {name: ranks for name, ranks in differing.items() if name in match.used and not is_within(name, match.elsewhere)}
         if given:
-            what = "ranks %d to %d are new: these values, which may differ between ranks, are those of the lowest rank: %s"
-            logger.warning(what, seeker.saved, seeker.world_size - 1, _with_ranks(given))
+            what = "%s: these values, which may differ between ranks, are those of the lowest rank: %s"
+            logger.warning(what, _new(seeker), _with_ranks(given))
         if match.lost:
-            what = "ranks %d to %d are new, and get none of these values of other ranks; version.per_rank(name) returns them: %s"
-            logger.warning(what, seeker.saved, seeker.world_size - 1, _with_ranks(match.lost))
+            what = "%s: these values of other ranks are not restored there; version.per_rank(name) returns them: %s"
+            logger.warning(what, _new(seeker), _with_ranks(match.lost))
+
+
+def _new(seeker: Seeker) -> str:
+    first, last = seeker.saved, seeker.world_size - 1
+    return f"rank {first} is new" if first == last else f"ranks {first} to {last} are new"
 
 
 def differences(missing: Sequence[str], unused: Sequence[str]) -> list[str]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...state.as_saved import AsSaved, CheckedAsSaved
+from ...state.modules import BY_DICTS
+from ...state.object_marker import ObjectMarker
 from ...state.per_rank import RankStates
 from ...state.shards import Shard, shard_of
 from ...state.tree import Leaf, State, boxes, flatten, show
@@ -83,7 +85,8 @@ def plan_restore(
     sought = {leaf.name: _sought(leaf, shards.get(leaf.name), seeker, spread=spread) for leaf in leaves if leaf.is_tensor}
     found = finder.find(sought | {leaf.name: Sought(container=node.name) for node in nodes for leaf in node.leaves})
     check_filled(version, found, filled)
-    if wants_all_names(finder, seeker, options.names):
+    divided = peers.alike and any(is_per_rank(leaf.value) for leaf in leaves)
+    if wants_all_names(finder, seeker, options.names, divided=divided):
         finder.read_all()
     empty = {leaf.name for leaf in leaves if _is_empty_here(shards.get(leaf.name))}
     match = match_names(leaves, nodes, finder, seeker, empty=empty)
@@ -135,10 +138,11 @@ def _as_saved(version: Version, leaf: Leaf, match: NameMatch, fill: Fill, option
         if isinstance(part, Value):
             parts[within] = value = load(part)
             if within[-1:] == (DESCRIPTION,) and isinstance(value, str) and value.startswith(WRAPPER):
+                subject = show((*leaf.path, *within[:-1]), "into")
+                if isinstance(marker, ObjectMarker):
+                    raise StateError("consists of tensors, and an object cannot be given it", subject=subject, remedy=BY_DICTS)
                 what = "AsSaved cannot make a tensor that consists of others"
-                raise StateError(
-                    what, subject=show((*leaf.path, *within[:-1]), "into"), remedy="pass one like the one that was saved"
-                )
+                raise StateError(what, subject=subject, remedy="pass one like the one that was saved")
             continue
         first = part[0]
         own = None if taken.merges or first.kind == SCALAR else marker._memory(within, first.dtype, first.shape)

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import raystow
 from raystow.integrations.run.members import Members, check
 from raystow.state import value_text
 from raystow.storage.errors import StateError
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 
 
 class Counter:
@@ -58,6 +61,23 @@ def test_all_but_models_and_optimizers_comes_back_in_place() -> None:
     assert (tensor.tolist(), array.tolist()) == ([7.0] * 3, [0.0] * 2)
     assert shared["best"] == {**before, "steps": [1, 2]}
     assert torch.equal(shared["model"].weight, weight)
+
+
+def test_generators_are_set_when_all_others_are_loaded() -> None:
+    """A loaded data loader draws seeds, which those that were saved contain already."""
+
+    def named() -> tuple[StatefulDataLoader[int], Members]:
+        loader = StatefulDataLoader(list(range(8)), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        return loader, Members({}, {"deep": [raystow.Rng()], "loader": loader})
+
+    (loader, members), (other, again) = named(), named()
+    batches = iter(loader)
+    next(batches)
+    recorded = value_text.loads(value_text.dumps(members.values()))
+    expected = torch.rand(1), next(batches), torch.rand(1)
+    again.load(recorded)
+    batches = iter(other)
+    assert all(map(torch.equal, (torch.rand(1), next(batches), torch.rand(1)), expected))
 
 
 def test_models_and_optimizers_are_found_wherever_they_are() -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.wrapper_classes import Quantized
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchmetrics import MeanMetric
 
 import raystow
 from raystow.orchestrator.client.state_notices import StateNotices
@@ -23,6 +26,8 @@ from raystow.state.objects import ObjectTree
 from raystow.state.omissions import SavedState
 from raystow.state.planner import plan_save
 from raystow.state.value_text import dumps
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 
 State = dict[str, Any]
 
@@ -245,6 +250,35 @@ def test_names_of_modules_and_loaders_are_no_generators() -> None:
     assert len(about({"gan": gan, "optim": optimizer, "loader": Loader()})) == 1
 
 
+# Data loaders and metrics
+
+
+def test_a_loader_with_a_generator_is_noticed() -> None:
+    for generator, expected in ((None, []), (torch.Generator(), ['state["loader"] was made with generator='])):
+        loader = StatefulDataLoader([1, 2], shuffle=True, generator=generator)  # type: ignore[arg-type]
+        for saved in (loader, raystow.PerRank(loader)):
+            assert [notice.partition(",")[0] for notice in about({"loader": saved})] == expected
+
+
+def test_metrics_that_are_not_persistent_are_noticed() -> None:
+    metric = MeanMetric()
+    state = {"model": nn.ModuleDict({"net": nn.Linear(2, 2), "loss": metric})}
+    assert about(state) == []
+    metric.update(3.0)
+    (notice,) = about(state)
+    assert notice.startswith('state["model"] has metrics that its state_dict() leaves out')
+    metric.persistent(True)
+    assert about(state) == []
+
+
+def test_low_bit_optimizers_are_noticed() -> None:
+    training = Training(torch.optim.SGD, momentum=0.9)
+    training.optimizer.state[training.model[0].weight]["momentum_buffer"] = Quantized.random((4, 4))
+    (notice,) = about(training.objects())
+    assert notice.startswith('state["optim"] has tensors that consist of others')
+    assert "set_state_dict" in notice
+
+
 # Plain values
 
 
@@ -253,7 +287,7 @@ def test_values_that_do_not_change_are_noticed_once() -> None:
     state = training.objects(step=0, where={"epoch": 1, "name": "a"})
     assert saves.save(state, step=10) == []
     (notice,) = saves.save(state, step=20)
-    assert notice.startswith('no plain value has changed since the save of step 10: state["step"], state["where"]["epoch"]; ')
+    assert notice.startswith('no plain value has changed since the save of step 10: state["step"]; set it ')
     assert saves.save(state, step=30) == []
 
 
@@ -275,6 +309,7 @@ def test_values_are_compared_without_those_of_objects() -> None:
         lambda step: {"seed": 3, "progress": raystow.PerRank({"position": step})},
         lambda step: {"seed": 3, "trainer": dumps({"step": step})},
         lambda step: {"name": "llama", "tuned": True, "best": None, "empty": {}},
+        lambda step: {"config": {"layers": 12, "lr": 3e-4, "steps": 1000, "max_step": 5}, "epoch": 0},
         lambda step: {},
     ],
 )

@@ -202,6 +202,16 @@ def test_a_sharded_tensor_is_refused(tmp_path: Path) -> None:
         saved(tmp_path, {"a": PerRank({"b": box})})
 
 
+def test_a_key_that_names_a_rank_is_refused(tmp_path: Path) -> None:
+    for own in (torch.ones(2), np.ones(2)):
+        with pytest.raises(raystow.StateError, match=r'state\["a"\]\["b"\]: key .\[rank 0\]. of a tensor'):
+            saved(tmp_path, {"a": {"b": {"[rank 0]": own}}})
+    version = saved(tmp_path, {"a": PerRank({"[rank 7]": torch.ones(2)}), "[rank 0]": 3})
+    into = {"a": PerRank({"[rank 7]": torch.zeros(2)}), "[rank 0]": 0}
+    raystow.restore(version, into)
+    assert same((into["a"].value, into["[rank 0]"]), ({"[rank 7]": torch.ones(2)}, 3))  # type: ignore[attr-defined]
+
+
 def test_an_object_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     with pytest.raises(raystow.StateError, match=r'state\["a"\]\["b"\]: set is not'):
         saved(tmp_path, {"a": PerRank({"b": {1}})})
@@ -337,3 +347,26 @@ def test_a_data_loader_of_each_rank_goes_on(tmp_path: Path, rank: Any) -> None:
         loader = made(7)
         raystow.restore(version, {"w": torch.zeros(8), "loader": PerRank(loader), "rng": Rng()})
         assert [batch.tolist() for _ in range(2) for batch in loader] == expected[number]
+
+
+def test_a_new_iterator_does_not_disturb_the_generators(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It draws seeds, in a restored process only."""
+
+    def made() -> dict[str, Any]:
+        return {"rng": Rng(), "loader": StatefulDataLoader(list(range(8)), batch_size=2, shuffle=True)}  # type: ignore[arg-type]
+
+    def drawn(batches: Any) -> list[Any]:
+        return [(next(batches).tolist(), draws()) for _ in range(2)]
+
+    state, again = made(), made()
+    drawn(batches := iter(state["loader"]))
+    version = saved(tmp_path, state)
+    expected = drawn(batches)
+    seed(9)
+    raystow.restore(version, again)
+    assert drawn(iter(again["loader"])) == expected
+    assert caplog.records == []
+    raystow.restore(version, again)
+    (record,) = caplog.records
+    assert 'an iterator of into["loader"] was made before the restore' in record.getMessage()
+    assert drawn(iter(again["loader"])) == expected

@@ -18,12 +18,14 @@ import torch
 from helpers.local_cluster import LocalCluster
 from helpers.processes import incarnation
 
+from raystow import Box, PerRank
 from raystow.orchestrator.restore.agreed import restore_agreed
 from raystow.orchestrator.restore.agreement import ClusterAgreement
-from raystow.orchestrator.restore.name_patterns import ANY_NAMES
+from raystow.orchestrator.restore.name_patterns import ANY_NAMES, STRICT, NameRules
 from raystow.orchestrator.restore.plan import MEMORY, PEER, STORE, Rates, Sources
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.orchestrator.restore.what_if import plan_world
+from raystow.state.objects import ObjectTree
 from raystow.storage.errors import RankRestarted, StateError
 from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectStore
@@ -109,6 +111,34 @@ def test_a_partial_restore_reads_only_its_tensors(version):
     assert store.read == plan.nbytes
     with pytest.raises(StateError, match="saved but not in `into`: a, lr, n"):
         plan_restore(reading, into)
+
+
+def test_each_rank_reads_the_fragment_of_its_own_tensors():
+    """A name that is not asked for is found by one of the ranks."""
+
+    def state(rank: int) -> dict[str, Any]:
+        return {"w": torch.ones(8), "own": PerRank({"x": torch.full((3 + rank,), float(rank)), "n": rank})}
+
+    def read(rank: int, into: dict[str, Any], rules: NameRules = STRICT) -> set[str]:
+        reading, store = fresh(version)
+        plan_restore(reading, ObjectTree(into, what="into").into(), RestoreOptions(rank, 4, rules))
+        return store.objects.keys() - {version.record_key}
+
+    with LocalCluster(f"memory://per-rank-{SYSTEM.token()}", nodes=4) as cluster:
+        version = cluster.save_all([{**state(rank), "box": row(rank)} for rank in range(4)], step=1)
+    fragments = [keys.fragment(version.id, version.attempt, node) for node in range(4)]
+    for rank in range(4):
+        into = {**state(9), "box": row(rank)}
+        assert read(rank, into) == {fragments[0], fragments[rank]}, "small tensors of all ranks are stored by the first"
+    assert read(0, into, ANY_NAMES) == {*fragments}, "it names for all ranks what is left out"
+    assert read(3, into, ANY_NAMES) == {fragments[0], fragments[3]}
+    with pytest.raises(StateError, match="saved but not in `into`: box"):
+        read(2, state(9))
+
+
+def row(rank: int) -> Box:
+    """This rank's row of a matrix."""
+    return Box(torch.full((1, 4), float(rank)), (4, 4), (rank, 0))
 
 
 @pytest.mark.parametrize("stray", [{}, {"c": torch.zeros(1)}])

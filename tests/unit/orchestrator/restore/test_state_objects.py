@@ -294,6 +294,26 @@ def test_a_restore_that_raises_loads_no_object(tmp_path: Path) -> None:
     assert calls.loaded == []
 
 
+def test_an_object_that_fails_to_load_names_what_is_loaded(tmp_path: Path) -> None:
+    """What was loaded before cannot be undone."""
+
+    class Failing(Own):
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("epoch")
+
+    version = saved(tmp_path, {"failing": Own({"n": 1}), "last": Own({"n": 2}), "model": model(0), "rng": raystow.Rng()})
+    last, net = Own({"n": 0}), model(1)
+    with pytest.raises(raystow.StateError) as error:
+        raystow.restore(version, {"failing": Failing({"n": 0}), "last": last, "model": net, "rng": raystow.Rng()})
+    assert str(error.value) == (
+        'into["failing"]: could not be loaded: KeyError: \'epoch\'; loaded: into["model"]; '
+        'not loaded: into["last"], into["rng"] (end this process: its state is of two times)'
+    )
+    assert isinstance(error.value.__cause__, KeyError)
+    assert last.loaded == []
+    assert equal(weights(net), weights(model(0)))
+
+
 def test_refused_types_are_named_with_their_path(tmp_path: Path) -> None:
     bad = Own({"lr_lambdas": [lambda epoch: 1.0]})
     with pytest.raises(raystow.StateError) as error:
@@ -395,6 +415,23 @@ def test_parameters_that_consist_of_tensors_are_filled(tmp_path: Path) -> None:
     raystow.restore(saved(tmp_path, {"model": net}), {"model": again})
     assert again.codes.same(net.codes)  # type: ignore[operator, union-attr]
     assert torch.equal(again.weight, net.weight)  # type: ignore[arg-type]
+
+
+def test_low_bit_state_of_an_optimizer_is_refused(tmp_path: Path) -> None:
+    """It is restored in dicts, which have tensors like those that were saved."""
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[net.weight]["momentum_buffer"] = Quantized.random((4, 4))
+    version = saved(tmp_path, {"model": net, "optim": optimizer})
+    with pytest.raises(raystow.StateError) as error:
+        raystow.restore(version, {"model": net, "optim": optimizer})
+    assert error.value.subject == 'into["optim"].state_dict()["state"]["weight"]["momentum_buffer"]'
+    assert error.value.remedy.startswith("pass get_state_dict(model, optimizer), made after a step")
+    before = optimizer.state[net.weight]["momentum_buffer"]
+    into = {"model": net, "optim": {**get_state_dict(net, optimizer)[1]}}
+    into["optim"]["state"]["weight"]["momentum_buffer"] = other = Quantized.random((4, 4))
+    raystow.restore(version, into)
+    assert other.same(before)
 
 
 def test_objects_that_may_be_missing_are_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
