@@ -192,9 +192,8 @@ class Rewriting:
         def work(part: PlannedPack | _Kept) -> tuple[_Kept | None, list[Chunk], list[tuple[str, Rounded]]]:
             return (part, [], []) if isinstance(part, _Kept) else (None, *self._write(part, attempt, progress))
 
-        parts: Iterator[PlannedPack | _Kept] = (part for kept, packs in self._fragments() for part in (*packs, kept))
         with ThreadPoolExecutor(_AT_ONCE, "raystow-rewrite") as pool:
-            for kept, written, found in bounded_map(pool, work, parts, cost=lambda part: part.cost, limit=_MEMORY):
+            for kept, written, found in bounded_map(pool, work, self._parts(), cost=lambda part: part.cost, limit=_MEMORY):
                 rows += written
                 for name, one in found:
                     rounded[name].append(one)
@@ -217,6 +216,11 @@ class Rewriting:
             rounded = {name: one for name, one in fragment.rounded.items() if self._keeps(name)}
             packs = _packs(fragment.node, bundles(chunks, self._anew, self._rounds, self.bits))
             yield _Kept(info, replace(fragment, chunks=chunks, values=values, rounded=rounded)), list(packs)
+
+    def _parts(self) -> Iterator[PlannedPack | _Kept]:
+        for kept, packs in self._fragments():
+            yield from packs
+            yield kept
 
     def _keeps(self, name: str) -> bool:
         return not self.weights_only or group(name) == WEIGHTS
