@@ -439,13 +439,23 @@ class Version:
         """
         if not isinstance(name, str):
             raise refused("name", name, "a name that tensors() or values() lists")
-        rows = self.chunks.get(name)
-        if rows is None:
+        rows = self._rows_of(name)
+        if not rows:
             plain = self.values(self.world_size)
             if name in plain:
                 return plain[name]
             raise StateError(f"version {self.id} holds no tensor or value {name!r}", remedy="tensors() lists the names")
         return self.assemble(name, rows, index)
+
+    def _rows_of(self, name: str) -> Sequence[Chunk]:
+        """The rows of one tensor. Of a large manifest, no others become objects."""
+        if self._is_small:
+            return self.chunks.get(name, ())
+        found, sought = list[Chunk](), {name: Sought(tensor=True)}
+        for info in self.record.fragments:
+            with _parsed.taking(_memory(info)):
+                found += select(self._fragment(info), info.node, self.fragment_key(info), sought).chunks
+        return found
 
     def assemble(self, name: str, rows: Sequence[Chunk], index: Index | None = None) -> Any:
         """What ``read`` gives, of a tensor whose rows are known."""
