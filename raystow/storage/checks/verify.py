@@ -120,7 +120,7 @@ def _checked(version: Version, seen: set[int]) -> Verified:
     """As ``verify_sizes``. ``seen``: ids of bases that need not be checked again; those that are checked are added."""
     record, tensors = version.record, TensorSums(repr(version), Measure(bytes.fromhex(version.entry.digest)))
     sizes = StoredSizes(version.store, version.id, version.attempt)
-    needed, raw, stored, count = set[int](), 0, 0, 0
+    needed, count = set[int](), 0
     for _, fragment in version.walk():
         tensors.add(fragment.chunks)
         for pack in packs(version, fragment):
@@ -129,17 +129,16 @@ def _checked(version: Version, seen: set[int]) -> Verified:
         for value in fragment.values:
             values.loads(value.text)
         needed.update(fragment.bases)
-        raw += sum(chunk.nbytes for chunk in fragment.chunks)
-        stored += sum(chunk.stored for chunk in fragment.chunks)
     for node in version.listed_packs.keys() - {info.node for info in record.fragments}:
         for pack in packs(version, Fragment(node, (), ())):
             _check_pack(pack, sizes.get(pack.key))
             count += 1
     tensors.check()
     _check_bases(version, tuple(sorted(needed)), seen)
+    every = tensors.sums.values()
+    chunks, raw, stored = sum(one.chunks for one in every), sum(one.raw for one in every), sum(one.stored for one in every)
     if not (raw, stored) == (record.raw, record.stored) == (version.raw, version.bytes):
         raise Damaged("the sums of the manifest, the record and the root differ", subject=record.key())
-    chunks = sum(one.chunks for one in tensors.sums.values())
     return Verified(version.id, version.step, len(tensors.sums), chunks, count, raw, stored, read=0, resumed=0)
 
 
@@ -171,8 +170,9 @@ def _check_pack(pack: StoredPack, found: int | None) -> None:
             continue
         if chunk.start != end:
             raise Damaged(f"the manifest leaves a gap or an overlap at byte {end}", subject=key)
-        places.add((chunk.start, chunk.coding.size))
-        end += chunk.coding.size
+        size = chunk.coding.size
+        places.add((end, size))
+        end += size
     for chunk in chunks:
         if chunk.derivation is not None and (chunk.start, chunk.coding.size) not in places:
             raise Damaged(

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..coding import dtypes
 from ..coding.rounded import Rounded
 from ..errors import Damaged
 from ..format.boxes import PRIME, Measure, joined
@@ -33,6 +34,11 @@ class TensorSum:
     held: int = 0
     stored: int = 0
     measure: int = 0
+
+    @property
+    def raw(self) -> int:
+        """Bytes of all elements that its rows hold."""
+        return self.held * dtypes.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -60,11 +66,12 @@ class TensorSums:
             found = self.sums.get(name)
             if found is None:
                 found = self.sums[name] = TensorSum(first.shape, first.dtype, first.kind, first.group)
-            if any((row.shape, row.dtype, row.kind) != (found.shape, found.dtype, found.kind) for row in rows):
-                raise Damaged(f"rows of {name!r} disagree on shape, dtype or kind", subject=self._subject)
+            for row in rows:
+                if row.shape != found.shape or row.dtype != found.dtype or row.kind != found.kind:
+                    raise Damaged(f"rows of {name!r} disagree on shape, dtype or kind", subject=self._subject)
+                found.held += math.prod(row.extent)
+                found.stored += row.stored
             found.chunks += len(rows)
-            found.held += sum(math.prod(row.extent) for row in rows)
-            found.stored += sum(row.stored for row in rows)
             if self._measure is not None:
                 counts = map(self._measure.count, joined(row.box for row in rows))
                 found.measure = (found.measure + sum(counts)) % PRIME
