@@ -7,12 +7,15 @@ tensors.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from control_plane_save import RANKS, TENSORS
 from report import peak_memory
 from synthetic_version import Replica, build, opened
 
@@ -25,13 +28,13 @@ from raystow.storage.versions.version import Version
 OPERATIONS = "verify", "show", "cp", "thin"
 
 
-def large_manifest(nodes: int) -> dict[str, Any]:
+def large_manifest(nodes: int, operations: Sequence[str] = OPERATIONS) -> dict[str, Any]:
     """Return the cost of each operation on a version of so many nodes."""
     context = multiprocessing.get_context("spawn")
-    rows: dict[str, Any] = {}
+    rows: dict[str, Any] = {"ranks": nodes * RANKS, "chunk rows": nodes * RANKS * TENSORS, "load before": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as folder:
         packs = build(Path(folder) / "source", nodes)
-        for operation in OPERATIONS:
+        for operation in operations:
             pipe, theirs = context.Pipe()
             process = context.Process(target=_measure, args=(theirs, operation, Path(folder), nodes, packs))
             process.start()

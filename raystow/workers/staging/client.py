@@ -160,7 +160,7 @@ class Staging:
         new = () if known is self._known_tensors else self._known_tensors
         coding = {choice.codec: choice.why for choice in choices}
         contents = SaveContents(*plan.coverage, plan.owned_dtensors, new, coding)
-        self.connection.post(BeginSave(order.request, contents, plan.values))
+        self.connection.post(BeginSave(order.request, contents, plan.values, plan.chunks))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
         for device in devices:
             last = host is None and device == devices[-1]

@@ -104,7 +104,7 @@ def test_boxes_on_several_nodes_are_compared(repository: Repository, wrong: str)
         repository.store.put(keys.fragment(record.id, record.attempt, node), [stored := fragment.dump()])
         infos.append(fragment.info(stored, [node]))
     version = committer.commit(replace(record, world_size=len(places), fragments=tuple(infos), packs=None))
-    with pytest.raises(Damaged, match="'?t'?.*(exactly once|covers 4 of 6|does not lie in shape)"):
+    with pytest.raises(Damaged, match=r"'?t'?.*(exactly once|covers 4 of 6|does not lie in shape)"):
         repository.verify(version, deep=False)
 
 
