@@ -70,24 +70,30 @@ def put_root(repository: Repository, root: Root) -> bytes:
     return data
 
 
-def record(committer: Committer) -> VersionRecord:
-    """Return the record of a save by one node."""
+def record(committer: Committer, nodes: int = 1) -> VersionRecord:
+    """Return the record of a save by so many nodes."""
     id, attempt = committer.reserve()
-    fragment = FragmentInfo(0, 364_000, "5e" * 32, tuple(range(RANKS)), RANKS * TENSORS, RANKS * TENSORS << 20, 6 << 30, packs=97)
+    rows = RANKS * TENSORS
+    fragments = tuple(
+        FragmentInfo(
+            node, 364_000, "5e" * 32, tuple(range(node * RANKS, (node + 1) * RANKS)), rows, rows << 20, 6 << 30, packs=97
+        )
+        for node in range(nodes)
+    )
     of = committer.catalog.id, id, attempt, committer.epoch
-    return VersionRecord(*of, 100, SYSTEM.now(), RANKS, fragments=(fragment,), packs=None)
+    return VersionRecord(*of, 100, SYSTEM.now(), nodes * RANKS, fragments=fragments, packs=None)
 
 
-def commits(uri: str, live: int, rounds: int) -> dict[str, Any]:
-    """Measure commits in milliseconds and, for comparison, unconditional puts of a root."""
+def commits(uri: str, live: int, rounds: int, *, nodes: int = 1) -> dict[str, Any]:
+    """Measure commits in milliseconds and, for comparison, unconditional puts of a root. ``nodes``: of each version."""
     repository = populate(uri, live)
     committer = Committer(repository, f"benchmark-{SYSTEM.token()}")
-    taken, plain = [], []
+    taken, plain, cpu = [], [], []
     for turn in range(-3, rounds):
-        made = record(committer)
-        start = time.perf_counter()
+        made = record(committer, nodes)
+        start, used = time.perf_counter(), time.process_time()
         committer.commit(made)
-        end = time.perf_counter()
+        end, used = time.perf_counter(), time.process_time() - used
         root = repository.root()
         assert len(root.versions) == live + 1
         data = put_root(repository, replace(root, versions=root.versions[1:]))
@@ -95,8 +101,10 @@ def commits(uri: str, live: int, rounds: int) -> dict[str, Any]:
         repository.store.put("probe/plain", [data])
         if turn >= 0:
             taken.append(end - start)
+            cpu.append(used)
             plain.append(time.perf_counter() - before)
-    return {"live": live, "root": len(data), "commit ms": spread(taken), "plain put ms": spread(plain)}
+    spreads = {"commit ms": spread(taken), "commit CPU ms": spread(cpu), "plain put ms": spread(plain)}
+    return {"live": live, "root": len(data), **spreads}
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

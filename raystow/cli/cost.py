@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..storage.errors import NotFound
+from ..storage.versions.contents import DERIVED, PlaneSum
 from ..storage.versions.version_selector import LATEST
 from . import options
 from .options import Json, number, seconds
@@ -130,7 +131,7 @@ def _read(uri: str) -> RepositoryCost:
     if not newest.raw:
         raise NotFound(f"version {newest.id} has no bytes", subject=target.uri, remedy="give --state and --ratio")
     full = [entry for entry in entries if entry.resumable] or entries
-    derived = sum(row.nbytes for rows in newest.chunks.values() for row in rows if row.derivation is not None)
+    derived = newest.contents.planes.get(DERIVED, PlaneSum()).raw
     history = read_history(target, newest=_RECORDS)
     return RepositoryCost(
         uri=target.uri,

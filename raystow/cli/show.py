@@ -49,7 +49,7 @@ def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
     shares = {
         "groups": ("tensors", _shares((t.group, t.nbytes, t.stored) for t in tensors.values())),
         "dtypes": ("tensors", _shares((t.dtype, t.nbytes, t.stored) for t in tensors.values())),
-        "codecs": ("planes", _shares(_planes(chosen))),
+        "codecs": ("planes", _codec_shares(chosen)),
     }
     largest = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))[:_LARGEST]
     if json:
@@ -80,15 +80,12 @@ def _shares(items: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
     return dict(sorted(sums.items(), key=lambda item: (-item[1].stored, item[0])))
 
 
-def _planes(version: Version) -> Iterator[tuple[str, int, int]]:
-    """Codec, raw and stored bytes of each plane; a chunk that is derived or was not split is one plane."""
-    for rows in version.chunks.values():
-        for chunk in rows:
-            if chunk.derivation is not None:
-                yield "derived", chunk.nbytes, 0
-                continue
-            for codec, stored in zip(chunk.coding.codecs, chunk.coding.stored, strict=True):
-                yield codec, chunk.nbytes // len(chunk.coding.codecs), stored
+def _codec_shares(version: Version) -> dict[str, Share]:
+    """The planes of each codec; a chunk that is derived or was not split is one plane."""
+    planes = version.contents.planes.items()
+    return {
+        codec: Share(one.count, one.raw, one.stored) for codec, one in sorted(planes, key=lambda item: (-item[1].stored, item[0]))
+    }
 
 
 def _facts(
@@ -108,9 +105,9 @@ def _facts(
         "world_size": record.world_size,
         "nodes": len(record.fragments),
         "packs": record.pack_count,
-        "chunks": sum(len(rows) for rows in version.chunks.values()),
+        "chunks": version.contents.chunks,
         "tensors": len(tensors),
-        "values": len(version.values()),
+        "values": version.contents.values,
         "raw": version.raw,
         "stored": version.bytes,
         "ratio": ratio(version.bytes, version.raw),
@@ -142,13 +139,13 @@ def _facts(
 
 
 def _lines(target: Target, version: Version, tensors: int) -> Iterator[tuple[str, str]]:
-    record, chunks = version.record, sum(len(rows) for rows in version.chunks.values())
+    record, chunks = version.record, version.contents.chunks
     yield "step", str(version.step)
     yield "created", f"{moment(version.created)} ({age(target.age(version.created))} ago)"
     yield "saved by", f"{count(record.world_size, 'rank')} on {count(len(record.fragments), 'node')}"
     ratio = ratio_text(version.bytes, version.raw)
     yield "bytes", f"{size(version.raw)} raw, {size(version.bytes)} stored (ratio {ratio})"
-    yield "content", f"{count(tensors, 'tensor')}, {count(len(version.values()), 'plain value')}"
+    yield "content", f"{count(tensors, 'tensor')}, {count(version.contents.values, 'plain value')}"
     yield "objects", f"{count(record.pack_count, 'pack')} of {count(chunks, 'chunk')}"
     yield "needs", _needs(target, version)
     if (thinned := record.thinned) is not None:

@@ -122,6 +122,11 @@ class SavePlan:
         return tuple(follower for part in self.parts.values() for follower in part.followers)
 
     @property
+    def chunks(self) -> int:
+        """The number of chunks that this rank stores, also those that have no bytes of their own."""
+        return sum(len(part.pieces) + len(part.followers) for part in self.parts.values())
+
+    @property
     def nbytes(self) -> int:
         """Raw bytes that this rank stores."""
         return sum(piece.nbytes for piece in self.pieces)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import Damaged
 from ..format import keys, values
-from ..format.boxes import tile
-from ..format.manifest import Chunk
+from ..format.boxes import Measure
+from ..format.manifest import Chunk, Fragment
+from ..versions.contents import TensorSums
+from ..versions.runs import ByteRun
 from ..versions.version import Version
+from .stored_sizes import StoredSizes
 from .verify_progress import VerifyJournal
 
 MEMORY = 512 << 20
-"""Bytes that a deep verification may take in addition to the manifest."""
-
-Packs = Mapping[str, list[Chunk]]
-"""Key of a pack -> its chunks in the order of storage."""
+"""Bytes of chunks that a deep verification takes at a time."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,23 @@ class Verified:
     resumed: int
 
 
+@dataclass(frozen=True)
+class StoredPack:
+    """A pack, and the rows that name it, in the order of storage. ``size``: what the record says."""
+
+    key: str
+    size: int
+    chunks: list[Chunk]
+
+
 def verify_sizes(version: Version) -> Verified:
-    """Check record and manifest by their digests, packs by their sizes. Reads no pack. Takes memory for the manifest.
+    """Check record and manifest by their digests, packs by their sizes. Reads no pack. Takes memory for some fragments, and for
+    the names of tensors.
 
     Raises:
         Damaged: Names the first object that is wrong.
     """
-    return _counted(version, checked_packs(version))
+    return _checked(version, set())
 
 
 def verify_bytes(
@@ -57,58 +67,83 @@ def verify_bytes(
 ) -> Verified:
     """Call ``verify_sizes``, then read and decode every pack that is not in the journal, and check both digests of each chunk.
 
-    ``progress`` is called with the decoded bytes of each chunk, first with those of all packs in the journal. A pack that was
-    read to its end is added to the journal. Takes memory for the manifest and ``memory`` bytes of chunks, or one larger chunk.
+    ``progress`` is called with the decoded bytes of each chunk, and with those of each pack in the journal. A pack that was
+    read to its end is added to the journal. Takes memory for some fragments and ``memory`` bytes of chunks, or one larger chunk.
     """
-    packs = checked_packs(version)
-    record = version.entry.digest
-    reader = version.reader()
-    every = reader.whole(chunk for rows in version.chunks.values() for chunk in rows)
-    done = {run.key for run in every if journal is not None and (record, run.key) in journal}
-    progress(sum(piece.chunk.nbytes for run in every if run.key in done for piece in run.pieces))
-    runs = [run for run in every if run.key not in done]
-    left = Counter(run.key for run in runs)
-    for run in reader.check(runs, progress, memory=memory):
-        left[run.key] -= 1
-        if journal is not None and not left[run.key]:
-            journal.add(record, run.key)
-    resumed = sum(chunk.stored for key in done for chunk in packs.get(key, ()))
-    return replace(_counted(version, packs), read=version.bytes - resumed, resumed=resumed)
+    found, resumed = verify_sizes(version), 0
+    reader, record = version.reader(), version.entry.digest
+    left = Counter[str]()  # runs of each pack that was begun
+
+    def due() -> Iterator[tuple[str, ByteRun]]:
+        nonlocal resumed
+        for info, fragment in version.walk():
+            runs = [(_noted(version, info.node, run), run) for run in reader.whole(fragment.chunks)]
+            done = {noted for noted, _ in runs if journal is not None and (record, noted) in journal}
+            resumed += sum(sum(chunk.stored for chunk in pack.chunks) for pack in packs(version, fragment) if pack.key in done)
+            progress(sum(piece.chunk.nbytes for noted, run in runs if noted in done for piece in run.pieces))
+            left.update(noted for noted, _ in runs if noted not in done)
+            yield from ((noted, run) for noted, run in runs if noted not in done)
+
+    for noted in reader.check(due(), progress, memory=memory):
+        left[noted] -= 1
+        if not left[noted]:
+            del left[noted]
+            if journal is not None:
+                journal.add(record, noted)
+    return replace(found, read=version.bytes - resumed, resumed=resumed)
 
 
-def checked_packs(version: Version, seen: set[int] | None = None) -> Packs:
-    """As ``verify_sizes``; returns the chunks of each pack. ``seen``: ids of bases that need not be checked again; those that are
-    checked are added."""
-    packs: dict[str, list[Chunk]] = defaultdict(list)
-    for rows in version.chunks.values():
-        if not tile([row.box for row in rows], ((0,) * len(rows[0].shape), rows[0].shape)):
-            raise Damaged("the manifest's chunks do not hold each element exactly once", subject=rows[0].name)
-        for row in (row for row in rows if not row.is_reference):
-            packs[keys.pack(version.id, version.attempt, row.node, row.group, row.pack)].append(row)
-    recorded = {keys.pack(version.id, version.attempt, *pack.place): pack.size for pack in version.packs}
-    found = {info.key: info.size for info in version.store.list(keys.prefix(version.id, version.attempt))}
-    for key in sorted(set(packs) | set(recorded)):
-        _check_pack(key, packs[key], recorded.get(key, 0), found.get(key))
-    _check_bases(version, set() if seen is None else seen)
-    for fragment in version.fragments:
+def packs(version: Version, fragment: Fragment) -> list[StoredPack]:
+    """The packs of a node, in the order of keys, whether its rows or the record name them."""
+    rows = defaultdict[tuple[str, int], list[Chunk]](list)
+    for chunk in fragment.chunks:
+        if not chunk.is_reference:
+            rows[chunk.group, chunk.pack].append(chunk)
+    sizes = fragment.packs if version.record.packs is None else version.listed_packs.get(fragment.node, {})
+    found = (
+        StoredPack(
+            keys.pack(version.id, version.attempt, fragment.node, *place),
+            sizes.get(place, 0),
+            sorted(rows[place], key=lambda chunk: (chunk.start, chunk.coding.size)),
+        )
+        for place in rows.keys() | sizes.keys()
+    )
+    return sorted(found, key=lambda pack: pack.key)
+
+
+def _noted(version: Version, node: int, run: ByteRun) -> str:
+    """What the journal notes when a run's pack is done: a pack of a base is done for one node at a time."""
+    return run.key if run.version == version.id else f"{run.key} for node {node}"
+
+
+def _checked(version: Version, seen: set[int]) -> Verified:
+    """As ``verify_sizes``. ``seen``: ids of bases that need not be checked again; those that are checked are added."""
+    record, tensors = version.record, TensorSums(repr(version), Measure(bytes.fromhex(version.entry.digest)))
+    sizes = StoredSizes(version.store, version.id, version.attempt)
+    needed, count = set[int](), 0
+    for _, fragment in version.walk():
+        tensors.add(fragment.chunks)
+        for pack in packs(version, fragment):
+            _check_pack(pack, sizes.get(pack.key))
+            count += 1
         for value in fragment.values:
             values.loads(value.text)
-    chunks = [row for rows in version.chunks.values() for row in rows]
-    raw, stored = sum(chunk.nbytes for chunk in chunks), sum(chunk.stored for chunk in chunks)
-    if not (raw, stored) == (version.record.raw, version.record.stored) == (version.raw, version.bytes):
-        raise Damaged("the sums of the manifest, the record and the root differ", subject=version.record.key())
-    return packs
+        needed.update(fragment.bases)
+    for node in version.listed_packs.keys() - {info.node for info in record.fragments}:
+        for pack in packs(version, Fragment(node, (), ())):
+            _check_pack(pack, sizes.get(pack.key))
+            count += 1
+    tensors.check()
+    _check_bases(version, tuple(sorted(needed)), seen)
+    every = tensors.sums.values()
+    chunks, raw, stored = sum(one.chunks for one in every), sum(one.raw for one in every), sum(one.stored for one in every)
+    if not (raw, stored) == (record.raw, record.stored) == (version.raw, version.bytes):
+        raise Damaged("the sums of the manifest, the record and the root differ", subject=record.key())
+    return Verified(version.id, version.step, len(tensors.sums), chunks, count, raw, stored, read=0, resumed=0)
 
 
-def _counted(version: Version, packs: Packs) -> Verified:
-    chunks = sum(map(len, version.chunks.values()))
-    counts = len(version.chunks), chunks, len(packs), version.raw, version.bytes
-    return Verified(version.id, version.step, *counts, read=0, resumed=0)
-
-
-def _check_bases(version: Version, seen: set[int]) -> None:
+def _check_bases(version: Version, needed: tuple[int, ...], seen: set[int]) -> None:
     """Check that bases are there, and that manifest, record and root name the same ones."""
-    needed = tuple(sorted({base for fragment in version.fragments for base in fragment.bases}))
     if not needed == version.record.bases == version.entry.bases:
         bases = f"the manifest names {needed}, the record {version.record.bases}, the root {version.entry.bases}"
         raise Damaged(f"deltas to other versions than is said: {bases}", subject=version.record.key())
@@ -118,24 +153,26 @@ def _check_bases(version: Version, seen: set[int]) -> None:
             continue
         seen.add(id)
         try:
-            checked_packs(base, seen)
+            _checked(base, seen)
         except Damaged as error:
             raise Damaged(f"{error.what}; version {version.id} is a delta to version {id}", subject=error.subject) from error
-    version.reader().whole(chunk for rows in version.chunks.values() for chunk in rows)  # finds what each of them needs
+    if needed:
+        for _, fragment in version.walk():
+            version.reader().whole(fragment.chunks)  # finds what each of them needs
 
 
-def _check_pack(key: str, chunks: list[Chunk], recorded: int, found: int | None) -> None:
+def _check_pack(pack: StoredPack, found: int | None) -> None:
     """Check that the chunks, end to end, are the whole pack, and that record and store agree on its size. Derived chunks must
     have the place of another tensor's chunk."""
-    end, places = 0, set[tuple[int, int]]()
-    chunks.sort(key=lambda chunk: (chunk.start, chunk.coding.size))
+    key, chunks, end, places = pack.key, pack.chunks, 0, set[tuple[int, int]]()
     for chunk in chunks:
         if chunk.derivation is not None:
             continue
         if chunk.start != end:
             raise Damaged(f"the manifest leaves a gap or an overlap at byte {end}", subject=key)
-        places.add((chunk.start, chunk.coding.size))
-        end += chunk.coding.size
+        size = chunk.coding.size
+        places.add((end, size))
+        end += size
     for chunk in chunks:
         if chunk.derivation is not None and (chunk.start, chunk.coding.size) not in places:
             raise Damaged(
@@ -143,5 +180,5 @@ def _check_pack(key: str, chunks: list[Chunk], recorded: int, found: int | None)
             )
     if found is None:
         raise Damaged("the pack is missing", subject=key)
-    if not recorded == end == found:
-        raise Damaged(f"the store holds {found} bytes, the record says {recorded}, the manifest {end}", subject=key)
+    if not pack.size == end == found:
+        raise Damaged(f"the store holds {found} bytes, the record says {pack.size}, the manifest {end}", subject=key)

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ..checks.verify import checked_packs
+from ..checks.stored_sizes import StoredSizes
+from ..checks.verify import StoredPack, packs, verify_sizes
 from ..coding.digest import stored_digest
 from ..errors import Damaged, NotFound
 from ..format import keys
 from ..format.manifest import Chunk
 from ..format.signature import Signer
-from ..format.version_record import PackInfo
 from ..limits import MAX_SIGNATURE
 from ..object_store import Buffer, ObjectStore
+from ..runtime.bounded_map import bounded_map
 from ..versions.version import Version
 
 MEMORY = 256 << 20
@@ -35,7 +36,7 @@ def copy_objects(
     signer: Signer | None = None,
     progress: Progress = lambda nbytes: None,
 ) -> None:
-    """Copy packs, fragments, signature and record. Takes memory for the manifest and ``memory`` bytes.
+    """Copy packs, fragments, signature and record. Takes memory for some fragments, the names of tensors, and ``memory`` bytes.
 
     Args:
         version: The version.
@@ -48,27 +49,21 @@ def copy_objects(
         Damaged: An object of the source is not what was written; names it. The copy has no record then.
         StoreError: A store failed.
     """
-    chunks = checked_packs(version)
-    there = {info.key: info.size for info in replica.list(keys.prefix(version.id, version.attempt))}
-    packs = list(version.packs)
-    fitting = memory // max([1, *(pack.size for pack in packs)])
-    with ThreadPoolExecutor(max(1, min(_AT_ONCE, fitting)), "raystow-copy") as pool:
+    verify_sizes(version)
+    there = StoredSizes(replica, version.id, version.attempt)
 
-        def copy_one(pack: PackInfo) -> None:
-            key = keys.pack(version.id, version.attempt, *pack.place)
-            found = chunks.get(key, ())
-            if there.get(key) != pack.size or wrong_chunk(replica.get_range(key, 0, pack.size), found):
-                _copy_pack(version.store, replica, key, pack.size, found)
-            progress(pack.size)
+    def copy_one(pack_found: tuple[StoredPack, int | None]) -> None:
+        pack, found = pack_found
+        if found != pack.size or wrong_chunk(replica.get_range(pack.key, 0, pack.size), pack.chunks):
+            _copy_pack(version.store, replica, pack)
+        progress(pack.size)
 
-        try:
-            for _ in pool.map(copy_one, packs):
-                pass
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-    for info in version.record.fragments:
-        key = keys.fragment(version.id, version.attempt, info.node)
+    every = ((pack, there.get(pack.key)) for _, fragment in version.walk() for pack in packs(version, fragment))
+    with ThreadPoolExecutor(_AT_ONCE, "raystow-copy") as pool:
+        for _ in bounded_map(pool, copy_one, every, cost=lambda pack_found: pack_found[0].size, limit=memory):
+            pass
+    for info in sorted(version.record.fragments, key=version.fragment_key):
+        key = version.fragment_key(info)
         if there.get(key) != info.size or stored_digest(replica.get(key, max_bytes=info.size)).hex() != info.digest:
             replica.put(key, [version.fragment_bytes(info)])
     digest = bytes.fromhex(version.entry.digest)
@@ -77,19 +72,19 @@ def copy_objects(
     replica.put(version.record_key, [version.record_bytes()])
 
 
-def _copy_pack(source: ObjectStore, replica: ObjectStore, key: str, size: int, chunks: Sequence[Chunk]) -> None:
+def _copy_pack(source: ObjectStore, replica: ObjectStore, pack: StoredPack) -> None:
     for last in (False, True):  # bytes changed in transit are right the second time
         try:
-            data = source.get_range(key, 0, size)
+            data = source.get_range(pack.key, 0, pack.size)
         except NotFound:
-            raise Damaged("the pack is missing", subject=key) from None
-        wrong = wrong_chunk(data, chunks)
+            raise Damaged("the pack is missing", subject=pack.key) from None
+        wrong = wrong_chunk(data, pack.chunks)
         if wrong is None:
-            replica.put(key, [data])
+            replica.put(pack.key, [data])
             return
         if last:
             where = f"tensor {wrong.name!r}, bytes {wrong.start} + {wrong.coding.size}"
-            raise Damaged(f"{where}: the stored bytes do not match their digest", subject=key)
+            raise Damaged(f"{where}: the stored bytes do not match their digest", subject=pack.key)
 
 
 def copy_signature(source: ObjectStore, replica: ObjectStore, key: str, renewed: bytes | None) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..coding.digest import stored_digest
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and extent, one number for each dimension: the elements ``[offset, offset + extent)``."""
 
-_PRIME = 2**255 - 19
+PRIME = 2**255 - 19
+"""Counts of ``Measure`` are numbers below it."""
+
+_KNOWN = 1 << 16  # numbers of coordinates in memory
 
 
 def overlap(a: Box, b: Box) -> Box | None:
@@ -69,32 +72,60 @@ def _in_row(row: int, boxes: Sequence[Box]) -> list[Box]:
     return [((row, *offset), (1, *extent)) for offset, extent in boxes]
 
 
+class Measure:
+    """Counts boxes so that only boxes that cover the same elements, each as often, count the same.
+
+    Each axis gives each coordinate a random number, and an element counts as the product over the axes of the number after it
+    minus its own. So a box counts as a product as well, of the numbers at its ends. Boxes that tile a whole count as much as it
+    does; others do with a probability below 2^-240 (Schwartz, Zippel). The numbers are digests of ``seed``, which must follow
+    from all boxes, so that nobody can choose boxes for them.
+    """
+
+    def __init__(self, seed: bytes) -> None:
+        self._seed = seed
+        self._numbers: dict[tuple[int, int], int] = {}  # by axis and coordinate
+
+    def count(self, box: Box) -> int:
+        """What a box counts. Counts add up modulo ``PRIME``."""
+        product = 1
+        for axis, (low, size) in enumerate(zip(*box, strict=True)):
+            product = product * (self._number(axis, low + size) - self._number(axis, low)) % PRIME
+        return product
+
+    def _number(self, axis: int, coordinate: int) -> int:
+        found = self._numbers.get((axis, coordinate))
+        if found is None:
+            if len(self._numbers) >= _KNOWN:
+                self._numbers.clear()
+            found = int.from_bytes(stored_digest(self._seed, b"%d %d" % (axis, coordinate)), "little")
+            self._numbers[axis, coordinate] = found
+        return found
+
+
 def tile(boxes: Sequence[Box], whole: Box) -> bool:
     """Whether the boxes cover each element of ``whole`` exactly once, and nothing else.
 
-    Each axis gives each coordinate a random number, and an element counts as the product over the axes of the number after it
-    minus its own. So a box counts as a product as well, of the numbers at its ends. Boxes that tile the whole count as much as it
-    does; others do with a probability below 2^-240 (Schwartz, Zippel). The numbers are digests of all boxes, so nobody can choose
-    boxes for them. The time is linear in the number of boxes; comparing pairs would take hours for a hostile manifest.
+    The time is linear in the number of boxes; comparing pairs would take hours for a hostile manifest. See ``Measure``.
     """
     if _in_a_row(boxes, whole):
         return True
-    seed = stored_digest(repr((whole, *boxes)).encode())
-    numbers: list[dict[int, int]] = [{} for _ in whole[0]]
+    measure = Measure(stored_digest(repr((whole, *boxes)).encode()))
+    return sum(map(measure.count, boxes)) % PRIME == measure.count(whole)
 
-    def number(axis: int, coordinate: int) -> int:
-        known = numbers[axis]
-        if coordinate not in known:
-            known[coordinate] = int.from_bytes(stored_digest(seed, b"%d %d" % (axis, coordinate)), "little")
-        return known[coordinate]
 
-    def count(box: Box) -> int:
-        product = 1
-        for axis, (low, size) in enumerate(zip(*box, strict=True)):
-            product = product * (number(axis, low + size) - number(axis, low)) % _PRIME
-        return product
-
-    return sum(map(count, boxes)) % _PRIME == count(whole)
+def joined(boxes: Iterable[Box]) -> Iterator[Box]:
+    """Boxes that cover the same elements, each as often: those that follow one another along the first axis are one."""
+    at: Box | None = None
+    for box in boxes:
+        (offset, extent) = box
+        if at is not None and offset and offset[0] == at[0][0] + at[1][0] and (offset[1:], extent[1:]) == (at[0][1:], at[1][1:]):
+            at = at[0], (at[1][0] + extent[0], *extent[1:])
+            continue
+        if at is not None:
+            yield at
+        at = box
+    if at is not None:
+        yield at
 
 
 def _in_a_row(boxes: Sequence[Box], whole: Box) -> bool:

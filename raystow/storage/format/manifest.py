@@ -7,6 +7,7 @@ tensor in row-major order. Values that are not tensors have rows of their own, w
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -212,14 +213,15 @@ class Fragment:
         """Ids of the versions that chunks are deltas or references to, ascending."""
         return tuple(sorted({chunk.coding.base for chunk in self.chunks if chunk.coding.base is not None}))
 
-    @property
+    @functools.cached_property
     def packs(self) -> dict[tuple[str, int], int]:
         """The bytes of each pack by group and number: those that its rows fill, without references."""
         sizes: dict[tuple[str, int], int] = {}
         for chunk in self.chunks:
             if not chunk.is_reference:
                 place, end = (chunk.group, chunk.pack), chunk.start + chunk.coding.size
-                sizes[place] = max(end, sizes.get(place, 0))
+                if end >= sizes.get(place, 0):
+                    sizes[place] = end
         return sizes
 
     def dump(self) -> bytes:

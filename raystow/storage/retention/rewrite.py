@@ -7,10 +7,11 @@ and so does every bit that is not rounded. What is derived from rounded numbers 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -30,12 +31,15 @@ from ..format.manifest import Chunk, Fragment
 from ..format.version_record import FragmentInfo
 from ..object_store import Buffer
 from ..runtime.batches import batches
+from ..runtime.bounded_map import bounded_map
 from ..versions.reader import Request
 from ..versions.runs import decode
 from ..versions.version import Version
 
 _PACK = 64 << 20  # bytes
 _AT_ONCE = 4  # packs
+
+_MEMORY, _ROW = 512 << 20, 2048  # bytes of packs and rows at a time, and of a row
 
 _SAMPLE = 4  # chunks of each group and dtype that an estimate reads
 
@@ -82,64 +86,157 @@ class PlannedPack:
     number: int
     bundles: tuple[Bundle, ...]
 
+    @property
+    def cost(self) -> int:
+        """Bytes of memory."""
+        return 2 * sum(bundle.nbytes for bundle in self.bundles)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The rows of a node that are kept, and what the record says of its fragment now."""
+
+    info: FragmentInfo
+    fragment: Fragment
+
+    @property
+    def cost(self) -> int:
+        return _ROW * len(self.fragment.chunks)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The work of a rewriting. ``read``, ``stored``: bytes to read, and of the new attempt. ``copied``: stored bytes that are
+    copied as they are. ``recoded``: of chunks that are coded anew, by group, dtype and whether they are references, their bytes
+    and some of them."""
+
+    read: int
+    stored: int
+    copied: int
+    recoded: Mapping[tuple[object, ...], tuple[int, Sequence[Bundle]]]
+
+
+class _Sample:
+    """Some of the bundles that it is given, evenly spread: at most twice ``_SAMPLE`` are in memory."""
+
+    def __init__(self) -> None:
+        self.nbytes = self._count = 0
+        self._every, self._some = 1, list[Bundle]()
+
+    def add(self, bundle: Bundle) -> None:
+        if self._count % self._every == 0:
+            self._some.append(bundle)
+        if len(self._some) > 2 * _SAMPLE:
+            self._some, self._every = self._some[::2], 2 * self._every
+        self._count += 1
+        self.nbytes += bundle.nbytes
+
+    @property
+    def bundles(self) -> Sequence[Bundle]:
+        return self._some[:: -(-len(self._some) // _SAMPLE)]
+
 
 @dataclass(frozen=True)
 class Rewriting:
-    """The plan. ``fragments``: the rows that are kept, with what the record says of each fragment now. ``base``: the version that
-    chunks become or stay deltas to."""
+    """The plan. ``base``: the version that chunks become or stay deltas to. ``weights_only``, ``recode``, ``bits``: see ``plan``.
+
+    It takes memory for some fragments: each use walks through the manifest.
+    """
 
     version: Version
     base: Version | None
-    fragments: tuple[tuple[FragmentInfo, Fragment], ...]
-    packs: tuple[PlannedPack, ...]
+    weights_only: bool = False
+    recode: bool = True
+    bits: int | None = None
 
     @property
     def read(self) -> int:
         """Stored bytes to read."""
-        return sum(bundle.read for pack in self.packs for bundle in pack.bundles)
+        return self.estimate.read
 
     @property
     def stored(self) -> int:
         """Stored bytes of the new attempt, estimated."""
-        return sum(bundle.likely(as_delta=self.base is not None) for pack in self.packs for bundle in pack.bundles)
+        return self.estimate.stored
+
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        """What it takes."""
+        read = stored = copied = 0
+        alike = defaultdict[tuple[object, ...], _Sample](_Sample)
+        for _, packs in self._fragments():
+            for bundle in itertools.chain.from_iterable(pack.bundles for pack in packs):
+                read, stored = read + bundle.read, stored + bundle.likely(as_delta=self.base is not None)
+                if (source := bundle.source) is None:
+                    copied += bundle.nbytes
+                else:
+                    alike[source.group, source.dtype, source.is_reference].add(bundle)
+        return Estimate(read, stored, copied, {kind: (some.nbytes, some.bundles) for kind, some in alike.items()})
 
     def sampled(self) -> int:
         """Stored bytes of the new attempt, estimated by coding some chunks of each group and dtype, which are read for it.
         ``Damaged`` as for ``execute``."""
-        alike = defaultdict[tuple[object, ...], list[Bundle]](list)
-        size = 0
-        for bundle in (bundle for pack in self.packs for bundle in pack.bundles):
-            if (source := bundle.source) is None:
-                size += bundle.nbytes
-            else:
-                alike[source.group, source.dtype, source.is_reference].append(bundle)
-        for bundles in alike.values():
-            some = bundles[:: -(-len(bundles) // _SAMPLE)]
+        size = self.estimate.copied
+        for nbytes, some in self.estimate.recoded.values():
             encoder = ChunkEncoder(max(bundle.nbytes for bundle in some))
             coded = sum(owner.coding.size for owner in (self._recoded(encoder, *_recoding(bundle))[1] for bundle in some))
             read = sum(bundle.nbytes for bundle in some)
-            size += round(coded * sum(bundle.nbytes for bundle in bundles) / read) if read else 0
+            size += round(coded * nbytes / read) if read else 0
         return size
 
     def execute(self, attempt: str, progress: Progress = lambda nbytes: None) -> tuple[FragmentInfo, ...]:
-        """Write packs and fragments of ``attempt``; what the record says of them. Takes memory for the manifest and for four
+        """Write packs and fragments of ``attempt``; what the record says of them. Takes memory for some fragments and for four
         packs, coded and decoded. ``Damaged`` if a chunk is not as it was written."""
-        rows = defaultdict[int, list[Chunk]](list)
-        rounded = defaultdict[tuple[int, str], list[Rounded]](list)  # by node and tensor
+        infos, rows, rounded = list[FragmentInfo](), list[Chunk](), defaultdict[str, list[Rounded]](list)
+
+        def work(part: PlannedPack | _Kept) -> tuple[_Kept | None, list[Chunk], list[tuple[str, Rounded]]]:
+            return (part, [], []) if isinstance(part, _Kept) else (None, *self._write(part, attempt, progress))
+
         with ThreadPoolExecutor(_AT_ONCE, "raystow-rewrite") as pool:
-            parts = pool.map(lambda pack: self._write(pack, attempt, progress), self.packs)
-            for pack, (written, found) in zip(self.packs, parts, strict=True):
-                rows[pack.node] += written
+            for kept, written, found in bounded_map(pool, work, self._parts(), cost=lambda part: part.cost, limit=_MEMORY):
+                rows += written
                 for name, one in found:
-                    rounded[pack.node, name].append(one)
-        infos = []
-        for old, fragment in self.fragments:
-            anew = {name: together(parts) for (node, name), parts in rounded.items() if node == fragment.node}
-            fragment = replace(fragment, chunks=tuple(rows[fragment.node]), rounded={**fragment.rounded, **anew})
-            data = fragment.dump()
-            self.version.store.put(keys.fragment(self.version.id, attempt, fragment.node), [data])
-            infos.append(fragment.info(data, old.ranks, old.stall))
+                    rounded[name].append(one)
+                if kept is None:
+                    continue
+                anew = {name: together(some) for name, some in rounded.items()}
+                fragment = replace(kept.fragment, chunks=tuple(rows), rounded={**kept.fragment.rounded, **anew})
+                data = fragment.dump()
+                self.version.store.put(keys.fragment(self.version.id, attempt, fragment.node), [data])
+                infos.append(fragment.info(data, kept.info.ranks, kept.info.stall))
+                rows.clear()
+                rounded.clear()
         return tuple(infos)
+
+    def _fragments(self) -> Iterator[tuple[_Kept, list[PlannedPack]]]:
+        """The rows of each node that are kept, and the new packs."""
+        for info, fragment in self.version.walk():
+            chunks = tuple(chunk for chunk in fragment.chunks if self._keeps(chunk.name))
+            values = tuple(value for value in fragment.values if self._keeps(value.name))
+            rounded = {name: one for name, one in fragment.rounded.items() if self._keeps(name)}
+            packs = _packs(fragment.node, bundles(chunks, self._anew, self._rounds, self.bits))
+            yield _Kept(info, replace(fragment, chunks=chunks, values=values, rounded=rounded)), list(packs)
+
+    def _parts(self) -> Iterator[PlannedPack | _Kept]:
+        for kept, packs in self._fragments():
+            yield from packs
+            yield kept
+
+    def _keeps(self, name: str) -> bool:
+        return not self.weights_only or group(name) == WEIGHTS
+
+    def _anew(self, chunk: Chunk) -> bool:
+        to, now = self.base.id if self.base is not None else None, chunk.coding.base
+        return self.recode and now != to and (now is not None or chunk.decoded >= delta.LEAST)
+
+    def _rounds(self, chunk: Chunk) -> bool:
+        large = chunk.nbytes > 0 and math.prod(chunk.shape) * dtypes.dtype(chunk.dtype).itemsize >= _LEAST
+        more = self.bits is not None and dtypes.MANTISSA.get(chunk.dtype, 0) > self.bits
+        return more and large and len(chunk.shape) > 1 and chunk.name not in self._rounded_before
+
+    @functools.cached_property
+    def _rounded_before(self) -> Collection[str]:
+        return self.version.rounded().keys()
 
     def _write(self, pack: PlannedPack, attempt: str, progress: Progress) -> tuple[list[Chunk], list[tuple[str, Rounded]]]:
         """The rows of a pack, and the errors of rounding by tensor name. References alone make no pack."""
@@ -216,29 +313,9 @@ def plan(
     Unless ``recode``, chunks keep their base. ``bits``: matrices that were not rounded before are rounded to so many mantissa
     bits. Reads record and manifest.
     """
-    to = base.id if base is not None else None
-
-    def anew(chunk: Chunk) -> bool:
-        return recode and chunk.coding.base != to and (chunk.coding.base is not None or chunk.decoded >= delta.LEAST)
-
-    before = version.rounded() if bits is not None else {}
-
-    def rounds(chunk: Chunk) -> bool:
-        large = chunk.nbytes > 0 and math.prod(chunk.shape) * dtypes.dtype(chunk.dtype).itemsize >= _LEAST
-        more = bits is not None and dtypes.MANTISSA.get(chunk.dtype, 0) > bits
-        return more and large and len(chunk.shape) > 1 and chunk.name not in before
-
-    def kept(name: str) -> bool:
-        return not weights_only or group(name) == WEIGHTS
-
-    fragments, packs = list[tuple[FragmentInfo, Fragment]](), list[PlannedPack]()
-    for info, fragment in zip(version.record.fragments, version.fragments, strict=True):
-        chunks = tuple(chunk for chunk in fragment.chunks if kept(chunk.name))
-        values = tuple(value for value in fragment.values if kept(value.name))
-        rounded = {name: one for name, one in fragment.rounded.items() if kept(name)}
-        fragments.append((info, replace(fragment, chunks=chunks, values=values, rounded=rounded)))
-        packs += _packs(fragment.node, bundles(chunks, anew, rounds, bits))
-    return Rewriting(version, base, tuple(fragments), tuple(packs))
+    rewriting = Rewriting(version, base, weights_only, recode, bits)
+    _ = rewriting.estimate  # what cannot be read fails before anything is written
+    return rewriting
 
 
 def bundles(

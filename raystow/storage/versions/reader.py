@@ -17,6 +17,7 @@ from ..format import keys
 from ..format.boxes import Box, overlap, tile, within
 from ..format.manifest import Chunk
 from ..object_store import Buffer, ObjectStore
+from ..runtime.bounded_map import bounded_map
 from .runs import RUN, ByteRun, Piece, Target, coalesced
 
 _Pack = tuple[int, str, int, str, int]  # version, attempt, node, group, number
@@ -98,20 +99,17 @@ class PackReader:
         for other in others:
             other.result()
 
-    def check(self, runs: Sequence[ByteRun], progress: Callable[[int], None], *, memory: int) -> Iterator[ByteRun]:
-        """Read and decode runs and check each chunk's digests; yields each whole run, in order. As many threads read as fit into
-        ``memory`` bytes, at least one."""
-        fitting = memory // max([1, *(run.cost for run in runs)])  # empty tensors take none
+    def check(self, runs: Iterable[tuple[str, ByteRun]], progress: Callable[[int], None], *, memory: int) -> Iterator[str]:
+        """Read and decode runs and check each chunk's digests; yields the name of each run that is whole, in order. Takes runs as
+        it reads them, at the same time as many as fit into ``memory`` bytes, at least one."""
 
-        def decoded(run: ByteRun) -> ByteRun:
+        def decoded(named: tuple[str, ByteRun]) -> str:
+            name, run = named
             self._decode(run, progress)
-            return run
+            return name
 
-        if len(runs) < 2:
-            yield from map(decoded, runs)
-            return
-        with ThreadPoolExecutor(max(1, min(self.threads, fitting, len(runs))), "raystow-read") as pool:
-            yield from pool.map(decoded, runs)  # an error, or the caller's end, cancels the rest
+        with ThreadPoolExecutor(self.threads, "raystow-read") as pool:
+            yield from bounded_map(pool, decoded, runs, cost=lambda named: named[1].cost, limit=memory)
 
     def whole(self, parts: Iterable[Chunk]) -> list[ByteRun]:
         """The runs to fetch to read chunks whole."""

@@ -101,7 +101,7 @@ class NodeAttempt:
         self._on_warning: dict[int, Callable[[str], None]] = {}
         self._ended: tuple[Outcome, Sequence[str]] | None = None
         self._reported = False  # to the coordinator, that everything is stored
-        self._coded = self._rows = 0
+        self._coded = self._rows = self._planned = 0
         self.raw = 0
         """Raw bytes of the chunks that have been packed."""
         self.over = False
@@ -116,14 +116,19 @@ class NodeAttempt:
         values: Iterable[tuple[str, str, str]],
         on_end: Listener,
         on_warning: Callable[[str], None] = lambda text: None,
+        *,
+        chunks: int = 0,
     ) -> None:
-        """Add a rank with its value rows (name, path, JSON text). ``on_warning``: receives problems while the save goes on."""
+        """Add a rank with its value rows (name, path, JSON text) and the number of ``chunks`` that it will add. ``on_warning``:
+        receives problems while the save goes on."""
         with self._lock:
             self._ranks.add(rank)
             self._on_warning[rank] = on_warning
+            self._planned += chunks
             for row in values:
                 self._values.setdefault(row, []).append(rank)
         self.on_end(on_end)
+        self._check_rows(self._planned)
 
     def on_end(self, listener: Listener) -> None:
         """Call the listener with the outcome, at once if the attempt has ended."""
@@ -270,7 +275,11 @@ class NodeAttempt:
             self._rows += len(chunks)
             self.raw += sum(chunk.nbytes for chunk in chunks)
             self._coded += sum(chunk.stored for chunk in chunks)
-        if self._rows + len(self._values) > MAX_ROWS:
+        self._check_rows(self._rows)
+
+    def _check_rows(self, chunks: int) -> None:
+        """Fail if the node's fragment would have more rows than readers take."""
+        if chunks + len(self._values) > MAX_ROWS:
             self.fail(f"this node has more than {MAX_ROWS:,} chunks and plain values: save on more nodes, or fewer tensors")
 
     @contextlib.contextmanager

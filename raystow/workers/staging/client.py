@@ -168,7 +168,7 @@ class Staging:
         from_host = any(piece.on_host for device in devices for piece in plan.parts[device].pieces)
         coding = {choice.codec: choice.why + _FROM_HOST * from_host for choice in choices}
         contents = SaveContents(*plan.coverage, plan.owned_dtensors, new, coding)
-        self.connection.post(BeginSave(order.request, contents, plan.values))
+        self.connection.post(BeginSave(order.request, contents, plan.values, plan.chunks))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
         early = host is not None and (not devices or sum(piece.nbytes for piece in host.pieces) <= _BRIEF)
         if early or from_host:

@@ -72,11 +72,12 @@ class SessionOpened(Message, frozen=True):
 
 
 class BeginSave(Message, frozen=True):
-    """A training process begins a save."""
+    """A training process begins a save, of so many ``chunks``."""
 
     request: RankSaveRequest
     contents: SaveContents
     values: Values
+    chunks: int = 0
 
 
 class RawChunk(MessagePart, frozen=True):

@@ -17,6 +17,7 @@ from raystow.storage.errors import DeadlineExceeded, SaveFailed
 from raystow.storage.runtime.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.tier import MemoryTier
+from raystow.workers.packing import attempt as attempts
 from raystow.workers.packing import chunk_writer
 from raystow.workers.packing import packer as packing
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome, draft
@@ -72,6 +73,30 @@ def test_a_rank_that_joins_too_late_gets_the_error() -> None:
         assert first.wait(10)
         attempt.join(1, [], lambda outcome, _: heard.append(outcome))
     assert [str(outcome) for outcome in heard] == ["given up"]
+
+
+def test_a_node_with_too_many_rows_fails_when_a_rank_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, told = list[str](), threading.Event()
+
+    class Waiting(GivenUp):
+        def wait_complete(self) -> None:
+            assert told.wait(10)
+            super().wait_complete()
+
+        def failed(self, reason: str) -> None:
+            failed.append(reason)
+            told.set()
+
+    monkeypatch.setattr(attempts, "MAX_ROWS", 10)
+    with ThreadPoolExecutor(1) as pool:
+        port: Any = Waiting()
+        shared = Executors(pool, pool, pool, MemoryBudget())
+        attempt = NodeAttempt(MemoryStore("many"), port, TICKET, shared, OptimizerWatch("memory://many"))
+        attempt.join(0, [("step", "[]", "1")], lambda outcome, _: None, chunks=5)
+        assert not failed
+        attempt.join(1, [("step", "[]", "1")], lambda outcome, _: None, chunks=5)  # the ranks share the value's row
+        assert len(failed) == 1
+    assert "more than 10 chunks and plain values" in failed[0]
 
 
 def test_a_chunk_that_cannot_be_coded_holds_up_no_other() -> None:

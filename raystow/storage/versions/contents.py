@@ -1,0 +1,140 @@
+"""What a version contains, summed up while its manifest is read once: memory for each name, and for none of the rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..coding import dtypes
+from ..coding.rounded import Rounded
+from ..errors import Damaged
+from ..format.boxes import PRIME, Measure, joined
+from ..format.manifest import Chunk, Fragment
+
+DERIVED = "derived"
+"""Stands in place of a codec for chunks without bytes of their own."""
+
+_NAME = operator.attrgetter("name")
+
+
+@dataclass
+class TensorSum:
+    """A tensor. ``chunks``, ``held``, ``stored``: its rows, their elements and stored bytes. ``measure``: what their boxes
+    count."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    group: str
+    chunks: int = 0
+    held: int = 0
+    stored: int = 0
+    measure: int = 0
+
+    @property
+    def raw(self) -> int:
+        """Bytes of all elements that its rows hold."""
+        return self.held * dtypes.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class PlaneSum:
+    """The planes of one codec: their number, decoded and stored bytes."""
+
+    count: int = 0
+    raw: int = 0
+    stored: int = 0
+
+
+class TensorSums:
+    """The tensors of a manifest whose fragments are added one by one. ``subject``: the version, for errors. ``measure``: counts
+    boxes, for ``check``."""
+
+    def __init__(self, subject: str, measure: Measure | None = None) -> None:
+        self.sums: dict[str, TensorSum] = {}
+        self._subject, self._measure = subject, measure
+
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """Add rows of any tensors. Raises ``Damaged`` if rows of one disagree."""
+        for name, same in itertools.groupby(chunks, _NAME):
+            rows = list(same)
+            first = rows[0]
+            found = self.sums.get(name)
+            if found is None:
+                found = self.sums[name] = TensorSum(first.shape, first.dtype, first.kind, first.group)
+            for row in rows:
+                if row.shape != found.shape or row.dtype != found.dtype or row.kind != found.kind:
+                    raise Damaged(f"rows of {name!r} disagree on shape, dtype or kind", subject=self._subject)
+                found.held += math.prod(row.extent)
+                found.stored += row.stored
+            found.chunks += len(rows)
+            if self._measure is not None:
+                counts = map(self._measure.count, joined(row.box for row in rows))
+                found.measure = (found.measure + sum(counts)) % PRIME
+
+    def check(self) -> None:
+        """Raise ``Damaged`` unless the rows cover each tensor, so that no absurd shape is allocated; with a measure, unless they
+        hold each element exactly once."""
+        for name, found in self.sums.items():
+            if found.held != (size := math.prod(found.shape)):
+                what = f"the manifest covers {found.held} of {size} elements of {name!r}"
+                raise Damaged(what, subject=self._subject)
+            if self._measure is not None and found.measure != self._measure.count(((0,) * len(found.shape), found.shape)):
+                raise Damaged("the manifest's chunks do not hold each element exactly once", subject=name)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The sums of a version. ``values``: the number of plain values of rank 0."""
+
+    tensors: Mapping[str, TensorSum]
+    rounded: Mapping[str, Rounded]
+    planes: Mapping[str, PlaneSum]
+    values: int
+
+    @property
+    def chunks(self) -> int:
+        """The number of rows that are chunks."""
+        return sum(one.chunks for one in self.tensors.values())
+
+
+def contents(fragments: Iterable[Fragment], subject: str) -> Contents:
+    """Sum up fragments. Raises ``Damaged`` as ``TensorSums``."""
+    tensors, rounded, planes, values = TensorSums(subject), dict[str, Rounded](), _Planes(), set[str]()
+    for fragment in fragments:
+        tensors.add(fragment.chunks)
+        for name, one in fragment.rounded.items():
+            rounded[name] = rounded[name] | one if name in rounded else one
+        planes.add(fragment.chunks)
+        values.update(value.name for value in fragment.values if 0 in value.ranks)
+    tensors.check()
+    return Contents(dict(sorted(tensors.sums.items())), dict(sorted(rounded.items())), planes.sums(), len(values))
+
+
+@dataclass
+class _Planes:
+    """Counts by codec."""
+
+    counts: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0]))
+
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.derivation is not None:
+                self._note(DERIVED, chunk.nbytes, 0)
+                continue
+            coding = chunk.coding
+            for codec, stored in zip(coding.codecs, coding.stored, strict=True):
+                self._note(codec, chunk.nbytes // len(coding.codecs), stored)
+
+    def sums(self) -> dict[str, PlaneSum]:
+        return {codec: PlaneSum(*of) for codec, of in self.counts.items()}
+
+    def _note(self, codec: str, raw: int, stored: int) -> None:
+        found = self.counts[codec]
+        found[0] += 1
+        found[1] += raw
+        found[2] += stored
