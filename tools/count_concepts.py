@@ -18,8 +18,8 @@ Nothing is imported: the trees of the sources are counted.
 - **files**, **lines**: of ``raystow``; **longest file** is that of all Python files.
 - **public names**: ``raystow.__all__``.
 - **words of documents**: those of ``docs`` and of the pages in the root, tables and code included.
-- **private members in tests**: uses of a name with one leading underscore that ``raystow`` defines and the file does not, not on
-  ``self`` or ``cls``: attributes, imports, and names in the text arguments of ``setattr``.
+- **private members in tests**: uses of a private name that ``raystow`` defines: attributes (not of ``self``, ``cls`` or what is
+  imported from another package), imports, and names in the text arguments of ``setattr``.
 - **setattr in tests**: calls of the method ``setattr`` (of ``monkeypatch``).
 """
 
@@ -36,9 +36,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
-PRIVATE = re.compile(r"_[A-Za-z0-9]\w*")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -73,16 +73,9 @@ def parameters(node: Function) -> tuple[str, ...]:
     return tuple(one.arg for one in every if one.arg not in {"self", "cls"})
 
 
-def private_uses(tree: ast.AST) -> Iterator[str]:
-    """Yield the private names that a module uses of other objects."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}):
-            yield node.attr
-        elif isinstance(node, ast.ImportFrom):
-            yield from (one.name for one in node.names)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
-            text = (one.value for one in node.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str))
-            yield from (one.rpartition(".")[2] for one in text)
+def is_private(name: str) -> bool:
+    """Names that begin and end with underscores belong to protocols of Python, ctypes and IPython."""
+    return name.startswith("_") and not name.endswith("_")
 
 
 def definitions(tree: ast.AST) -> Iterator[str]:
@@ -90,9 +83,58 @@ def definitions(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, Function | ast.ClassDef):
             yield node.name
-        for target in targets(node):
-            if isinstance(target, ast.Name | ast.Attribute):
-                yield target.id if isinstance(target, ast.Name) else target.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def foreign_names(tree: ast.AST) -> set[str]:
+    """Return what a module imports from elsewhere than ``raystow``."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names} - {"raystow"}
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("raystow"):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def root_name(expression: ast.expr) -> str:
+    """Return the name with which a chain of attributes, calls and subscripts begins."""
+    while isinstance(expression, ast.Attribute | ast.Call | ast.Subscript):
+        expression = expression.func if isinstance(expression, ast.Call) else expression.value
+    return expression.id if isinstance(expression, ast.Name) else ""
+
+
+def is_patch(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Tell whether a node calls ``setattr`` of an object, as of a ``MonkeyPatch``."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr"
+
+
+def private_uses(tree: ast.AST, names: set[str]) -> list[str]:
+    """Return the private names that a test module imports, patches, or reads from anything but ``self`` and ``cls``.
+
+    Args:
+        tree: Of the test module.
+        names: The private names that the package defines.
+    """
+    foreign, found = foreign_names(tree), list[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
+            found += [] if own or root_name(node.value) in foreign else [node.attr]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raystow"):
+            found += [alias.name for alias in node.names if is_private(alias.name)]
+        elif is_patch(node):
+            texts = [one.value for one in node.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            found += [name for text in texts if (name := text.rpartition(".")[2]) in names]
+    return found
+
+
+def patches(tree: ast.AST) -> int:
+    """Return how many calls of ``setattr`` a test module makes on an object."""
+    return sum(is_patch(node) for node in ast.walk(tree))
 
 
 @dataclass(frozen=True)
@@ -108,6 +150,12 @@ class Revision:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             wanted = [one for one in files if one.isfile() and one.name.endswith((".py", ".md"))]
             return cls({one.name: files.extractfile(one).read().decode() for one in wanted})  # type: ignore[union-attr]
+
+    @classmethod
+    def checkout(cls, folders: tuple[str, ...]) -> Revision:
+        """Read folders of the working tree."""
+        paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+        return cls({path.relative_to(ROOT).as_posix(): path.read_text() for path in paths})
 
     @cached_property
     def modules(self) -> dict[str, ast.Module]:
@@ -157,17 +205,25 @@ class Revision:
                 found[protocol.name] += [node.name for node, own in functions if node is not call and own == parameters(call)]
         return found
 
+    @cached_property
+    def private_uses(self) -> dict[str, list[str]]:
+        """The private names of the package that tests use, by path."""
+        names = {name for tree in self.package() for name in definitions(tree) if is_private(name)}
+        uses = {path: private_uses(tree, names) for path, tree in self.modules.items() if path.startswith("tests/")}
+        return {path: found for path, found in uses.items() if found}
+
+    @cached_property
+    def patches(self) -> dict[str, int]:
+        """The calls of ``setattr`` in tests, by path."""
+        counts = {path: patches(tree) for path, tree in self.modules.items() if path.startswith("tests/")}
+        return {path: count for path, count in counts.items() if count}
+
     def figures(self) -> dict[str, int]:
         """Return what is counted, by name."""
         sources = [text for path, text in self.texts.items() if path.startswith("raystow/") and path.endswith(".py")]
         documents = [text for path, text in self.texts.items() if re.fullmatch(r"(docs/.*|[^/]*)\.md", path)]
         exported = ast.walk(self.modules["raystow/__init__.py"])
         (public,) = (node.value for node in exported for name in targets(node) if ast.unparse(name) == "__all__")  # type: ignore[attr-defined]
-        tests = self.package("tests")
-        defined = {name for tree in self.package() for name in definitions(tree) if PRIVATE.fullmatch(name)}
-        foreign = ((tree, defined - set(definitions(tree))) for tree in tests)
-        private = [name for tree, names in foreign for name in private_uses(tree) if name in names]
-        calls = [node for tree in tests for node in ast.walk(tree) if isinstance(node, ast.Call)]
         return {
             "classes": len(self.classes),
             "message types": sum(not bases(one).isdisjoint({"Message", "MessagePart"}) for one in self.classes),
@@ -179,8 +235,8 @@ class Revision:
             "longest file, lines": max(self.texts[path].count("\n") for path in self.modules),
             "public names": len(ast.literal_eval(public)),
             "words of documents": sum(len(text.split()) for text in documents),
-            "private members in tests": len(private),
-            "setattr in tests": sum(isinstance(one.func, ast.Attribute) and one.func.attr == "setattr" for one in calls),
+            "private members in tests": sum(map(len, self.private_uses.values())),
+            "setattr in tests": sum(self.patches.values()),
         }
 
 

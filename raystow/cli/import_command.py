@@ -28,7 +28,7 @@ from .output import count, emit, out, size
 from .progress import progress_bar
 from .safetensors_file import SourceTensor, header_size, source_tensors
 
-_MEMORY = 512 << 20  # bytes of chunks in progress
+MEMORY = 512 << 20  # bytes of chunks in progress
 _TIMEOUT = 3600.0  # seconds for the uploads that remain once everything is read
 _INDEX = ".safetensors.index.json"
 
@@ -56,7 +56,7 @@ def import_(
     nbytes = sum(tensor.end - tensor.start for tensor in tensors)
     attempt = StandaloneCommit(uri, step)
     ticket = Ticket(attempt.id, attempt.attempt, 0, _TIMEOUT, attempt.step)
-    storing = StandaloneWriter(open_store(uri), ticket, memory=_MEMORY, threads=cores())
+    storing = StandaloneWriter(open_store(uri), ticket, memory=MEMORY, threads=cores())
     with progress_bar(str(source), nbytes, quiet=json) as advance, storing.under_way():
         for path, of in files.items():
             for tensor in of:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import socket
 
-_ANSWER = 5.0  # seconds to connect, and then to answer
+ANSWER_TIMEOUT = 5.0  # seconds to connect, and then to answer
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # with empty settings: RFC 9113, 3.4 and 6.5
 _SETTINGS = bytes((4,))  # the type of the frame that a server sends first
 
@@ -41,4 +41,4 @@ def reach(address: str) -> None:
 
 def _connected(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER)
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_TIMEOUT)

@@ -18,7 +18,7 @@ import pytest
 
 PATIENCE = datetime.timedelta(seconds=60)
 _METHODS = multiprocessing.get_context("forkserver")
-_METHODS.set_forkserver_preload(["gloo_preload"])
+_METHODS.set_forkserver_preload(["integration.gloo_preload"])
 
 
 class RankFailed(Exception):

@@ -60,7 +60,7 @@ def memory_limit(most: int) -> Iterator[None]:
 
 
 def test_large_files_are_imported_and_exported_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_command, "_MEMORY", 32 * MIB)
+    monkeypatch.setattr(import_command, "MEMORY", 32 * MIB)
     monkeypatch.setattr(version_files, "SLAB", 16 * MIB)
     model(tmp_path / "model.safetensors")
     with memory_limit(ALLOWED):

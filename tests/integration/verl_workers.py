@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
+
+from integration import verl_cpu
+
+# Modules of verl import by name the functions that verl_cpu replaces.
+# isort: split
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
-
-from integration import verl_cpu
 
 assert verl_cpu
 ROLES = ("actor", "critic")

@@ -29,7 +29,7 @@ from .save_schedule import SaveSchedule
 logger = logging.getLogger(__name__)
 
 _MISSED = 16  # steps of which failed saves are remembered
-_OPEN = 1024  # saves of a run that may be open at a time: each call looks at all of them
+MOST_OPEN = 1024  # saves of a run that may be open at a time: each call looks at all of them
 _RESTORES = 16  # restores that the next version reports
 
 
@@ -405,8 +405,8 @@ class Coordinator:
         return next((a for a in self._open(Phase.GATHERING) if (a.step, a.saves.get(rank, save)) == (step, save)), None)
 
     def _new(self, request: RankSaveRequest) -> Attempt:
-        if len(self._open(*Phase)) >= _OPEN:
-            what = f"{_OPEN} saves are open: some ranks begin saves that others do not"
+        if len(self._open(*Phase)) >= MOST_OPEN:
+            what = f"{MOST_OPEN} saves are open: some ranks begin saves that others do not"
             raise SaveFailed(what, subject=f"save of step {request.step}", remedy="save the same steps on all ranks")
         id, token = self._committer.reserve()
         now = self._clock.monotonic()

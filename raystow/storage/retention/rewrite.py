@@ -36,7 +36,7 @@ from ..versions.reader import Request
 from ..versions.runs import decode
 from ..versions.version import Version
 
-_PACK = 64 << 20  # bytes
+PACK_BYTES = 64 << 20  # bytes
 _AT_ONCE = 4  # packs
 
 _MEMORY, _ROW = 512 << 20, 2048  # bytes of packs and rows at a time, and of a row
@@ -357,5 +357,5 @@ def _packs(node: int, bundles: Iterable[Bundle]) -> Iterator[PlannedPack]:
     """Packs of bounded size, one group each, with bundles in the order in which they are read."""
     ordered = sorted(bundles, key=lambda bundle: (bundle.rows[0].group, bundle.rows[0].pack, bundle.rows[0].start))
     for name, of in itertools.groupby(ordered, lambda bundle: bundle.rows[0].group):
-        for number, full in enumerate(batches(of, lambda bundle: bundle.nbytes, _PACK)):
+        for number, full in enumerate(batches(of, lambda bundle: bundle.nbytes, PACK_BYTES)):
             yield PlannedPack(node, name, number, tuple(full))

@@ -46,7 +46,7 @@ from .segment_writer import RepositoryEnds, SegmentWriter, read_entry
 logger = logging.getLogger(__name__)
 
 _CONNECTIONS = 8  # over which a large entry is read: one carries 2 to 4 GB/s
-_LEAST = 32 << 20  # bytes over each of them
+LEAST_SHARE = 32 << 20  # bytes over each of them
 CHANGED = "it does not have its digest: its bytes were changed in memory or on their way"
 _QUIET = 600.0  # seconds without an entry of a training from which on its copies are dropped for those of others
 _REQUESTS = (ShareMemory, BeginEntry, AppendEntry, SlotsFilled, KeepEntry, SaveBegun, SaveWithdrawn, FetchEntry)
@@ -192,7 +192,7 @@ class NodeJournal:
 
     def _read(self, node: str, info: EntryInfo, target: memoryview) -> bool:
         """Fill ``target`` with an entry of another node, over several connections if it is large; return whether it is there."""
-        share = max(_LEAST, -(-target.nbytes // _CONNECTIONS))
+        share = max(LEAST_SHARE, -(-target.nbytes // _CONNECTIONS))
         parts = [(start, target[start : start + share]) for start in range(0, target.nbytes, share)]
 
         def read(start: int, part: memoryview) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import count_concepts
 from helpers.retired_words import RETIRED
 
 ROOT = Path(__file__).parents[3]
@@ -112,62 +113,6 @@ def test_tests_use_no_retired_words() -> None:
     assert found == {}
 
 
-def private(name: str) -> bool:
-    """Names that begin and end with underscores belong to protocols of Python and IPython."""
-    return name.startswith("_") and not name.endswith("_")
-
-
-def private_names() -> set[str]:
-    """Return the private names that ``raystow`` defines."""
-    found = set[str]()
-    for text in sources().values():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                found.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
-    return {name for name in found if private(name)}
-
-
-def foreign_names(tree: ast.AST) -> set[str]:
-    """Return what a module imports from elsewhere than ``raystow``."""
-    found = set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names} - {"raystow"}
-        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("raystow"):
-            found |= {alias.asname or alias.name for alias in node.names}
-    return found
-
-
-def root_name(expression: ast.expr) -> str:
-    """Return the name with which a chain of attributes, calls and subscripts begins."""
-    while isinstance(expression, (ast.Attribute, ast.Call, ast.Subscript)):
-        expression = expression.func if isinstance(expression, ast.Call) else expression.value
-    return expression.id if isinstance(expression, ast.Name) else ""
-
-
-def uses_of_private_names(source: str, names: set[str]) -> list[str]:
-    """Return the private names of ``raystow`` that a test module imports, or reads from anything but ``self`` and ``cls``."""
-    tree = ast.parse(source)
-    foreign, found = foreign_names(tree), list[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in names:
-            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            found += [] if own or root_name(node.value) in foreign else [node.attr]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raystow"):
-            found += [alias.name for alias in node.names if private(alias.name)]
-    return found
-
-
-def patches(source: str) -> int:
-    """Return how many calls of ``setattr`` a test module makes on an object, as on a ``MonkeyPatch``."""
-    calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    return sum(isinstance(call, ast.Attribute) and call.attr == "setattr" for call in calls)
-
-
 def test_uses_of_private_names_and_patches_are_found() -> None:
     source = """
 import os
@@ -178,8 +123,9 @@ class A:
         patch.setattr(public, "_made", self.a._made)
         public.b()._made
 """
-    assert uses_of_private_names(source, {"_made", "_own", "_exit"}) == ["_made"] * 3
-    assert patches(source) == 1
+    tree = ast.parse(source)
+    assert count_concepts.private_uses(tree, {"_made", "_own", "_exit"}) == ["_made"] * 4
+    assert count_concepts.patches(tree) == 1
 
 
 def test_no_test_module_imports_another_one() -> None:
@@ -191,9 +137,6 @@ def test_no_test_module_imports_another_one() -> None:
 
 def test_tests_rarely_use_private_names_or_patches() -> None:
     """A test gets what it replaces by a parameter, from a fake of ``tests/helpers``, or from the environment."""
-    texts = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "tests").rglob("*.py"))}
-    names = private_names()
-    uses = {path: found for path, text in texts.items() if (found := uses_of_private_names(text, names))}
-    patched = {path: count for path, text in texts.items() if (count := patches(text))}
-    assert sum(map(len, uses.values())) <= MOST_PRIVATE, uses
-    assert sum(patched.values()) <= MOST_PATCHES, patched
+    tree = count_concepts.Revision.checkout(("raystow", "tests"))
+    assert sum(map(len, tree.private_uses.values())) <= MOST_PRIVATE, tree.private_uses
+    assert sum(tree.patches.values()) <= MOST_PATCHES, tree.patches

@@ -52,7 +52,7 @@ def test_two_saves_of_one_step_are_separate_attempts(run: CoordinatedRun) -> Non
 
 def test_a_flood_of_saves_is_refused(run: CoordinatedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call looks at all open saves: 5,000 of them took the coordinator 42 s. Those that are open go on."""
-    monkeypatch.setattr(attempts, "_OPEN", 3)
+    monkeypatch.setattr(attempts, "MOST_OPEN", 3)
     first = run.begin(0)
     for save in (2, 3):
         run.begin(0, save, save=save)

@@ -74,7 +74,7 @@ def test_a_port_without_a_head_node_is_an_error(
     no_cluster: list[str], monkeypatch: pytest.MonkeyPatch, answer: bytes | None, said: str
 ) -> None:
     """A frozen head node accepts connections; Ray would wait for it for minutes."""
-    monkeypatch.setattr(head_node, "_ANSWER", 0.2 if answer is None else LONG)
+    monkeypatch.setattr(head_node, "ANSWER_TIMEOUT", 0.2 if answer is None else LONG)
     with listener(answer) as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ClusterError, match=said):

@@ -315,7 +315,7 @@ def test_a_journal_entry_is_copied_to_a_peer_and_read_back(cluster: Cluster) -> 
 
 
 def test_a_large_entry_is_read_over_several_connections(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_journal, "_LEAST", 100_000)
+    monkeypatch.setattr(node_journal, "LEAST_SHARE", 100_000)
     channel, all_of_them = cluster["b"].peers.channel, threading.Barrier(8)
 
     def together(node: str) -> TcpChannel:

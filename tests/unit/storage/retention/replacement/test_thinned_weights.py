@@ -79,7 +79,7 @@ def test_a_copy_keeps_the_bytes_of_its_removed_source(repository: Repository) ->
 def test_thinning_writes_packs_of_any_size(
     repository: Repository, committer: Committer, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rewrite, "_PACK", size)
+    monkeypatch.setattr(rewrite, "PACK_BYTES", size)
     wanted = weights(repository.version(1))
     plan = replacement.plan(repository, repository.version(1).entry, replacement.thin(1)).rewriting
     read: list[int] = []
