@@ -10,15 +10,15 @@ from typing import Annotated
 
 import typer
 
+from ..orchestrator.export.hf_folder import HfFolder, plan_folder
+from ..orchestrator.export.output_dir import new_folder
 from ..storage.real_paths import real_path
 from ..storage.versions.version import Version
 from ..storage.versions.version_selector import LATEST
 from . import options
-from .hf_folder import HfFolder, plan_folder
 from .hub import HubRepository
 from .options import Json, Uri, Which
 from .output import count, emit, err, fields_of, out, printable, size
-from .output_dir import new_folder
 from .progress import progress_bar
 from .target import open_target
 

@@ -6,14 +6,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
+from ..orchestrator.export import version_files
+from ..orchestrator.export.output_dir import new_folder
+from ..orchestrator.export.safetensors_file import files
 from ..storage.real_paths import real_path
 from ..storage.versions.version_selector import LATEST
-from . import options, version_files
+from . import options
 from .options import Json, Uri, Which
 from .output import count, dimensions, emit, out, printable, size
-from .output_dir import new_folder
 from .progress import progress_bar
-from .safetensors_file import files
 from .target import open_target
 
 _LISTED = 10  # notes on single tensors; the others are counted

@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 from integration.cli_runner import flip_byte, ran, run_json
 from integration.language_models import gpt2, llama, saved
-from raystow.cli import version_files
+from raystow.orchestrator.export import version_files
 from raystow.state.tree import flatten
 from raystow.storage.errors import Damaged
 
@@ -259,7 +259,8 @@ def test_a_failed_export_leaves_no_files(
 
 _KILLED = """
 import os, signal, sys
-from raystow.cli import app, version_files
+from raystow.cli import app
+from raystow.orchestrator.export import version_files
 def killed(*_): os.kill(os.getpid(), signal.SIGKILL)
 version_files.write_index = killed
 app.main()

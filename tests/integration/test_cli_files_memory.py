@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from integration.cli_runner import run
-from raystow.cli import import_command, version_files
+from raystow.cli import import_command
+from raystow.orchestrator.export import version_files
 
 MIB = 1 << 20
 STATE = 320 * MIB

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from ..storage.errors import StateError
-from ..storage.real_paths import output_path
-from ..storage.runtime.clock import SYSTEM
-from .output import size
+from ...storage.errors import StateError
+from ...storage.notebook import size
+from ...storage.real_paths import output_path
+from ...storage.runtime.clock import SYSTEM
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..storage.coding import dtypes
-from ..storage.coding.kernels import Bytes
-from ..storage.errors import StateError
-from ..storage.format import values
-from ..storage.runtime.batches import batches
-from ..storage.versions.version import Version
+from ...storage.coding import dtypes
+from ...storage.coding.kernels import Bytes
+from ...storage.errors import StateError
+from ...storage.format import values
+from ...storage.runtime.batches import batches
+from ...storage.versions.version import Version
 from .output_dir import durable_file
 from .safetensors_file import SafetensorsFile
 from .slabs import TensorBox, boxes_of, read_slab

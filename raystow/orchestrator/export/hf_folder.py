@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ..storage.coding import dtypes
-from ..storage.errors import StateError
-from ..storage.real_paths import input_path, real_path, regular_file, small_file
-from ..storage.versions.version import TensorInfo, Version
+from ...storage.coding import dtypes
+from ...storage.errors import StateError
+from ...storage.real_paths import input_path, real_path, regular_file, small_file
+from ...storage.versions.version import TensorInfo, Version
 from . import adapter_names, version_files
 from .output_dir import durable_file
 from .safetensors_file import SafetensorsFile, group_files
