@@ -24,6 +24,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from integration.cli_runner import flip_byte, ran, run_json
 from integration.language_models import gpt2, llama, saved
 from raystow.orchestrator.export import version_files
+from raystow.orchestrator.export.output_dir import LocalFolder
 from raystow.state.tree import flatten
 from raystow.storage.errors import Damaged
 
@@ -248,8 +249,8 @@ def test_dtypes_that_safetensors_lacks_are_refused(tmp_path: Path) -> None:
 def test_a_failed_export_leaves_no_files(
     run_folder: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int
 ) -> None:
-    def write_index_and_stop(folder: Path, parts: object) -> None:
-        assert len(list(folder.iterdir())) > 2  # all tensor files are written
+    def write_index_and_stop(folder: LocalFolder, parts: object) -> None:
+        assert len(list(folder.path.iterdir())) > 2  # all tensor files are written
         raise stop
 
     monkeypatch.setattr(version_files, "write_index", write_index_and_stop)
