@@ -39,7 +39,7 @@ class ExportedFile:
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportReport:
     """The fields of ``--json`` that say what was written; all but the first two have content for ``--hf`` only."""
 
     path: str
@@ -122,16 +122,16 @@ def export(
         out.print(f"  uploaded: {printable(done.commit)}")
 
 
-def _hf_folder(to: Destination, plan: HfFolder, *, quiet: bool) -> Export:
+def _hf_folder(to: Destination, plan: HfFolder, *, quiet: bool) -> ExportReport:
     files = [ExportedFile(file.name, len(file.tensors), file.nbytes) for file in plan.files]
     with to.new(plan.plan) as folder, progress_bar(f"version {plan.version.id}", plan.raw, quiet=quiet) as advance:
         plan.write(folder, advance)
-    return Export(to.shown, files, plan.prefix, plan.tied, [*plan.copied])
+    return ExportReport(to.shown, files, plan.prefix, plan.tied, [*plan.copied])
 
 
-def _torch_file(to: Path, version: Version, *, quiet: bool) -> Export:
+def _torch_file(to: Path, version: Version, *, quiet: bool) -> ExportReport:
     from .torch_file import write_torch_file  # requires torch
 
     with progress_bar(f"version {version.id}", version.raw, quiet=quiet) as advance:
         write_torch_file(to, version, advance)
-    return Export(str(real_path(to)), [ExportedFile(to.name, len(version.chunks), version.raw)])
+    return ExportReport(str(real_path(to)), [ExportedFile(to.name, len(version.chunks), version.raw)])

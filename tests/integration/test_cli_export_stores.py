@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import raystow
 from integration.cli_runner import flip_byte, ran, run_json
-from integration.language_models import gpt2, saved
-from integration.test_cli_export import config_folder, same, training_state
+from integration.language_models import config_folder, gpt2, same, saved, training_state
 from raystow.orchestrator.export import version_files
 from raystow.orchestrator.export.store_folder import MARKER
 from raystow.storage.errors import StoreUnavailable
@@ -96,6 +96,34 @@ def test_fastsafetensors_loads_what_was_exported(run_folder: tuple[Path, Any], t
     with fastsafe_open([str(file)], device="cpu", nogds=True) as opened:
         for name, tensor in run_folder[1].state_dict().items():
             assert torch.equal(opened.get_tensor(name), tensor)
+
+
+def test_python_calls_write_the_same(run_folder: tuple[Path, Any], tmp_path: Path, address: str) -> None:
+    folder, model = run_folder
+    config = config_folder(model, tmp_path / "config")
+    ran("export", folder, "--hf", tmp_path / "a", "--files", config, "--max-shard-size", "20kB")
+    ran("restore", folder, "-o", tmp_path / "b", "--max-file-size", "20kB")
+    model_at, all_at = f"{address}/model", f"{address}/all"
+    assert raystow.export_model(folder, model_at, files=config, max_shard_size=20_000) == model_at
+    assert raystow.export_version(raystow.latest(folder), all_at, max_file_size=20_000) == all_at  # type: ignore[arg-type]
+    for made, expected in ((model_at, "a"), (all_at, "b")):
+        found = downloaded(open_store(made), tmp_path / f"out-{expected}")
+        assert {path.name: path.read_bytes() for path in found.iterdir()} == {
+            path.name: path.read_bytes() for path in (tmp_path / expected).iterdir()
+        }
+    local = raystow.export_model(folder, tmp_path / "c", "step:7", dtype="bfloat16")
+    assert load_file(Path(local) / "model.safetensors")["transformer.wte.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"to": "hdfs://a/b"}, {"to": 3}, {"dtype": "int8"}, {"files": "s3://b/config"}, {"max_shard_size": 0}],
+    ids=lambda wrong: str(*wrong),
+)
+def test_wrong_arguments_are_refused(run_folder: tuple[Path, Any], tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(raystow.StateError):
+        raystow.export_model(run_folder[0], **{"to": tmp_path / "out", **wrong})
+    assert not (tmp_path / "out").exists()
 
 
 # Exports that do not end

@@ -79,7 +79,8 @@ class Checkpointer:
         timeout: Seconds after which a save that is not durable fails; also the longest time that ``fence`` waits.
         max_in_flight: Saves that may be in flight. A further ``save`` waits for the oldest one.
         on_failure: "raise": the next ``save`` or ``fence`` raises ``SaveFailed`` for the first failed save. "warn": failed saves
-            are only logged and counted in ``failures``. An integer n: ``SaveFailed`` is raised after n failures in a row.
+            are only logged and counted in ``failures``. An integer n: ``SaveFailed`` is raised after n failures in a row, and by
+            ``wait`` and ``close`` if the newest save failed.
         on_fenced: When another run has taken over the repository or a rank. "raise": the next ``save`` or ``fence`` raises
             ``Fenced``, which names the other run. "takeover": the next save takes the repository over from it.
         memory: Host memory for saves and for cached versions. An integer is ``Memory(staging=...)``, in bytes.
