@@ -87,7 +87,7 @@ class Failures:
         raise SaveFailed(f"{in_a_row} saves in a row have failed, the last one: {unraised[-1]}", remedy=remedy)
 
     def check_last(self) -> None:
-        """Raise as ``check`` at the end of a training, and also, whatever number ``on_failure`` is, if the newest save failed. Raises
+        """Raise at the end of a training: as ``check``, and whatever number ``on_failure`` is, if the newest save failed. Raises
         nothing because of failures that were raised before."""
         if self._unraised:
             self.check()

@@ -27,7 +27,7 @@ from ..format.root import Entry
 from ..format.selection import Selection, Sought, select
 from ..format.signature import Trust
 from ..format.version_record import FragmentInfo, PackInfo, VersionRecord
-from ..limits import MAX_CHAIN, MAX_FRAGMENT, MAX_RECORD, most_cells, most_text
+from ..limits import MAX_CHAIN, MAX_FRAGMENT, MAX_RECORD
 from ..notebook import facts_table, moment, size
 from ..object_store import ObjectStore
 from ..root.delta_chain import needed
@@ -126,9 +126,7 @@ class Version:
     @functools.cached_property
     def record(self) -> VersionRecord:
         """The version record, checked against the digest in the root and, with trusted keys, for a signature: else ``Untrusted``.
-
-        Everything that is known of a version beyond its entry in the root is read through this property.
-        """
+        Everything that is known of a version beyond its entry in the root is read through this property."""
         key, data = self.record_key, self.record_bytes()
         trust = self.trust or key_files.trust() or Trust()
         trust.check(self.store, self.repository_id, self.id, self.attempt, bytes.fromhex(self.entry.digest))
@@ -156,6 +154,16 @@ class Version:
     def metrics(self) -> dict[str, Any]:
         """The metrics given to ``save``."""
         return self.record.metrics
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Where the version comes from: command line, git commit, packages, hosts, the version resumed from. May be empty."""
+        return self.record.provenance
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """The notes given to ``Checkpointer``."""
+        return self.record.notes
 
     @property
     def stall(self) -> float | None:
@@ -215,7 +223,7 @@ class Version:
         """Return what finds the manifest rows that a rank needs, and reads no more of the manifest than necessary."""
 
         def rows(info: FragmentInfo, sought: Mapping[str, Sought]) -> Selection:
-            with _parsed.taking(_memory(info)):
+            with _parsed.taking(info.memory):
                 selection = select(*self._fragment(info), sought)
             self._note_packs(info, selection.packs)
             return selection
@@ -223,7 +231,7 @@ class Version:
         return Finder(self.record.fragments, rows, seeker, self.record.raw)
 
     def _load(self, info: FragmentInfo) -> Fragment:
-        with _parsed.taking(_memory(info)):
+        with _parsed.taking(info.memory):
             data, node, key = self._fragment(info)
             fragment = Fragment.load(data, node, key)
         if len(fragment.chunks) != info.chunks:
@@ -234,7 +242,7 @@ class Version:
 
     def _sizes(self, info: FragmentInfo) -> PackSizes:
         if info.node not in self._packs:
-            with _parsed.taking(_memory(info)):
+            with _parsed.taking(info.memory):
                 data, _, key = self._fragment(info)
                 self._note_packs(info, pack_sizes(data, key))
         return self._packs[info.node]
@@ -416,11 +424,6 @@ class Version:
             if len(data) == size and stored_digest(data).hex() == digest:
                 return data
         raise Damaged("the object does not match its digest", subject=key)
-
-
-def _memory(info: FragmentInfo) -> int:
-    """Bytes that a fragment may take while it is read and parsed."""
-    return info.size + 2 * most_text(info.size) + 4 * most_cells(info.size)
 
 
 _parsed = MemoryBudget(2 << 30)  # bytes of fragments that all threads of this process parse at a time

@@ -62,6 +62,7 @@ OF_ONE = {
     "raystow-late": "learns the outcome of one save that has not ended by its deadline; result() asks again",
     "raystow-ray": "asks the head node once; an error is raised where the answer is awaited",
     "raystow-waits": "prints once what a command waits for",
+    "raystow-provenance": "asks git once; a version without an answer has no commit",
     "raystow-callbacks": "calls the callbacks of one rank; the error of each is logged",
     "raystow-report": "reports one failed save",
     "raystow-due": "asks the coordinator once; an error is raised where the answer is awaited",
