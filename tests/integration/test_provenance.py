@@ -70,6 +70,11 @@ def test_versions_tell_where_they_come_from(tmp_path: Path, script: Path) -> Non
     assert second.provenance["resumed"] == "1"
     assert first.provenance["run"] != second.provenance["run"]
     assert not any(b"hunter2" in path.read_bytes() for path in uri.rglob("version.json"))
+    later, earlier = ran("log", uri, columns=300).output.splitlines()
+    assert later.startswith("*  version 2, step 2: loss 0.5, ")
+    assert later.endswith(" ago, resumed from version 1")
+    assert earlier.endswith(" ago, fresh start")
+    assert [(one["id"], one["parent"]) for one in run_json("log", uri)["versions"]] == [(2, 1), (1, None)]
     shown = ran("show", uri, columns=300).output
     assert "resumed  from version 1" in shown
     assert f"commit   {commit.stdout.strip()}, with 1 changed files" in shown

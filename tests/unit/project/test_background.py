@@ -87,6 +87,7 @@ IN_POOLS = {"raystow-code", "raystow-seal", "raystow-encode"}
 """Work on pools whose result is not awaited."""
 
 AWAITED = {
+    "cli/lineage.py": 1,
     "cli/run_history.py": 1,
     "orchestrator/coordinator/save_costs.py": 1,
     "orchestrator/journal/replay.py": 1,
