@@ -56,7 +56,7 @@ def test_versions_tell_where_they_come_from(tmp_path: Path, script: Path) -> Non
     uri = tmp_path / "run"
     _train(script, uri, "1", "first", "--api-token", "hunter2")
     script.write_text(_TRAIN + "# changed\n")
-    _train(script, uri, "1", "second")
+    _train(script, uri, "1", "<b>second")
     first, second = raystow.open(uri).versions()
     commit = subprocess.run(["git", "-C", str(script.parent), "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
     assert first.provenance["commit"] == second.provenance["commit"] == commit.stdout.strip()
@@ -78,12 +78,17 @@ def test_versions_tell_where_they_come_from(tmp_path: Path, script: Path) -> Non
     shown = ran("show", uri, columns=300).output
     assert "resumed  from version 1" in shown
     assert f"commit   {commit.stdout.strip()}, with 1 changed files" in shown
-    assert "notes    why second, api_key ***" in shown
+    assert "notes    why <b>second, api_key ***" in shown
+    ran("report", uri, "-o", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Where the newest version comes from" in page
+    assert f"{commit.stdout.strip()}, with 1 changed files" in page
+    assert "why &lt;b&gt;second" in page
     assert run_json("show", uri)["provenance"] == second.provenance
     changes = run_json("diff", uri, 1, 2)["provenance"]
     assert changes["changed files"] == ["0", "1"]
-    assert changes["note why"] == ["first", "second"]
-    assert "note why: first -> second" in ran("diff", uri, 1, 2, columns=300).output
+    assert changes["note why"] == ["first", "<b>second"]
+    assert "note why: first -> <b>second" in ran("diff", uri, 1, 2, columns=300).output
 
 
 def test_workers_of_ray_record_the_drivers_command(tmp_path: Path) -> None:
