@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .orchestrator.client.failures import Failures
     from .orchestrator.client.options import Compression, Interval, Memory, Replication
     from .orchestrator.client.pending import Pending
+    from .orchestrator.export.exports import export_model, export_version
     from .orchestrator.journal.journal import Journal
     from .orchestrator.sensitivity import Proposal, Sensitivity, Trial, sensitivity
     from .state.as_saved import AsSaved
@@ -101,6 +102,8 @@ __all__ = [
     "Untrusted",
     "Version",
     "copy",
+    "export_model",
+    "export_version",
     "latest",
     "open",
     "restore",
@@ -136,6 +139,8 @@ _MODULES = {
     "TensorInfo": "storage.versions.version",
     "Trial": "orchestrator.sensitivity",
     "Version": "storage.versions.version",
+    "export_model": "orchestrator.export.exports",
+    "export_version": "orchestrator.export.exports",
     "sensitivity": "orchestrator.sensitivity",
 }
 

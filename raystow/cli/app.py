@@ -20,6 +20,7 @@ COMMANDS = {
     "Get started": {"demo": "..demo.command", "doctor": ".doctor", "keygen": ".keygen"},
     "Inspect and export versions": {
         "ls": ".ls",
+        "log": ".log",
         "show": ".show",
         "diff": ".diff",
         "verify": ".verify",

@@ -9,6 +9,7 @@ import typer
 
 from ..storage.versions.version import Version
 from ..storage.versions.version_selector import LATEST
+from . import provenance
 from .exit_codes import DIFFERENT
 from .options import Json, Uri, Which, number
 from .output import count, emit, out, printable, ratio, size, table
@@ -57,6 +58,7 @@ def diff(
                 "summary": {what.value: number for what, number in counts.items()},
                 "tensors": [_fields(one) for one in listed],
                 "values": {what.value: names for what, names in values.items()},
+                "provenance": provenance.changes(before, after),
             }
         )
     else:
@@ -64,6 +66,8 @@ def diff(
         out.print(target.uri, style="dim")
         _print_tensors(listed, len(listed) if all else top, deep=deep)
         _print_summary(counts, values)
+        for name, texts in provenance.changes(before, after).items():
+            out.print(f"{name}: {' -> '.join(printable(text or 'none') for text in texts)}")
     if exit_code and differ:
         raise typer.Exit(DIFFERENT)
 

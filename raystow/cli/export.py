@@ -10,15 +10,15 @@ from typing import Annotated
 
 import typer
 
+from ..orchestrator.export.destination import Destination
+from ..orchestrator.export.hf_folder import HfFolder, plan_folder
 from ..storage.real_paths import real_path
 from ..storage.versions.version import Version
 from ..storage.versions.version_selector import LATEST
 from . import options
-from .hf_folder import HfFolder, plan_folder
 from .hub import HubRepository
 from .options import Json, Uri, Which
 from .output import count, emit, err, fields_of, out, printable, size
-from .output_dir import new_folder
 from .progress import progress_bar
 from .target import open_target
 
@@ -39,7 +39,7 @@ class ExportedFile:
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportReport:
     """The fields of ``--json`` that say what was written; all but the first two have content for ``--hf`` only."""
 
     path: str
@@ -54,7 +54,8 @@ def export(
     uri: Uri,
     version: Which = LATEST,
     hf: Annotated[
-        Path | None, options.folder("--hf", help="New or empty folder for from_pretrained.", show_default=False)
+        Destination | None,
+        options.place("--hf", help="New or empty folder for from_pretrained; or s3://, gs://, az://.", show_default=False),
     ] = None,
     torch: Annotated[Path | None, options.file("--torch", help="New file for torch.load.", show_default=False)] = None,
     prefix: Annotated[
@@ -76,28 +77,30 @@ def export(
 
     With --torch, writes the nested state with the plain values of rank 0 by one torch.save. It must fit into memory.
 
-    All digests are checked. The folder or file appears when everything is on the disk.
+    All digests are checked. The folder or file appears when everything is on the disk. In an object store, the index and
+    config.json are written last, and the same command continues an interrupted export.
 
     Example:  raystow export s3://bucket/runs/llama --hf ./llama --files ./config --dtype bfloat16
     """
-    to = hf or torch
-    if to is None or (hf is not None and torch is not None):
+    if (hf is None) == (torch is None):
         raise typer.BadParameter("give either --hf or --torch")
     if hf is None and (prefix, dtype, files, keep_names, push) != (None, None, None, False, None):
         raise typer.BadParameter("--prefix, --dtype, --files, --keep-names and --push apply to --hf")
+    if push is not None and hf is not None and hf.folder is None:
+        raise typer.BadParameter("--push uploads a folder: give a path to --hf")
     target = open_target(uri)
     chosen = target.version(version)
     start, hub = target.repository.clock.monotonic(), None
     with target.repository.lease(chosen):
-        if hf is None:
-            done = _torch_file(to, chosen, quiet=json)
-        else:
+        if torch is not None:
+            done = _torch_file(torch, chosen, quiet=json)
+        elif hf is not None:
             plan = plan_folder(chosen, prefix=prefix, dtype=dtype and dtype.value, source=files, limit=max_shard_size)
             if not keep_names:
                 plan.refuse_unloadable()
             if push is not None:
                 hub = HubRepository(push)  # an error comes before anything is written
-            done = _hf_folder(to, plan, quiet=json)
+            done = _hf_folder(hf, plan, quiet=json)
     if hub is not None:
         names = sorted(path.name for path in Path(done.path).iterdir())
         err.print(f"uploads to {printable(push or '')}: {printable(', '.join(names))}")
@@ -119,17 +122,16 @@ def export(
         out.print(f"  uploaded: {printable(done.commit)}")
 
 
-def _hf_folder(to: Path, plan: HfFolder, *, quiet: bool) -> Export:
+def _hf_folder(to: Destination, plan: HfFolder, *, quiet: bool) -> ExportReport:
     files = [ExportedFile(file.name, len(file.tensors), file.nbytes) for file in plan.files]
-    total, title = sum(file.nbytes for file in files), f"version {plan.version.id}"
-    with new_folder(to, total) as folder, progress_bar(title, plan.raw, quiet=quiet) as advance:
+    with to.new(plan.plan) as folder, progress_bar(f"version {plan.version.id}", plan.raw, quiet=quiet) as advance:
         plan.write(folder, advance)
-    return Export(str(real_path(to)), files, plan.prefix, plan.tied, [*plan.copied])
+    return ExportReport(to.shown, files, plan.prefix, plan.tied, [*plan.copied])
 
 
-def _torch_file(to: Path, version: Version, *, quiet: bool) -> Export:
+def _torch_file(to: Path, version: Version, *, quiet: bool) -> ExportReport:
     from .torch_file import write_torch_file  # requires torch
 
     with progress_bar(f"version {version.id}", version.raw, quiet=quiet) as advance:
         write_torch_file(to, version, advance)
-    return Export(str(real_path(to)), [ExportedFile(to.name, len(version.chunks), version.raw)])
+    return ExportReport(str(real_path(to)), [ExportedFile(to.name, len(version.chunks), version.raw)])

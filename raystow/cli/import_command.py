@@ -9,6 +9,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from ..orchestrator.export.safetensors_file import SourceTensor, header_size, source_tensors
 from ..orchestrator.standalone.commit import StandaloneCommit
 from ..orchestrator.standalone.writer import StandaloneWriter, cores
 from ..state.coverage import coverage, total
@@ -26,7 +27,6 @@ from ..workers.protocol.messages import Ticket
 from .options import Json, Uri, local, number
 from .output import count, emit, out, size
 from .progress import progress_bar
-from .safetensors_file import SourceTensor, header_size, source_tensors
 
 MEMORY = 512 << 20  # bytes of chunks in progress
 _TIMEOUT = 3600.0  # seconds for the uploads that remain once everything is read

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ..orchestrator.export.destination import Destination
 from ..storage.addresses import local_path
 from ..storage.errors import StateError
 
@@ -71,6 +72,14 @@ def local(text: str | Path) -> Path:
         raise typer.BadParameter(str(error)) from None
 
 
+def destination(text: str | Destination) -> Destination:
+    """Parse a local path, or an address in an object store."""
+    try:
+        return text if isinstance(text, Destination) else Destination.parse("it", text)
+    except StateError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def _quantity(text: str, units: dict[str, int], what: str, *, limit: float) -> float:
     found = _NUMBER.fullmatch(text.strip().lower())
     value = float(found[1]) * units[found[2]] if found is not None and found[2] in units else math.inf
@@ -88,6 +97,7 @@ ratio = partial(typer.Option, metavar="RATIO", parser=stored_ratio)
 dollars = partial(typer.Option, metavar="USD", parser=finite)
 file = partial(typer.Option, metavar="FILE", parser=local)
 folder = partial(typer.Option, metavar="DIR", parser=local)
+place = partial(typer.Option, metavar="PLACE", parser=destination)
 """Options with a unit. The parser also converts a default, which is text; mypy cannot know that."""
 
 store_price = dollars(help="Price of a GB (10^9 bytes) in the store per month.")

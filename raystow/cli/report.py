@@ -78,7 +78,7 @@ def _fields(history: RunHistory) -> dict[str, object]:
     versions = []
     for saved in history.versions:
         fields = fields_of(saved)
-        del fields["restores"], fields["metrics"]
+        del fields["restores"], fields["metrics"], fields["origin"]
         versions.append({**fields, "ratio": ratio(saved.stored, saved.raw)})
     return {
         "uri": history.uri,

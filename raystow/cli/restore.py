@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-from pathlib import Path
 from typing import Annotated
 
-from ..storage.real_paths import real_path
+from ..orchestrator.export.destination import Destination
+from ..orchestrator.export.version_folder import plan_version_folder
 from ..storage.versions.version_selector import LATEST
-from . import options, version_files
+from . import options
 from .options import Json, Uri, Which
 from .output import count, dimensions, emit, out, printable, size
-from .output_dir import new_folder
 from .progress import progress_bar
-from .safetensors_file import files
 from .target import open_target
 
 _LISTED = 10  # notes on single tensors; the others are counted
@@ -21,7 +18,7 @@ _LISTED = 10  # notes on single tensors; the others are counted
 
 def restore(
     uri: Uri,
-    output: Annotated[Path, options.folder("--output", "-o", help="New or empty folder.")],
+    output: Annotated[Destination, options.place("--output", "-o", help="New or empty folder; or s3://, gs://, az://.")],
     version: Which = LATEST,
     max_file_size: Annotated[int, options.size(help="Split a group's file between tensors above this size.")] = "5GiB",  # type: ignore[assignment]
     json: Json = False,
@@ -29,8 +26,9 @@ def restore(
     """Write a version as safetensors files.
 
     One file per group (weights, optimizer), split into numbered files above 5 GiB, with an index for Hugging Face's tools; plain
-    values go to values.json. All digests are checked. A failed or interrupted run leaves nothing. Dtypes that safetensors lacks
-    are stored bit for bit as another dtype, which the output and the file's metadata (raystow.dtypes) name.
+    values go to values.json. All digests are checked. A failed or interrupted run leaves no folder; to an object store, the same
+    command continues it. Dtypes that safetensors lacks are stored bit for bit as another dtype, which the output and the file's
+    metadata (raystow.dtypes) name.
 
     Example:  raystow restore s3://bucket/runs/llama -o ./llama-final
     """
@@ -38,17 +36,11 @@ def restore(
     chosen = target.version(version)
     start = target.repository.clock.monotonic()
     with target.repository.lease(chosen):
-        plan, values = files(chosen.tensors(), limit=max_file_size), version_files.plain_values(chosen)
-        total = sum(file.nbytes for file in plan)
-        with new_folder(output, total) as folder, progress_bar(f"version {chosen.id}", total, quiet=json) as advance:
-            for file in plan:
-                version_files.write_file(folder / file.name, file, chosen, advance)
-            for _, parts in groupby(plan, key=lambda file: file.group):
-                if len(split := list(parts)) > 1:
-                    version_files.write_index(folder, split)
-            version_files.write_json(folder / "values.json", values)
-    directory, plain = str(real_path(output)), len(chosen.values())
-    mapped = [placed for file in plan for placed in file.tensors if placed.mapped]
+        plan = plan_version_folder(chosen, limit=max_file_size)
+        with output.new(plan.plan) as folder, progress_bar(f"version {chosen.id}", plan.raw, quiet=json) as advance:
+            plan.write(folder, advance)
+    directory, plain = output.shown, len(chosen.values())
+    mapped = [placed for file in plan.files for placed in file.tensors if placed.mapped]
     if json:
         emit(
             {
@@ -56,7 +48,7 @@ def restore(
                 "version": chosen.id,
                 "step": chosen.step,
                 "directory": directory,
-                "files": [{"name": f.name, "group": f.group, "tensors": len(f.tensors), "nbytes": f.nbytes} for f in plan],
+                "files": [{"name": f.name, "group": f.group, "tensors": len(f.tensors), "nbytes": f.nbytes} for f in plan.files],
                 "values": plain,
                 "mapped": {p.name: {"dtype": p.info.dtype, "stored_as": p.form, "shape": p.shape} for p in mapped},
                 "seconds": round(target.repository.clock.monotonic() - start, 3),
@@ -64,7 +56,7 @@ def restore(
         )
         return
     out.print(f"version {chosen.id} (step {chosen.step}) is in {directory}")
-    for file in plan:
+    for file in plan.files:
         out.print(f"  {file.name}: {count(len(file.tensors), 'tensor')}, {size(file.nbytes)}")
     out.print(f"  values.json: {count(plain, 'plain value')}")
     for placed in mapped[:_LISTED]:

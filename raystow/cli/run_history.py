@@ -13,6 +13,7 @@ from statistics import median
 from ..storage.errors import Damaged, NotFound, Unsupported, Untrusted
 from ..storage.format.version_record import RestoreInfo
 from ..storage.versions.version import Version
+from . import provenance
 from .pricing import GB, MONTH, Prices
 from .target import Target
 
@@ -30,8 +31,9 @@ class CostSoFar:
 
 @dataclass(frozen=True)
 class SavedVersion:
-    """A version. ``stall``: seconds, None if unknown; ``metrics``: those that are finite numbers; ``problem``: why its record
-    cannot be read; then it has only the root's facts; ``dollars``: its cost so far, None without prices."""
+    """A version. ``stall``: seconds, None if unknown; ``metrics``: those that are finite numbers; ``origin``: where it comes from,
+    texts by name; ``problem``: why its record cannot be read; then it has only the root's facts; ``dollars``: its cost so far, None
+    without prices."""
 
     id: int
     step: int
@@ -43,6 +45,7 @@ class SavedVersion:
     stall: float | None = None
     restores: tuple[RestoreInfo, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    origin: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
     dollars: CostSoFar | None = None
 
@@ -142,7 +145,12 @@ def _saved(target: Target, version: Version) -> SavedVersion:
     except (Damaged, NotFound, Unsupported, Untrusted) as error:
         return replace(saved, problem=f"{type(error).__name__}: {error}")
     return replace(
-        saved, world_size=record.world_size, stall=record.stall, restores=record.restores, metrics=_numbers(record.metrics)
+        saved,
+        world_size=record.world_size,
+        stall=record.stall,
+        restores=record.restores,
+        metrics=_numbers(record.metrics),
+        origin={name: text for name, text in provenance.lines(version) if text},
     )
 
 

@@ -11,6 +11,7 @@ from ..storage.retention import rewrite
 from ..storage.root.delta_chain import base_chain
 from ..storage.versions.version import TensorInfo, Version
 from ..storage.versions.version_selector import LATEST
+from . import provenance
 from .options import Json, Uri, Which
 from .output import age, count, dimensions, emit, moment, out, printable, ratio, ratio_text, size, table
 from .target import Target, open_target, segment_fields, segments_text
@@ -117,6 +118,8 @@ def _facts(
         "bases": record.bases,
         "metrics": {name: values.encode(value) for name, value in record.metrics.items()},
         "writer": record.writer,
+        "provenance": record.provenance,
+        "notes": {name: values.encode(value) for name, value in record.notes.items()},
         **{title: {name: share.fields(noun) for name, share in parts.items()} for title, (noun, parts) in shares.items()},
         "lossy": record.lossy,
         "rounded": {
@@ -160,6 +163,7 @@ def _lines(target: Target, version: Version, tensors: int) -> Iterator[tuple[str
     yield "metrics", ", ".join(f"{name} {_brief(value)}" for name, value in version.metrics.items())
     yield "pins", ", ".join(target.pins(version.id))
     yield "writer", ", ".join(f"{name} {number}" for name, number in record.writer.items())
+    yield from provenance.lines(version)
 
 
 def _needs(target: Target, version: Version) -> str:

@@ -9,10 +9,10 @@ import torch
 from msgspec.structs import replace
 
 from ..integrations.dcp.keys import assemble
+from ..orchestrator.export.output_dir import new_file
 from ..state.tree import Path as StatePath
 from ..storage.format import manifest, values
 from ..storage.versions.version import Version
-from .output_dir import new_file
 
 
 def write_torch_file(path: Path, version: Version, progress: Callable[[int], None]) -> None:

@@ -9,6 +9,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from ..orchestrator.export.slabs import TensorBox, boxes_of, read_slab
+from ..orchestrator.export.version_files import value_texts
 from ..storage.coding import dtypes
 from ..storage.coding.dtypes import DType
 from ..storage.coding.kernels import Bytes
@@ -17,8 +19,6 @@ from ..storage.format.manifest import Chunk
 from ..storage.runtime.batches import batches
 from ..storage.versions.version import Version
 from .output import dimensions
-from .slabs import TensorBox, boxes_of, read_slab
-from .version_files import value_texts
 
 SLAB = 64 << 20
 """Bytes of each version that are decoded into memory at a time; more only where one chunk has more."""

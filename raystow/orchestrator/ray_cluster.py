@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray._private.services import get_ray_address_from_environment
-from ray._private.state import state
+from ray._private.state import jobs, state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.exceptions import RayError
@@ -47,6 +47,14 @@ def connect(address: str = "auto") -> RayConnection:
         what = "this process cannot join the Ray cluster that is running here"
         raise ClusterError(f"{what}: {error}", remedy="use the cluster's versions of Ray and Python") from error
     return RayConnection.here()
+
+
+def entrypoint() -> str:
+    """Return the command line of the driver of this process's job; "" if it is not known."""
+    if not ray.is_initialized():
+        return ""
+    job = ray.get_runtime_context().get_job_id()
+    return next((str(one.get("Entrypoint", "")) for one in jobs() if one.get("JobID") == job), "")
 
 
 def is_here() -> bool:

@@ -6,7 +6,7 @@ fits (``NotFound``, ``PreconditionFailed``, ``StoreUnavailable``) naming the key
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -80,3 +80,17 @@ class ObjectStore(Protocol):
 
     def abort(self, unfinished: Iterable[Unfinished]) -> None:
         """Remove what such writes have stored. Missing ones are no error."""
+
+
+@runtime_checkable
+class StreamedStore(ObjectStore, Protocol):
+    """A store that also takes objects that do not fit into memory. Repositories have none; exports do."""
+
+    def put_stream(self, key: str, content: Callable[[], Iterable[Buffer]], nbytes: int) -> None:
+        """As ``put``, of parts that are requested one after another; each may reuse the memory of the one before.
+
+        Args:
+            key: The object to create or to replace.
+            content: Returns the parts; it may be called again after a failed attempt. If it raises, nothing is stored.
+            nbytes: The bytes of all parts.
+        """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle  # noqa: TID251 - this is how Ray sends stores between processes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -15,7 +15,7 @@ import pytest
 
 from raystow.storage.checks.probe import probe_conditional_writes
 from raystow.storage.errors import Damaged, NotFound, PreconditionFailed, StoreError, UnsafeStore
-from raystow.storage.object_store import Buffer, ObjectStore
+from raystow.storage.object_store import Buffer, ObjectStore, StreamedStore
 from raystow.storage.stores import open_store
 from raystow.storage.stores.cloud import CloudStore
 from raystow.storage.stores.memory import MemoryStore
@@ -82,6 +82,41 @@ def test_a_large_object_of_many_parts_is_read_in_ranges(store: ObjectStore) -> N
 def test_buffers_of_any_format_are_written_as_bytes(store: ObjectStore) -> None:
     store.put(KEY, [memoryview(bytes(range(24))).cast("i"), memoryview(bytes(range(24))).cast("B", (4, 6))])
     assert read(store) == bytes(range(24)) * 2
+
+
+@pytest.fixture
+def streamed(store: ObjectStore) -> StreamedStore:
+    """Return a store that exports stream to. A local folder is none: exports write its files themselves."""
+    if not isinstance(store, StreamedStore):
+        pytest.skip("files are written without a store")
+    return store
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 33 * MIB + 7])
+def test_a_stream_may_reuse_its_memory(streamed: StreamedStore, nbytes: int) -> None:
+    memory, data = bytearray(3 * MIB + 1), np.random.default_rng(2).bytes(nbytes)
+
+    def content() -> Iterator[Buffer]:
+        for at in range(0, nbytes, len(memory)):
+            part = data[at : at + len(memory)]
+            memory[: len(part)] = part
+            yield memoryview(memory)[: len(part)]
+            memory[:] = bytes(len(memory))
+
+    streamed.put_stream(KEY, content, nbytes)
+    assert read(streamed) == data
+
+
+def test_a_failed_stream_stores_nothing(streamed: StreamedStore) -> None:
+    def content() -> Iterator[Buffer]:
+        for _ in range(20):
+            yield bytes(MIB)
+        raise Damaged("x", subject="a chunk")
+
+    with pytest.raises(Damaged, match="a chunk"):
+        streamed.put_stream(KEY, content, 40 * MIB)
+    assert keys(streamed) == []
+    assert list(streamed.unfinished()) == []
 
 
 def test_get_range_is_exact_or_raises_damaged(store: ObjectStore) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from raystow.cli.safetensors_file import source_tensors
+from raystow.orchestrator.export.safetensors_file import source_tensors
 from raystow.orchestrator.restore.what_if import plan_world
 from raystow.state import value_text as texts
 from raystow.storage.coding import chunk

@@ -13,7 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from integration.ranks import give_back
-from raystow.cli import version_files
+from raystow.orchestrator.export import version_files
 
 if TYPE_CHECKING:
     from integration.gloo import Ranks

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 
 from integration.cli_runner import flip_byte, run, run_json
 from raystow import __version__
-from raystow.cli import output, safetensors_file, version_files
+from raystow.cli import output
 from raystow.cli.checks import hardware, software
+from raystow.orchestrator.export import safetensors_file, version_files
 from raystow.storage.errors import Damaged, UnsafeStore
 from raystow.storage.format import values
 from raystow.storage.repository import create_repository, open_repository

@@ -18,45 +18,14 @@ import pytest
 import torch
 from helpers.hub_server import TOKEN, Hub, hub_server
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from integration.cli_runner import flip_byte, ran, run_json
-from integration.language_models import gpt2, llama, saved
-from raystow.cli import version_files
+from integration.language_models import config_folder, gpt2, llama, same, saved, training_state
+from raystow.orchestrator.export import version_files
+from raystow.orchestrator.export.output_dir import LocalFolder
 from raystow.state.tree import flatten
 from raystow.storage.errors import Damaged
-
-
-def training_state(model: Any) -> dict[str, Any]:
-    """Return a training state: weights, optimizer, random state and step."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(input_ids=torch.arange(8)[None]).logits.sum().backward()
-    optimizer.step()
-    return {
-        "model": model.state_dict(),
-        "optim": optimizer.state_dict(),
-        "rng": torch.get_rng_state(),
-        "step": 7,
-    }
-
-
-def config_folder(model: Any, folder: Path) -> Path:
-    """Write a model folder with a config, a tokenizer, and files that an export must not copy; return its path."""
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = model.dtype
-    model.config.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, "tiny": 1, "model": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
-    for name in ("model.safetensors", "model.safetensors.index.json", ".env", "optimizer.pt"):
-        (folder / name).write_text("not this one")
-    return folder
-
-
-def same(a: Any, b: Any) -> bool:
-    x, y = a.state_dict(), b.state_dict()
-    return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +217,8 @@ def test_dtypes_that_safetensors_lacks_are_refused(tmp_path: Path) -> None:
 def test_a_failed_export_leaves_no_files(
     run_folder: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int
 ) -> None:
-    def write_index_and_stop(folder: Path, parts: object) -> None:
-        assert len(list(folder.iterdir())) > 2  # all tensor files are written
+    def write_index_and_stop(folder: LocalFolder, parts: object) -> None:
+        assert len(list(folder.path.iterdir())) > 2  # all tensor files are written
         raise stop
 
     monkeypatch.setattr(version_files, "write_index", write_index_and_stop)
@@ -259,7 +228,8 @@ def test_a_failed_export_leaves_no_files(
 
 _KILLED = """
 import os, signal, sys
-from raystow.cli import app, version_files
+from raystow.cli import app
+from raystow.orchestrator.export import version_files
 def killed(*_): os.kill(os.getpid(), signal.SIGKILL)
 version_files.write_index = killed
 app.main()

@@ -15,11 +15,14 @@ import psutil
 import pytest
 
 from integration.cli_runner import run
-from raystow.cli import import_command, version_files
+from raystow.cli import import_command
+from raystow.orchestrator.export import version_files
+from raystow.storage.stores import open_store
 
 MIB = 1 << 20
 STATE = 320 * MIB
 ALLOWED = 160 * MIB  # import may use 32 MiB, other commands slabs of 16 MiB; the rest is for threads and libraries
+UPLOADED = 96 * MIB  # RequestLimits.stream_bytes, the part that is filled, and the one that obstore reads into
 
 
 def model(path: Path) -> None:
@@ -59,7 +62,10 @@ def memory_limit(most: int) -> Iterator[None]:
     assert 0 < peak - before < most, f"{(peak - before) / MIB:.0f} MiB"
 
 
-def test_large_files_are_imported_and_exported_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.s3
+def test_large_files_are_imported_and_exported_in_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_uri: str
+) -> None:
     monkeypatch.setattr(import_command, "MEMORY", 32 * MIB)
     monkeypatch.setattr(version_files, "SLAB", 16 * MIB)
     model(tmp_path / "model.safetensors")
@@ -71,6 +77,13 @@ def test_large_files_are_imported_and_exported_in_little_memory(tmp_path: Path, 
         assert run("export", tmp_path / "run", "--hf", tmp_path / "hf", "--dtype", "bfloat16").exit_code == 0
     with memory_limit(ALLOWED):
         assert run("cp", tmp_path / "run", tmp_path / "replica", "--memory", "64MiB").exit_code == 0
+    with memory_limit(ALLOWED + UPLOADED):
+        assert run("restore", tmp_path / "run", "--output", f"{s3_uri}/all").exit_code == 0
+    with memory_limit(ALLOWED + UPLOADED):
+        assert run("export", tmp_path / "run", "--hf", f"{s3_uri}/hf", "--dtype", "bfloat16").exit_code == 0
+    sizes = {one.key: one.size for one in open_store(s3_uri).list("")}
+    assert sizes["all/weights.safetensors"] == (tmp_path / "out/weights.safetensors").stat().st_size
+    assert sizes["hf/model.safetensors"] == (tmp_path / "hf/model.safetensors").stat().st_size
     files = [
         np.memmap(path, np.uint8, "r")[-STATE:] for path in (tmp_path / "model.safetensors", tmp_path / "out/weights.safetensors")
     ]

@@ -161,6 +161,22 @@ def test_an_exception_in_the_body_waits_for_no_other_rank(uri: str, cluster: Clu
     assert [version.step for version in raystow.open(uri).versions()] == [2]
 
 
+def train_until_the_store_breaks(uri: str) -> None:
+    state, run = {"w": torch.zeros(2)}, raystow.Run(uri, every=1, rank=0, world_size=1)
+    run.shared(state=state)
+    for step in run.steps(2):
+        state["w"] += 1
+        if step == 2:
+            wait_until(lambda: has_version(Path(uri)), "a version")
+            Path(uri, "versions").rename(Path(uri, "away"))
+            Path(uri, "versions").write_text("no folder any more")
+
+
+def test_a_run_whose_last_save_fails_ends_with_an_error(uri: str, cluster: Cluster) -> None:
+    with pytest.raises(raystow.SaveFailed, match="the last save, of step 2, failed: "):
+        ray.get(ray.remote(train_until_the_store_breaks).options(num_cpus=0, max_retries=0).remote(uri), timeout=120)
+
+
 @pytest.mark.parametrize("journal", [False, True])
 def test_another_number_of_ranks_continues_at_the_version(journal: bool, uri: str, cluster: Cluster) -> None:
     """Recorded steps are not replayed: what they have recorded of each rank has no rank to go to."""

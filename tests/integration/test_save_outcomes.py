@@ -224,15 +224,19 @@ def _close_after_a_failed_save(self: Rank, uri: str, on_failure: str | int, end:
     return {"raised": raised, "logged": [line for line in logged if "newest version" in line]}
 
 
-@pytest.mark.parametrize(("on_failure", "end"), [("raise", "with"), ("raise", "error"), (1, "close"), (10, "close")])
+@pytest.mark.parametrize(
+    ("on_failure", "end"), [("raise", "with"), ("raise", "error"), (1, "close"), (10, "close"), (10, "with"), ("warn", "close")]
+)
 def test_a_training_says_at_its_end_what_was_not_saved(tmp_path: Path, on_failure: str | int, end: str) -> None:
     found = ray.get(take("node_a").do.remote(_close_after_a_failed_save, str(tmp_path), on_failure, end), timeout=120)
     if end == "error":
         assert found["raised"] == "ArithmeticError: the loss is not finite"
-    elif on_failure in ("raise", 1):
-        assert found["raised"].startswith("SaveFailed: ")
-    else:
+    elif on_failure == "warn":
         assert found["raised"] == ""
+    else:
+        assert found["raised"].startswith("SaveFailed: ")
+    if on_failure == 10:
+        assert "the last save, of step 2, failed: " in found["raised"]
     (line,) = found["logged"]
     assert line.startswith("step 2 was not saved: ")
     assert line.endswith("; the newest version is 1 (step 1)")

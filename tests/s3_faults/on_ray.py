@@ -64,7 +64,10 @@ def run(uri: str, proxy: FaultProxy) -> dict[str, Any]:
     begun = SYSTEM.monotonic()
     checkpointer.save(two_group_state(10), step=10)
     checkpointer.fence()
-    checkpointer.close()
+    try:
+        checkpointer.close()
+    except raystow.SaveFailed as error:
+        found["last"] = str(error)
     found["closed after"] = SYSTEM.monotonic() - begun
 
     with raystow.Checkpointer(uri, rank=0, world_size=1, timeout=TIMEOUT, on_failure="raise") as strict:

@@ -36,6 +36,7 @@ from .. import argument_checks
 from ..argument_checks import LONGEST, one_of, positive
 from ..coordinator.delta_schedule import AUTO, Delta
 from ..coordinator.housekeeping import kept_by_a_run
+from ..ray_cluster import entrypoint
 from ..restore.name_patterns import NameRules
 from ..restore.planner import RestoreOptions
 from . import exit_notice
@@ -47,6 +48,7 @@ from .node_connection import NodeConnection
 from .options import Compression, Interval, Memory, Replication, option, usable_codec
 from .outcome_subscribers import OutcomeSubscribers
 from .pending import Pending
+from .provenance import Provenance
 from .rank_discovery import placement
 from .restores import Restores
 from .saves_in_flight import SavesInFlight
@@ -80,7 +82,8 @@ class Checkpointer:
         timeout: Seconds after which a save that is not durable fails; also the longest time that ``fence`` waits.
         max_in_flight: Saves that may be in flight. A further ``save`` waits for the oldest one.
         on_failure: "raise": the next ``save`` or ``fence`` raises ``SaveFailed`` for the first failed save. "warn": failed saves
-            are only logged and counted in ``failures``. An integer n: ``SaveFailed`` is raised after n failures in a row.
+            are only logged and counted in ``failures``. An integer n: ``SaveFailed`` is raised after n failures in a row, and by
+            ``wait`` and ``close`` if the newest save failed.
         on_fenced: When another run has taken over the repository or a rank. "raise": the next ``save`` or ``fence`` raises
             ``Fenced``, which names the other run. "takeover": the next save takes the repository over from it.
         memory: Host memory for saves and for cached versions. An integer is ``Memory(staging=...)``, in bytes.
@@ -89,6 +92,7 @@ class Checkpointer:
         callbacks: Rank 0 tells each of them of every durable version, in the background; see ``raystow.trackers``.
         interval: When ``due`` tells to save. An integer is ``Interval(steps=...)``. By default the interval that loses the least
             time.
+        notes: Plain values by name, which each version has; see ``Version.notes``. What looks like a key is left out.
 
     Attributes:
         uri: The address of the repository.
@@ -122,6 +126,7 @@ class Checkpointer:
         replication: int | Replication = Replication(),  # noqa: B008
         interval: int | Interval = Interval(),  # noqa: B008
         callbacks: Sequence[VersionCallback] = (),
+        notes: Mapping[str, object] | None = None,
     ) -> None:
         address = argument_checks.address(uri)
         self._store, self._retention = self._open(address), kept_by_a_run(retention, address)
@@ -154,6 +159,7 @@ class Checkpointer:
         self._subscribers = OutcomeSubscribers(self.failures, reports, version_callbacks, uri=self.uri)
         self._in_flight = SavesInFlight(self._startup, self._subscribers, limit=limit, timeout=self._timeout, log=self._log)
         self._node = NodeConnection(self._startup, (self._memory, self._compression, self._replication), codec=self._codec)
+        self._provenance = Provenance(self.rank, notes, entrypoint)
         exit_notice.watch(self._in_flight)
 
     @property
@@ -234,10 +240,9 @@ class Checkpointer:
         gpus = self._gpus.coding()
         plan = plan_save(state, rank=self.rank, world_size=self.world_size, gpus=gpus, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
+        process = self.rank, self.world_size, self._startup.member.incarnation
         request = RankSaveRequest(
-            rank=self.rank,
-            world_size=self.world_size,
-            incarnation=self._startup.member.incarnation,
+            *process,
             save=number,
             step=step,
             timeout=self._timeout,
@@ -246,6 +251,8 @@ class Checkpointer:
             retention=self._retention,
             delta=self._delta,
             on_fenced=self._on_fenced,
+            provenance=self._provenance.texts(self._in_flight.restored),
+            notes=self._provenance.notes,
         )
         if self._recorder is not None:
             self._recorder.saved(step)

@@ -27,6 +27,7 @@ class Failures:
         self.total = self.in_a_row = 0
         self._on_failure, self._count = on_failure, count
         self._unraised: list[RaystowError] = []
+        self._last: tuple[int, RaystowError] | None = None  # the step and the failure of the newest save, unless it was raised
         self._fenced: Fenced | None = None
         self._lock = threading.Lock()
 
@@ -36,7 +37,7 @@ class Failures:
     def succeeded(self) -> None:
         """Note that a save is durable. With "raise", an earlier failure that was not raised yet is still raised."""
         with self._lock:
-            self.in_a_row = 0
+            self.in_a_row, self._last = 0, None
             if self._on_failure != "raise":
                 self._unraised.clear()
 
@@ -46,6 +47,8 @@ class Failures:
             self.total -= 1
             self.in_a_row = max(0, self.in_a_row - 1)
             self._unraised = [other for other in self._unraised if other is not error]
+            if self._last is not None and self._last[1] is error:
+                self._last = None
 
     def fenced(self, error: Fenced) -> None:
         """Note that a save whose unknown outcome ``failed`` counted has ended because of another run."""
@@ -61,7 +64,8 @@ class Failures:
             self.in_a_row += 1
             total, in_a_row = self.total, self.in_a_row
             reported = isinstance(error, SaveFailed | OutcomeUnknown)
-            self._unraised.append(error if reported else SaveFailed(str(error), subject=f"save of step {step}"))
+            self._last = step, error if reported else SaveFailed(str(error), subject=f"save of step {step}")
+            self._unraised.append(self._last[1])
         self._count()
         ended = "has an unknown outcome" if isinstance(error, OutcomeUnknown) else "failed"
         return f"the save of step {step} {ended} ({in_a_row} in a row, {total} in total): {error}"
@@ -71,17 +75,25 @@ class Failures:
         with self._lock:
             unraised, self._unraised = self._unraised, []
             if self._fenced is not None:
+                self._last = None
                 raise self._fenced
             in_a_row = self.in_a_row
-        if not unraised or self._on_failure == "warn":
-            return
+            if not unraised or self._on_failure == "warn" or (self._on_failure != "raise" and in_a_row < int(self._on_failure)):
+                return
+            self._last = None
         if self._on_failure == "raise":
             raise unraised[0]
-        if in_a_row >= int(self._on_failure):
-            remedy = 'remove the cause, or pass on_failure="warn" to train on without checkpoints'
-            raise SaveFailed(f"{in_a_row} saves in a row have failed, the last one: {unraised[-1]}", remedy=remedy)
+        remedy = 'remove the cause, or pass on_failure="warn" to train on without checkpoints'
+        raise SaveFailed(f"{in_a_row} saves in a row have failed, the last one: {unraised[-1]}", remedy=remedy)
 
     def check_last(self) -> None:
-        """Raise as ``check`` at the end of a training, but nothing because of failures that were checked before."""
+        """Raise at the end of a training: as ``check``, and whatever number ``on_failure`` is, if the newest save failed. Raises
+        nothing because of failures that were raised before."""
         if self._unraised:
             self.check()
+        with self._lock:
+            last, self._last = self._last, None
+        if last is not None and self._on_failure != "warn":
+            step, error = last
+            what = f"the last save, of step {step}, failed: {error.what}"
+            raise type(error)(what, subject=error.subject, remedy=error.remedy)

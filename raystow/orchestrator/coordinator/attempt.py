@@ -36,13 +36,15 @@ ANOTHER_RUN = 'if another run writes here, stop it or give it a URI of its own; 
 """The remedy for two runs with one repository."""
 
 _LISTED = 3  # metrics that a warning names
+_HOSTS = 64  # that a record names
 
 
 @dataclass
 class Attempt:
     """One attempt to make a version.
 
-    ``metrics``: rank -> its metrics as JSON. ``ranks``: rank -> its node. ``saves``: rank -> the number of its save.
+    ``metrics``: rank -> its metrics as JSON. ``ranks``: rank -> its node. ``saves``: rank -> the number of its save. ``hosts``:
+    host -> its GPU.
     ``delivered``: rank -> its process, which has ended after its node worker had all of the save. ``owned_dtensors``: DTensor
     -> the first rank of its mesh. ``nodes``: node -> its number in the attempt. ``staged`` and ``stored``: fragments by node
     number, whose packs and file are complete in memory and durable. ``failure``: why it was aborted. ``created``: when all was
@@ -63,6 +65,9 @@ class Attempt:
     metrics: dict[int, Mapping[str, str]] = field(default_factory=dict)
     coding: dict[str, str] = field(default_factory=dict)
     lossy: dict[str, str] = field(default_factory=dict)
+    provenance: dict[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    hosts: dict[str, str] = field(default_factory=dict)
     retention: Policy | None = None
     ranks: dict[int, str] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
@@ -115,16 +120,26 @@ class Attempt:
         self.replicated[request.rank] = contents.replicated
         self.coding.update(contents.coding)
         self.lossy.update(request.lossy)
+        self.describe(request.rank, request.provenance)
+        self.notes = request.notes or self.notes
         self.retention = request.retention or self.retention
         self.takes_over = self.takes_over or request.on_fenced == "takeover"
         self.expected = total((self.expected, contents.expected))
+
+    def describe(self, rank: int, provenance: Mapping[str, str]) -> None:
+        """Note what a rank says of its hardware and, if it is rank 0, of its program."""
+        rest = dict(provenance)
+        self.hosts[rest.pop("host", "")] = rest.pop("gpu", "")
+        if rank == 0:
+            self.provenance = rest
 
     @property
     def too_large(self) -> SaveFailed | None:
         """Why it cannot become a version, if its record would be too large."""
         metrics = self.metrics.get(0, {})
         try:
-            check_record(len(self.nodes), self.world_size, (*metrics, *metrics.values(), *self.lossy.values()))
+            texts = *metrics, *metrics.values(), *self.lossy.values(), *self.provenance.values(), *self.notes.values()
+            check_record(len(self.nodes), self.world_size, texts)
         except SaveFailed as error:
             return SaveFailed(error.what, subject=self.subject, remedy=error.remedy)
         return None
@@ -181,6 +196,7 @@ class Attempt:
         """Drop the data of ranks and nodes: 100 MB for thousands of nodes, and the newest attempts are kept."""
         self.ranks, self.saves, self.delivered, self.replicated, self.owned_dtensors, self.nodes = {}, {}, {}, {}, {}, {}
         self.covered, self.staged, self.stored, self.promised, self.metrics = {}, {}, {}, None, {}
+        self.provenance, self.notes, self.hosts = {}, {}, {}
 
 
 def version_record(
@@ -202,7 +218,16 @@ def version_record(
         fragments=tuple(info for _, info in sorted(fragments.items())),
         packs=None,
         restores=attempt.restores,
+        provenance={**attempt.provenance, **_hosts(attempt.hosts)},
+        notes={name: values.loads(text) for name, text in attempt.notes.items()},
     )
+
+
+def _hosts(hosts: Mapping[str, str]) -> dict[str, str]:
+    """Name the hosts and their GPUs, if they are known."""
+    named = [f"{host} ({gpu})" if gpu else host for host, gpu in sorted(hosts.items()) if host]
+    more = f" and {len(named) - _HOSTS} more" if len(named) > _HOSTS else ""
+    return {"hosts": ", ".join(named[:_HOSTS]) + more} if named else {}
 
 
 def first_differences(plain_tensors: Mapping[int, tuple[str, ...]], rank: int) -> str:

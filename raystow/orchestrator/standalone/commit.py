@@ -16,6 +16,7 @@ from ...storage.repository import create_repository
 from ...storage.retention.policy import Policy
 from ...storage.runtime.clock import SYSTEM
 from ...storage.versions.version import Version
+from ..client.provenance import Provenance
 from ..coordinator.attempt import Attempt, version_record
 from ..coordinator.housekeeping import Housekeeping
 from .writer import StoredPart
@@ -73,6 +74,7 @@ class StandaloneCommit:
             raise SaveFailed(what, subject=f"save of step {self.step}", remedy=remedy)
         texts = {name: values.dumps(value) for name, value in metrics.items()}
         attempt = Attempt(self.id, self.attempt, self.step, len(parts), metrics={0: texts})
+        attempt.describe(0, Provenance(0).texts(None))
         software = {"raystow": __version__, "python": platform.python_version(), **(writer or {})}
         fragments = {number: part.info for number, part in enumerate(parts)}
         record = version_record(self._committer, attempt, fragments, created=SYSTEM.now(), writer=software)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import Damaged
-from ..limits import MAX_FRAGMENT, MAX_NUMBER, MAX_ROWS
+from ..limits import MAX_FRAGMENT, MAX_NUMBER, MAX_ROWS, most_cells, most_text
 from . import keys, records, values
 from .json_text import shown
 from .root import Entry
@@ -28,6 +28,11 @@ class FragmentInfo:
     stall: float | None = None
     bases: tuple[int, ...] = ()
     packs: int | None = None
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the fragment may take while it is read and parsed."""
+        return self.size + 2 * most_text(self.size) + 4 * most_cells(self.size)
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,8 @@ class VersionRecord:
     """``created``: seconds since 1970. ``metrics``: plain values by name. ``packs``: None if the fragments' rows name
     them, as in all new records. ``thinned``: if the version was thinned. ``saved``: see ``Entry``. For people: ``writer`` (names
     and versions of software), ``coding`` (the codec of GPU tensors, and whether the version is a delta, with reasons),
-    ``restores`` (since the version before), ``lossy`` (which tensors were rounded, and how)."""
+    ``restores`` (since the version before), ``lossy`` (which tensors were rounded, and how), ``provenance`` (command line,
+    commit, packages, hosts, and the version that was resumed from), ``notes`` (the user's plain values by name)."""
 
     repository: str
     id: int
@@ -114,6 +120,8 @@ class VersionRecord:
     lossy: dict[str, str] = field(default_factory=dict)
     thinned: Thinned | None = None
     saved: str = ""
+    provenance: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, object] = field(default_factory=dict)
 
     @property
     def stall(self) -> float | None:
@@ -150,8 +158,9 @@ class VersionRecord:
             "packs": None if self.packs is None else [vars(p) for p in self.packs],
             "restores": [vars(r) for r in self.restores],
             "thinned": _known(self.thinned) if self.thinned is not None else None,
+            "notes": {name: values.encode(value) for name, value in self.notes.items()},
         }
-        absent = {"packs": None, "thinned": None, "saved": ""}
+        absent: dict[str, object] = {"packs": None, "thinned": None, "saved": "", "provenance": {}, "notes": {}}
         return records.dump({n: value for n, value in fields.items() if n not in absent or value != absent[n]}, self.key())
 
     @staticmethod
@@ -164,6 +173,7 @@ class VersionRecord:
         restores = records.objects(fields, "restores", key, optional=True)
         metrics = records.field(fields, "metrics", dict, key)
         thinned = records.field(fields, "thinned", dict, key) if "thinned" in fields else None
+        notes = records.field(fields, "notes", dict, key) if "notes" in fields else {}
         if records.field(fields, "world_size", int, key) > MAX_NUMBER:
             raise Damaged(f"field 'world_size' is {fields['world_size']}, more than {MAX_NUMBER} ranks", subject=key)
         bits = ("mantissa_bits", "base_bits")
@@ -171,12 +181,13 @@ class VersionRecord:
             VersionRecord,
             fields,
             key,
-            optional=("coding", "lossy", "saved"),
+            optional=("coding", "lossy", "saved", "provenance"),
             metrics={name: values.decode(form) for name, form in metrics.items()},
             fragments=fragments,
             packs=_listed(fields, key) if "packs" in fields else None,
             restores=tuple(records.parse(RestoreInfo, restore, key) for restore in restores),
             thinned=records.parse(Thinned, thinned, key, optional=bits) if thinned is not None else None,
+            notes={name: values.decode(form) for name, form in notes.items()},
         )
 
     @property

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import obstore
 
@@ -29,6 +29,7 @@ from .forks import mark_used
 from .request_limits import RequestLimits, of_process
 from .settings import JobSettings, StoreSettings
 from .store_answers import GET_OF_RANGE, StoreAnswers
+from .upload_content import UploadContent
 
 if TYPE_CHECKING:
     from obstore import GetResult
@@ -300,7 +301,7 @@ class Bucket(ABC, Generic[_Clients]):
             whole = views[0] if len(views) == 1 else b"".join(views)
             attempts.result_of(lambda: obstore.put(self._clients.send, path, whole, use_multipart=False))
             return
-        size = max(self._limits.part_bytes, -(-total // _MOST_PARTS // _MIB) * _MIB)
+        size = self._part_size(total)
         most, client = self._limits.concurrency, self._clients.send
         while True:
             try:
@@ -310,6 +311,30 @@ class Bucket(ABC, Generic[_Clients]):
                 attempts.after(error)
                 if not self.answers.is_silence(error):
                     client = self._clients.send_parts
+
+    @renewing
+    def put_stream(self, key: str, content: Callable[[], Iterable[Buffer]], nbytes: int) -> None:
+        """See ``StreamedStore``. Memory: some parts of the upload, together ``RequestLimits.stream_bytes``."""
+        if nbytes <= self._limits.single_put_bytes:
+            whole = bytearray()
+            for part in content():
+                whole += memoryview(part).cast("B")
+            self.put(key, [whole])
+            return
+        subject, source, size = self._subject(key), UploadContent(content()), self._part_size(nbytes)
+        most = max(1, self._limits.stream_bytes // size)
+        with self.answers.obstore_errors("PUT", subject):
+            try:  # obstore repeats failed parts, and aborts the upload if that or the content fails
+                file, client = cast("IO[bytes]", source), self._clients.send_parts
+                obstore.put(client, self._below + key, file, use_multipart=True, chunk_size=size, max_concurrency=most)
+            except FAILURES:
+                if source.failure is None:
+                    raise
+        if source.failure is not None:
+            raise source.failure
+
+    def _part_size(self, total: int) -> int:
+        return max(self._limits.part_bytes, -(-total // _MOST_PARTS // _MIB) * _MIB)
 
     def __reduce__(self) -> tuple[object, ...]:
         return functools.partial(type(self), self._bucket, self._prefix, **self._sent()), ()

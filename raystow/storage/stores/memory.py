@@ -61,6 +61,10 @@ class MemoryStore:
         with self._lock:
             self._write(key, data)
 
+    def put_stream(self, key: str, content: Callable[[], Iterable[Buffer]], nbytes: int) -> None:
+        """See ``StreamedStore``; this store is memory."""
+        self.put(key, [bytearray(part) for part in content()])
+
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         found = self._find(key)
         if len(found.data) > max_bytes:

@@ -35,6 +35,7 @@ class RequestLimits:
     single_put_bytes: int = 16 * _MIB
     part_bytes: int = 16 * _MIB
     concurrency: int = 8
+    stream_bytes: int = 64 * _MIB
     connections: int = 32
     suspect_seconds: float = 1.0
     suspect_bytes: int = 256 * _MIB

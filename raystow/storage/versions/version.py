@@ -27,7 +27,7 @@ from ..format.root import Entry
 from ..format.selection import Selection, Sought, select
 from ..format.signature import Trust
 from ..format.version_record import FragmentInfo, PackInfo, VersionRecord
-from ..limits import MAX_FRAGMENT, MAX_RECORD, most_cells, most_text
+from ..limits import MAX_FRAGMENT, MAX_RECORD
 from ..notebook import facts_table, moment, size
 from ..object_store import ObjectStore
 from ..root.delta_chain import needed
@@ -135,9 +135,7 @@ class Version:
     @functools.cached_property
     def record(self) -> VersionRecord:
         """The version record, checked against the digest in the root and, with trusted keys, for a signature: else ``Untrusted``.
-
-        Everything that is known of a version beyond its entry in the root is read through this property.
-        """
+        Everything that is known of a version beyond its entry in the root is read through this property."""
         key, data = self.record_key, self.record_bytes()
         trust = self.trust or key_files.trust() or Trust()
         trust.check(self.store, self.repository_id, self.id, self.attempt, bytes.fromhex(self.entry.digest))
@@ -167,6 +165,16 @@ class Version:
         return self.record.metrics
 
     @property
+    def provenance(self) -> dict[str, str]:
+        """Where the version comes from: command line, git commit, packages, hosts, the version resumed from. May be empty."""
+        return self.record.provenance
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """The notes given to ``Checkpointer``."""
+        return self.record.notes
+
+    @property
     def stall(self) -> float | None:
         """The seconds for which the save held up the training, on the rank that waited longest; None if unknown."""
         return self.record.stall
@@ -192,7 +200,7 @@ class Version:
         with ThreadPoolExecutor(_AHEAD, "raystow-walk") as pool:
             read = bounded_map(pool, self._fragment, infos, cost=lambda info: info.size, limit=_AHEAD_BYTES)
             for info, data in zip(infos, read, strict=True):
-                with _parsed.taking(_memory(info)):
+                with _parsed.taking(info.memory):
                     fragment = self._parse(info, data)
                 yield info, fragment
 
@@ -270,7 +278,7 @@ class Version:
         """Return what finds the manifest rows that a rank needs, and reads no more of the manifest than necessary."""
 
         def rows(info: FragmentInfo, sought: Mapping[str, Sought]) -> Selection:
-            with _parsed.taking(_memory(info)):
+            with _parsed.taking(info.memory):
                 selection = select(self._fragment(info), info.node, self.fragment_key(info), sought)
             self._check_packs(info, selection.packs)
             self._note_packs(info, selection.packs)
@@ -280,7 +288,7 @@ class Version:
 
     def _kept(self, info: FragmentInfo) -> Fragment:
         """A fragment that stays in memory, so its packs are noted."""
-        with _parsed.taking(_memory(info)):
+        with _parsed.taking(info.memory):
             fragment = self._parse(info, self._fragment(info))
         self._note_packs(info, fragment.packs)
         return fragment
@@ -297,7 +305,7 @@ class Version:
 
     def _sizes(self, info: FragmentInfo) -> PackSizes:
         if (found := self._packs.get(info.node)) is None:
-            with _parsed.taking(_memory(info)):
+            with _parsed.taking(info.memory):
                 found = pack_sizes(self._fragment(info), self.fragment_key(info))
             self._check_packs(info, found)
             if self._is_small:
@@ -453,7 +461,7 @@ class Version:
             return self.chunks.get(name, ())
         found, sought = list[Chunk](), {name: Sought(tensor=True)}
         for info in self.record.fragments:
-            with _parsed.taking(_memory(info)):
+            with _parsed.taking(info.memory):
                 found += select(self._fragment(info), info.node, self.fragment_key(info), sought).chunks
         return found
 
@@ -487,11 +495,6 @@ class Version:
             if len(data) == size and stored_digest(data).hex() == digest:
                 return data
         raise Damaged("the object does not match its digest", subject=key)
-
-
-def _memory(info: FragmentInfo) -> int:
-    """Bytes that a fragment may take while it is read and parsed."""
-    return info.size + 2 * most_text(info.size) + 4 * most_cells(info.size)
 
 
 _parsed = MemoryBudget(2 << 30)  # bytes of fragments that all threads of this process parse at a time

@@ -63,6 +63,7 @@ OF_ONE = {
     "raystow-late": "learns the outcome of one save that has not ended by its deadline; result() asks again",
     "raystow-ray": "asks the head node once; an error is raised where the answer is awaited",
     "raystow-waits": "prints once what a command waits for",
+    "raystow-provenance": "asks git once; a version without an answer has no commit",
     "raystow-callbacks": "calls the callbacks of one rank; the error of each is logged",
     "raystow-report": "reports one failed save",
     "raystow-due": "asks the coordinator once; an error is raised where the answer is awaited",
@@ -87,6 +88,7 @@ IN_POOLS = {"raystow-code", "raystow-seal", "raystow-encode"}
 """Work on pools whose result is not awaited."""
 
 AWAITED = {
+    "cli/lineage.py": 1,
     "cli/run_history.py": 1,
     "orchestrator/coordinator/save_costs.py": 1,
     "orchestrator/journal/replay.py": 1,

@@ -62,6 +62,8 @@ class RankSaveRequest(MessagePart, frozen=True):
         retention: The policy to apply once this save is a version.
         delta: How many versions in a row may be stored as deltas to a whole one.
         on_fenced: What happens if another run has taken over the repository.
+        provenance: Of rank 0 as in ``format.version_record``, of the others host and GPU only.
+        notes: The user's, as ``metrics``.
     """
 
     rank: int
@@ -75,6 +77,8 @@ class RankSaveRequest(MessagePart, frozen=True):
     retention: Policy | None = None
     delta: int | Literal["auto"] = 0
     on_fenced: OnFenced = "raise"
+    provenance: Table[Text, Text] = {}
+    notes: Table[Text, JsonText] = {}
 
 
 class SaveContents(MessagePart, frozen=True):

@@ -108,6 +108,34 @@ def test_n_failures_in_a_row_raise_with_the_last_cause() -> None:
         watch.check()
 
 
+@pytest.mark.parametrize("error", [SaveFailed("no space", subject="s3://b/k"), OutcomeUnknown("no answer")])
+def test_the_last_failure_is_raised_at_the_end(error: RaystowError) -> None:
+    watch = failures(10)
+    watch.failed(7, error)
+    watch.check()  # the training goes on, and ends before another save
+    with pytest.raises(type(error), match=f"the last save, of step 7, failed: {error.what}") as caught:
+        watch.check_last()
+    assert caught.value.subject == error.subject
+    watch.check_last()
+
+
+@pytest.mark.parametrize("on_failure", ["warn", 10])
+def test_the_end_says_nothing_of_earlier_failures(on_failure: str | int) -> None:
+    watch = failures(on_failure)
+    watch.failed(1, SaveFailed("no space"))
+    if on_failure == 10:
+        watch.succeeded()
+    watch.check_last()
+
+
+def test_the_end_raises_no_failure_twice() -> None:
+    watch = failures("raise")
+    watch.failed(1, SaveFailed("no space"))
+    with pytest.raises(SaveFailed):
+        watch.check()
+    watch.check_last()
+
+
 @pytest.mark.parametrize("on_failure", ["raise", 1, 2])
 def test_a_failure_found_durable_raises_nothing(on_failure: str | int) -> None:
     watch, unknown = failures(on_failure), OutcomeUnknown("no answer", subject="save of step 2")
@@ -117,6 +145,7 @@ def test_a_failure_found_durable_raises_nothing(on_failure: str | int) -> None:
     watch.failed(2, unknown)
     watch.found_durable(unknown)
     watch.check()
+    watch.check_last()
 
 
 def test_a_failure_after_one_found_durable_raises() -> None:
@@ -230,10 +259,10 @@ def test_the_end_raises_fenced_once() -> None:
         watch.check()
 
 
-def test_the_end_raises_after_n_failures_in_a_row_only() -> None:
+def test_the_end_raises_after_n_failures_in_a_row() -> None:
     watch = failures(2)
     watch.failed(1, SaveFailed("no 1"))
-    watch.check_last()
+    watch.check()
     watch.failed(2, SaveFailed("no 2"))
     with pytest.raises(SaveFailed, match="2 saves in a row"):
         watch.check_last()

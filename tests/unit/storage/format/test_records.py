@@ -71,6 +71,21 @@ def test_a_version_record_survives_dump_and_load():
     assert record.stall == 0.25
 
 
+def test_a_version_record_has_provenance_and_notes() -> None:
+    origin = {"command": "python train.py", "resumed": "7"}
+    record = replace(whole_record(), provenance=origin, notes={"why": "a larger batch", "lr": 3e-4, "seed": 1 << 70})
+    loaded = VersionRecord.load(record.dump(), record.key())
+    assert (loaded.provenance, loaded.notes) == (record.provenance, record.notes)
+    assert not {"provenance", "notes"} & json.loads(whole_record().dump()).keys()  # an older writer's record is the same
+
+
+@pytest.mark.parametrize("wrong", [None, "x", 3, ["x"]])
+def test_an_invalid_provenance_is_damage(wrong: object) -> None:
+    fields = {**json.loads(whole_record().dump()), "provenance": wrong}
+    with pytest.raises(Damaged):
+        VersionRecord.load(sealed(fields), whole_record().key())
+
+
 def test_a_record_without_stalls_and_restores_is_read():
     record = whole_record()
     fields = json.loads(record.dump())

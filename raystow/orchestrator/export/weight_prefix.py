@@ -6,12 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from ..storage.coding import dtypes
-from ..storage.errors import StateError
-from ..storage.format.groups import WEIGHTS, group
-from ..storage.format.manifest import parse_path
-from ..storage.versions.version import TensorInfo, Version
-from .output import size
+from ...storage.coding import dtypes
+from ...storage.errors import StateError
+from ...storage.format.groups import WEIGHTS, group
+from ...storage.format.manifest import parse_path
+from ...storage.notebook import size
+from ...storage.versions.version import TensorInfo, Version
 
 _WRAPPERS = re.compile(r"((module|_orig_mod)\.)*")
 """What DistributedDataParallel and torch.compile put before the names of a model's weights."""

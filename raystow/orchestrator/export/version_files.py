@@ -6,20 +6,21 @@ Memory is bounded by one slab and the reader's buffers, whatever the size of the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
-from ..storage.coding import dtypes
-from ..storage.coding.kernels import Bytes
-from ..storage.errors import StateError
-from ..storage.format import values
-from ..storage.runtime.batches import batches
-from ..storage.versions.version import Version
-from .output_dir import durable_file
+from ...storage.coding import dtypes
+from ...storage.coding.digest import stored_digest
+from ...storage.coding.kernels import Bytes
+from ...storage.errors import StateError
+from ...storage.format import values
+from ...storage.object_store import Buffer
+from ...storage.runtime.batches import batches
+from ...storage.versions.version import Version
+from .output_folder import FilePlan, OutputFolder
 from .safetensors_file import SafetensorsFile
 from .slabs import TensorBox, boxes_of, read_slab
 
@@ -27,8 +28,22 @@ SLAB = 128 << 20
 """Bytes that are decoded into memory before they are written."""
 
 
+def file_plan(version: Version, files: Sequence[SafetensorsFile], others: Iterable[str]) -> FilePlan:
+    """Return what is known of the files before they are written.
+
+    Args:
+        version: The version to read.
+        files: The files of tensors.
+        others: The names of the other files.
+    """
+    headers = [(file.name, file.nbytes, stored_digest(file.header({})).hex()) for file in files]
+    content = [version.repository_id, version.id, version.entry.digest, headers]
+    weights = {file.name: len(_header(file, version)) + file.nbytes for file in files}
+    return FilePlan(stored_digest(json.dumps(content).encode()).hex(), weights, tuple(others))
+
+
 def write_file(
-    path: Path,
+    folder: OutputFolder,
     file: SafetensorsFile,
     version: Version,
     progress: Callable[[int], None],
@@ -38,7 +53,7 @@ def write_file(
     """Write one safetensors file, slab by slab; numbers that were saved in another dtype than the file's are converted.
 
     Args:
-        path: The file to create.
+        folder: Where to create the file.
         file: Its layout.
         version: The version to read.
         progress: Is called with the decoded bytes of each chunk.
@@ -47,19 +62,26 @@ def write_file(
     Raises:
         StateError: A number is too large for the dtype of the file.
     """
-    reader, buffer = version.reader(), np.empty(SLAB, np.uint8)
-    metadata = {"raystow.version": str(version.id), "raystow.step": str(version.step)}
-    targets = {names.get(tensor.name, tensor.name): tensor.info for tensor in file.tensors}
-    saved = {name: replace(info, dtype=version.chunks[name][0].dtype) for name, info in targets.items()}
-    boxes = (box for name, info in saved.items() for box in boxes_of(name, info, SLAB // 2))
-    with durable_file(path) as sink:
-        sink.write(file.header(metadata))
+    header = _header(file, version)
+
+    def content() -> Iterator[Buffer]:
+        reader, buffer = version.reader(), np.empty(SLAB, np.uint8)
+        targets = {names.get(tensor.name, tensor.name): tensor.info for tensor in file.tensors}
+        saved = {name: replace(info, dtype=version.chunks[name][0].dtype) for name, info in targets.items()}
+        boxes = (box for name, info in saved.items() for box in boxes_of(name, info, SLAB // 2))
+        yield header
         for slab in batches(boxes, lambda box: box.nbytes, SLAB):
             read_slab(version, reader, slab, buffer, progress)
             end = 0
             for box in slab:
                 start, end = end, end + box.nbytes
-                sink.write(_converted(buffer[start:end], box, targets[box.name].dtype).data)
+                yield _converted(buffer[start:end], box, targets[box.name].dtype).data
+
+    folder.write(file.name, len(header) + file.nbytes, content)
+
+
+def _header(file: SafetensorsFile, version: Version) -> bytes:
+    return file.header({"raystow.version": str(version.id), "raystow.step": str(version.step)})
 
 
 def _converted(raw: Bytes, box: TensorBox, dtype: str) -> Bytes:
@@ -74,13 +96,18 @@ def _converted(raw: Bytes, box: TensorBox, dtype: str) -> Bytes:
     return converted.view(np.uint8)
 
 
-def write_index(folder: Path, parts: list[SafetensorsFile]) -> None:
+def index_name(parts: Sequence[SafetensorsFile]) -> str:
+    """Return the name of the index of a group in several files."""
+    return f"{parts[0].group}.safetensors.index.json"
+
+
+def write_index(folder: OutputFolder, parts: Sequence[SafetensorsFile]) -> None:
     """Write ``<group>.safetensors.index.json`` for a group in several files, as Hugging Face's tools read it."""
     index = {
         "metadata": {"total_size": sum(file.nbytes for file in parts)},
         "weight_map": {placed.name: file.name for file in parts for placed in file.tensors},
     }
-    write_json(folder / f"{parts[0].group}.safetensors.index.json", index)
+    write_json(folder, index_name(parts), index)
 
 
 def plain_values(version: Version) -> dict[str, object]:
@@ -109,7 +136,7 @@ def value_texts(version: Version) -> dict[str, dict[str, set[int]]]:
     return found
 
 
-def write_json(path: Path, content: object) -> None:
+def write_json(folder: OutputFolder, name: str, content: object) -> None:
     """Write a JSON file."""
-    with durable_file(path) as sink:
-        sink.write(json.dumps(content, indent=1, allow_nan=False).encode())
+    text = json.dumps(content, indent=1, allow_nan=False).encode()
+    folder.write(name, len(text), lambda: [text])

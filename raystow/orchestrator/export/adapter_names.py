@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from ..storage.errors import StateError
+from ...storage.errors import StateError
 
 CONFIG = "adapter_config.json"
 """The file of an adapter's settings."""

@@ -9,14 +9,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from ..storage.errors import StateError
-from ..storage.real_paths import output_path
-from ..storage.runtime.clock import SYSTEM
-from .output import size
+from ...storage.errors import StateError
+from ...storage.notebook import size
+from ...storage.real_paths import output_path
+from ...storage.runtime.clock import SYSTEM
+from .output_folder import Content
+
+
+class LocalFolder:
+    """A folder of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, name: str, nbytes: int, content: Content) -> None:
+        """See ``OutputFolder``."""
+        with _durable_file(self.path / name) as sink:
+            for part in content():
+                sink.write(part)
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
+def new_folder(path: Path, nbytes: int) -> Iterator[LocalFolder]:
     """Yield a folder to fill with about ``nbytes``; it becomes ``path`` if the block succeeds, and is removed if it fails.
 
     Raises:
@@ -31,7 +45,7 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
         raise StateError(what, subject=str(path), remedy=remedy)
     with _moved_into_place(path, nbytes) as work:
         work.mkdir()
-        yield work
+        yield LocalFolder(work)
         _sync(work)
 
 
@@ -45,7 +59,7 @@ def new_file(path: Path, nbytes: int) -> Iterator[IO[bytes]]:
     path = output_path(path)
     if path.exists():
         raise StateError("exists", subject=str(path), remedy="use a new name")
-    with _moved_into_place(path, nbytes) as work, durable_file(work) as sink:
+    with _moved_into_place(path, nbytes) as work, _durable_file(work) as sink:
         yield sink
 
 
@@ -74,7 +88,7 @@ def _moved_into_place(path: Path, nbytes: int) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def durable_file(path: Path) -> Iterator[IO[bytes]]:
+def _durable_file(path: Path) -> Iterator[IO[bytes]]:
     """Create a file that is on the disk when the block ends."""
     with path.open("xb") as sink:
         yield sink

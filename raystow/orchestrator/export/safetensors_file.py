@@ -13,13 +13,13 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..storage.coding import dtypes
-from ..storage.errors import StateError
-from ..storage.format.groups import group as group_of
-from ..storage.format.json_text import shown, strict_json
-from ..storage.limits import MAX_DIMENSIONS, MAX_NAME, MAX_TENSOR
-from ..storage.runtime.batches import batches
-from ..storage.versions.version import TensorInfo
+from ...storage.coding import dtypes
+from ...storage.errors import StateError
+from ...storage.format.groups import group as group_of
+from ...storage.format.json_text import shown, strict_json
+from ...storage.limits import MAX_DIMENSIONS, MAX_NAME, MAX_TENSOR
+from ...storage.runtime.batches import batches
+from ...storage.versions.version import TensorInfo
 
 _SAME = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},

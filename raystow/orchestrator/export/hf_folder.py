@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import IO
 
-from ..storage.coding import dtypes
-from ..storage.errors import StateError
-from ..storage.real_paths import input_path, real_path, regular_file, small_file
-from ..storage.versions.version import TensorInfo, Version
+from ...storage.coding import dtypes
+from ...storage.errors import StateError
+from ...storage.real_paths import input_path, real_path, regular_file, small_file
+from ...storage.versions.version import TensorInfo, Version
 from . import adapter_names, version_files
-from .output_dir import durable_file
+from .output_folder import FilePlan, OutputFolder
 from .safetensors_file import SafetensorsFile, group_files
 from .tied_weights import tied_weights
 from .weight_prefix import refuse_adapters, refuse_wrapped, weights_below
@@ -23,6 +23,7 @@ from .weight_prefix import refuse_adapters, refuse_wrapped, weights_below
 _CONFIG = "config.json"
 _MODEL, _ADAPTER = "model", "adapter_model"  # the names of files of weights, without their ends
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "*.md", "LICENSE*")
+_PIECE = 1 << 20
 _NOT_COPIED = (".*", "*.index.json", "trainer_state.json")
 
 
@@ -54,18 +55,32 @@ class HfFolder:
         infos = self.version.tensors()
         return sum(infos[self.names[tensor.name]].nbytes for file in self.files for tensor in file.tensors)
 
-    def write(self, folder: Path, progress: Callable[[int], None]) -> None:
-        """Fill an empty folder. Memory is bounded by the slab of ``version_files``."""
-        for name, path in self.copied.items():
-            if name == _CONFIG and self.dtype is not None:
-                version_files.write_json(folder / _CONFIG, _with_dtype(path, self.dtype))
-                continue
-            with regular_file(path) as source, durable_file(folder / name) as sink:
-                shutil.copyfileobj(source, sink)
+    @property
+    def plan(self) -> FilePlan:
+        """The files, before they are written."""
+        index = [version_files.index_name(self.files)] if len(self.files) > 1 else []
+        return version_files.file_plan(self.version, self.files, [*self.copied, *index])
+
+    def write(self, folder: OutputFolder, progress: Callable[[int], None]) -> None:
+        """Fill an empty folder. Memory is bounded by the slab of ``version_files``. The index and the config are the last files:
+        no library loads the folder before."""
+        configs = [name for name in (_CONFIG, adapter_names.CONFIG) if name in self.copied]
+        for name in self.copied.keys() - configs:
+            self._copy(folder, name)
         for file in self.files:
-            version_files.write_file(folder / file.name, file, self.version, progress, names=self.names)
+            version_files.write_file(folder, file, self.version, progress, names=self.names)
         if len(self.files) > 1:
             version_files.write_index(folder, self.files)
+        for name in configs:
+            self._copy(folder, name)
+
+    def _copy(self, folder: OutputFolder, name: str) -> None:
+        path = self.copied[name]
+        if name == _CONFIG and self.dtype is not None:
+            version_files.write_json(folder, _CONFIG, _with_dtype(path, self.dtype))
+            return
+        with regular_file(path) as source:
+            folder.write(name, os.fstat(source.fileno()).st_size, lambda: _pieces(source))
 
     def refuse_unloadable(self) -> None:
         """Raise ``StateError`` for names of weights that ``from_pretrained`` does not load."""
@@ -106,6 +121,12 @@ def plan_folder(version: Version, *, prefix: str | None, dtype: str | None, sour
         what = f"safetensors has no {tensor.info.dtype}"
         raise StateError(what, subject=names[tensor.name], remedy="`raystow restore` writes it as another dtype")
     return HfFolder(version, prefix, names, files, tied, copied, dtype)
+
+
+def _pieces(source: IO[bytes]) -> Iterator[bytes]:
+    source.seek(0)
+    while piece := source.read(_PIECE):
+        yield piece
 
 
 def _converted(info: TensorInfo, dtype: str | None) -> TensorInfo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..storage.versions.version import TensorInfo, Version
+from ...storage.versions.version import TensorInfo, Version
 
 
 def tied_weights(config: Path, version: Version, weights: Mapping[str, TensorInfo], prefix: str) -> dict[str, str]:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ..state.chunks import cuts_of_extent
-from ..storage.coding import dtypes
-from ..storage.coding.kernels import Bytes
-from ..storage.format.boxes import Box
-from ..storage.versions.reader import PackReader, Request
-from ..storage.versions.version import TensorInfo, Version
+from ...state.chunks import cuts_of_extent
+from ...storage.coding import dtypes
+from ...storage.coding.kernels import Bytes
+from ...storage.format.boxes import Box
+from ...storage.versions.reader import PackReader, Request
+from ...storage.versions.version import TensorInfo, Version
 
 
 @dataclass(frozen=True)

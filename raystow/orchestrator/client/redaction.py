@@ -1,0 +1,68 @@
+"""Removes what looks like a key, a token or a password from texts that a version records. A repository has more readers than the
+environment of its training, and versions are kept for years: a wrong guess leaves a word out, a missed one publishes it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+
+HIDDEN = "***"
+
+_NAMES = frozenset(
+    (
+        *("key", "apikey", "keyid", "token", "secret", "password", "passwd", "pwd", "pass", "passphrase", "credential"),
+        *("credentials", "auth", "authorization", "sas", "sig", "signature", "cookie", "bearer", "jwt", "dsn", "webhook"),
+    )
+)
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+_HARMLESS = re.compile(r"[-+\d.,eE:]*|true|false|none|null|auto", re.IGNORECASE)
+_SECRETS = re.compile(
+    r"(?:AKIA|ASIA|AROA)[0-9A-Z]{12,}|AIza[\w-]{20,}|(?:hf|ghp|gho|ghu|ghs|ghr|pypi|npm|glpat|dop|shpat|xox[abeoprs]|sk|pk|rk|sess)"
+    r"[_-][\w-]{10,}|github_pat_\w{10,}|eyJ[\w-]{6,}\.[\w.-]+|-----BEGIN [^-]*-----(?s:.*)|"
+    r"SG\.[\w-]{10,}\.[\w-]{10,}|ya29\.[\w-]{10,}"
+)
+_RANDOM = re.compile(
+    r"(?<![\w/.+-])(?=[\w+/=-]*\d)"
+    r"(?:[0-9a-fA-F]{32,}|(?=[\w+/=-]*[a-z])(?=[\w+/=-]*[A-Z])[\w+/=-]{32,})(?![\w/.])"
+)
+_USER = re.compile(r"(://)[^/@\s]+@")
+_QUERY = re.compile(r"(://[^\s?]*\?)\S+")
+
+
+def redacted_arguments(arguments: Sequence[str]) -> str:
+    """Return a command line with ``HIDDEN`` in place of values that look secret, or whose option's name does."""
+    return shlex.join(_arguments(arguments)).replace(f"'{HIDDEN}'", HIDDEN)
+
+
+def redacted(name: str, value: object) -> object:
+    """Return a plain value of this name, with ``HIDDEN`` in place of what looks secret in it."""
+    if isinstance(value, bytes) and _is_secret(name):
+        return HIDDEN.encode()
+    return _value(name, value) if isinstance(value, str) else value
+
+
+def redacted_text(text: str) -> str:
+    """Return a text with ``HIDDEN`` in place of what looks secret in it."""
+    text = _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
+    return _RANDOM.sub(HIDDEN, _SECRETS.sub(HIDDEN, text))
+
+
+def _arguments(arguments: Sequence[str]) -> Iterator[str]:
+    name = ""
+    for argument in arguments:
+        if name and not argument.startswith("-"):
+            yield _value(name, argument)
+            name = ""
+            continue
+        option, equals, value = argument.partition("=")
+        yield f"{option}={_value(option, value)}" if equals and "://" not in option else redacted_text(argument)
+        name = option if not equals and option.startswith("-") else ""
+
+
+def _value(name: str, value: str) -> str:
+    return HIDDEN if _is_secret(name) and not _HARMLESS.fullmatch(value) else redacted_text(value)
+
+
+def _is_secret(name: str) -> bool:
+    return not _NAMES.isdisjoint(word.lower() for word in _WORD.findall(name))
