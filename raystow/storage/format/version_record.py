@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import Damaged
 from ..limits import MAX_FRAGMENT, MAX_NUMBER, MAX_ROWS
-from . import keys, records, values
+from . import keys, records, replica_difference, values
 from .json_text import shown
+from .replica_difference import MAX_DIFFERENCES, ReplicaDifference
 from .root import Entry
 
 
@@ -96,7 +97,8 @@ class VersionRecord:
     """``created``: seconds since 1970. ``metrics``: plain values by name. ``packs``: None if the fragments' rows name
     them, as in all new records. ``thinned``: if the version was thinned. ``saved``: see ``Entry``. For people: ``writer`` (names
     and versions of software), ``coding`` (the codec of GPU tensors, and whether the version is a delta, with reasons),
-    ``restores`` (since the version before), ``lossy`` (which tensors were rounded, and how)."""
+    ``restores`` (since the version before), ``lossy`` (which tensors were rounded, and how), ``differences`` (tensors of which
+    ranks held other bits than others)."""
 
     repository: str
     id: int
@@ -114,6 +116,7 @@ class VersionRecord:
     lossy: dict[str, str] = field(default_factory=dict)
     thinned: Thinned | None = None
     saved: str = ""
+    differences: tuple[ReplicaDifference, ...] = ()
 
     @property
     def stall(self) -> float | None:
@@ -150,8 +153,9 @@ class VersionRecord:
             "packs": None if self.packs is None else [vars(p) for p in self.packs],
             "restores": [vars(r) for r in self.restores],
             "thinned": _known(self.thinned) if self.thinned is not None else None,
+            "differences": [vars(one) for one in self.differences],
         }
-        absent = {"packs": None, "thinned": None, "saved": ""}
+        absent: dict[str, object] = {"packs": None, "thinned": None, "saved": "", "differences": []}
         return records.dump({n: value for n, value in fields.items() if n not in absent or value != absent[n]}, self.key())
 
     @staticmethod
@@ -163,6 +167,9 @@ class VersionRecord:
             raise Damaged("neither the record nor each of its fragments has a field 'packs'", subject=key)
         restores = records.objects(fields, "restores", key, optional=True)
         metrics = records.field(fields, "metrics", dict, key)
+        differences = records.objects(fields, "differences", key, optional=True)
+        if len(differences) > MAX_DIFFERENCES:
+            raise Damaged(f"field 'differences' has {len(differences)} entries, more than {MAX_DIFFERENCES}", subject=key)
         thinned = records.field(fields, "thinned", dict, key) if "thinned" in fields else None
         if records.field(fields, "world_size", int, key) > MAX_NUMBER:
             raise Damaged(f"field 'world_size' is {fields['world_size']}, more than {MAX_NUMBER} ranks", subject=key)
@@ -177,6 +184,7 @@ class VersionRecord:
             packs=_listed(fields, key) if "packs" in fields else None,
             restores=tuple(records.parse(RestoreInfo, restore, key) for restore in restores),
             thinned=records.parse(Thinned, thinned, key, optional=bits) if thinned is not None else None,
+            differences=tuple(replica_difference.parse(one, key) for one in differences),
         )
 
     @property

@@ -41,6 +41,7 @@ from ..shm.ring import Ring
 from . import gpu
 from .host import stage_host
 from .plan import SaveOrder
+from .replica_digester import ReplicaDigester
 from .staging_slots import StagingSlots
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Staging:
         self.ring = Ring(descriptor, opened.slots, opened.slot_size, kept=opened.kept)
         self._slots = StagingSlots(self.ring, self.connection.post)
         self.devices = gpu.DeviceStaging(self._slots, self.connection.post, codec, opening.process, opened)
+        self._replicas = ReplicaDigester()
         self._orders: queue.SimpleQueue[SaveOrder | SavePlan | None] = queue.SimpleQueue()
         self._open: dict[int, SaveOrder] = {}
         self._known_tensors: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows
@@ -162,22 +164,35 @@ class Staging:
         contents = SaveContents(*plan.coverage, plan.owned_dtensors, new, coding)
         self.connection.post(BeginSave(order.request, contents, plan.values))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
-        for device in devices:
-            last = host is None and device == devices[-1]
-            self.devices.stage(order, plan, device, order.all_read if last else lambda grace: None, post)
-        if host is not None:
-            for event in plan.ready.values():
-                event.synchronize()
-            plan.find_derived()
-            begun = SYSTEM.monotonic()
-            stage_host(plan, host, self._slots, post)
-            order.all_read(min(_GRACE[1], max(_GRACE[0], 2 * (SYSTEM.monotonic() - begun))))
-        order.all_read()
+        compared = self._replicas.begin(plan)
+
+        def read(grace: float) -> None:
+            compared.wait_for_devices()
+            order.all_read(grace)
+
+        try:
+            for device in devices:
+                last = host is None and not compared.on_host and device == devices[-1]
+                self.devices.stage(order, plan, device, read if last else lambda grace: None, post)
+            if host is not None or compared.on_host:
+                for event in plan.ready.values():
+                    event.synchronize()
+                plan.find_derived()
+                begun = SYSTEM.monotonic()
+                if host is not None:
+                    stage_host(plan, host, self._slots, post)
+                compared.take_on_host()
+                read(min(_GRACE[1], max(_GRACE[0], 2 * (SYSTEM.monotonic() - begun))))
+            read(0.0)
+        finally:
+            compared.wait_for_devices()  # which read the tensors
         if order.changed:
             remedy = "call fence() before tensors change, or guard(optimizer) once"
             raise SaveFailed("the tensor changed while it was being saved", subject=order.changed, remedy=remedy)
         order.complete = True
-        self.connection.post(EndSave(order.request.save, order.progress.stall, dict(plan.rounded())))
+        if (described := self._replicas.news(compared.groups)) is not None:
+            self.connection.post(described)
+        self.connection.post(EndSave(order.request.save, order.progress.stall, dict(plan.rounded()), compared.packed()))
 
     def _post(self, order: SaveOrder, message: Message) -> None:
         order.check()
