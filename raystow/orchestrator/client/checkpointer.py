@@ -8,15 +8,14 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ...state.lossy.profiles import Lossy
 from ...state.omissions import SavedState
-from ...state.planner import Planner, SavePlan, plan_save, tensors_of
+from ...state.planner import SavePlan, plan_save, tensors_of
 from ...state.tree import State, contains_placeholders
 from ...storage.arguments import integer
 from ...storage.errors import RaystowError, StateError
-from ...storage.format import values
 from ...storage.log import about
 from ...storage.notebook import facts_table
 from ...storage.object_store import ObjectStore
@@ -29,11 +28,11 @@ from ...storage.stores.settings import place_of
 from ...storage.versions.version import Version
 from ...storage.versions.version_selector import LATEST, VersionSelector, selector_text
 from ...workers.protocol import messages
-from ...workers.protocol.messages import START, OpenJournal, RankSaveRequest
+from ...workers.protocol.messages import START, OpenJournal
 from ...workers.staging.plan import SaveOrder
 from ...workers.staging.progress import SaveProgress
 from .. import argument_checks
-from ..argument_checks import LONGEST, one_of, positive
+from ..argument_checks import LONGEST, positive
 from ..coordinator.delta_schedule import AUTO, Delta
 from ..coordinator.housekeeping import kept_by_a_run
 from ..restore.name_patterns import NameRules
@@ -48,6 +47,7 @@ from .outcome_subscribers import OutcomeSubscribers
 from .pending import Pending
 from .rank_discovery import placement
 from .restores import Restores
+from .save_settings import SaveSettings
 from .saves_in_flight import SavesInFlight
 from .startup import Startup
 from .state_notices import StateNotices
@@ -82,6 +82,9 @@ class Checkpointer:
             are only logged and counted in ``failures``. An integer n: ``SaveFailed`` is raised after n failures in a row.
         on_fenced: When another run has taken over the repository or a rank. "raise": the next ``save`` or ``fence`` raises
             ``Fenced``, which names the other run. "takeover": the next save takes the repository over from it.
+        on_difference: When ranks hold other bits of the same tensor; see ``docs/replicas.md``. "warn": a warning of rank 0 names
+            ranks and tensor. "raise": the save fails.
+        compare_replicas: The tensors that ranks compare in each save: "all", "small" (up to 1 MiB), or "off".
         memory: Host memory for saves and for cached versions. An integer is ``Memory(staging=...)``, in bytes.
         compression: How tensors are encoded. A string is ``Compression(codec=...)``.
         replication: How many other nodes hold a copy of the newest version in memory. An integer is their number.
@@ -116,6 +119,8 @@ class Checkpointer:
         max_in_flight: int = 2,
         on_failure: str | int = 10,
         on_fenced: messages.OnFenced = "raise",
+        on_difference: str = "warn",
+        compare_replicas: str = "all",
         memory: int | Memory = Memory(),  # noqa: B008 (frozen)
         compression: str | Compression = Compression(),  # noqa: B008
         replication: int | Replication = Replication(),  # noqa: B008
@@ -123,28 +128,28 @@ class Checkpointer:
         callbacks: Sequence[VersionCallback] = (),
     ) -> None:
         address = argument_checks.address(uri)
-        self._store, self._retention = self._open(address), kept_by_a_run(retention, address)
+        self._store, retention = self._open(address), kept_by_a_run(retention, address)
         self.uri = self._store.uri
         self.rank, self.world_size = placement(rank, world_size)
         self._log = about(logger, repository=self.uri, rank=self.rank)
         self.failures = Failures(on_failure, count=lambda: record(FAILED_SAVES, repository=self.uri))
-        self._on_fenced = cast(messages.OnFenced, one_of("on_fenced", on_fenced, ("raise", "takeover")))
         self._timeout = positive("timeout", timeout, most=LONGEST)
         limit = integer("max_in_flight", max_in_flight, least=1)
         self._memory = option("memory", memory, Memory, int)
         self._compression = option("compression", compression, Compression, str)
         self._replication = option("replication", replication, Replication, int)
         self._interval = option("interval", interval, Interval, int)
-        self._delta: Delta = AUTO if self._compression.delta is None else self._compression.delta
-        self._lossy, self._codec = Lossy.of(self._compression.lossy), usable_codec(self._compression.codec)
+        delta: Delta = AUTO if self._compression.delta is None else self._compression.delta
+        lossy, self._codec = Lossy.of(self._compression.lossy), usable_codec(self._compression.codec)
+        self._settings = SaveSettings(self._timeout, retention, lossy, delta, on_fenced, on_difference, compare_replicas)
         version_callbacks = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
-        if self._lossy.rules and self.rank == 0:
-            self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
-        self._saves, self._planner, self._closed = itertools.count(1), Planner(self._lossy), False
+        if lossy.rules and self.rank == 0:
+            self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", lossy)
+        self._saves, self._planner, self._closed = itertools.count(1), self._settings.planner(), False
         self._recorder: StepRecorder | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
         keep = self._memory.cache_seconds
-        self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=self._on_fenced, keep=keep)
+        self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=on_fenced, keep=keep)
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
         self._notices = StateNotices(self.rank, self._restores)
         reports = FailureReports(self._startup.report_failure, self._log)
@@ -232,19 +237,7 @@ class Checkpointer:
         on_gpu = self._codec != "cpu"
         plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
-        request = RankSaveRequest(
-            rank=self.rank,
-            world_size=self.world_size,
-            incarnation=self._startup.member.incarnation,
-            save=number,
-            step=step,
-            timeout=self._timeout,
-            metrics={name: values.dumps(value) for name, value in metrics.items()},
-            lossy=self._lossy.texts(),
-            retention=self._retention,
-            delta=self._delta,
-            on_fenced=self._on_fenced,
-        )
+        request = self._settings.request(self._startup.member, save=number, step=step, metrics=metrics)
         if self._recorder is not None:
             self._recorder.saved(step)
         progress = SaveProgress(step, number=number, uri=self.uri, log=self._log)

@@ -37,7 +37,7 @@ _SIDES = 8  # ranks that answer for all with the same digest
 
 
 @dataclass
-class _Group:
+class _DifferingGroup:
     """A group in which ranks differ. ``sides``: the ranks with the same digest, by the lowest of them, which answers for them."""
 
     key: int
@@ -77,7 +77,7 @@ class ReplicaComparison:
 
     def __init__(self) -> None:
         self._digests: dict[int, dict[int, list[int]]] = defaultdict(dict)  # group -> digest -> ranks
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _DifferingGroup] = {}
         self.begun = 0.0
         """When all ranks had reported, in monotonic seconds."""
 
@@ -92,7 +92,7 @@ class ReplicaComparison:
         for key, by_digest in self._digests.items():
             if len(by_digest) > 1 and len(self._groups) < _GROUPS:
                 sides = sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks))[:_SIDES]
-                self._groups[key] = _Group(key, {min(ranks): tuple(sorted(ranks)) for ranks in sides})
+                self._groups[key] = _DifferingGroup(key, {min(ranks): tuple(sorted(ranks)) for ranks in sides})
         self._digests.clear()
 
     @property
@@ -138,7 +138,7 @@ class _Sides:
 
     @staticmethod
     def of(info: RangeInfo, sides: Mapping[int, Sequence[int]], described: Mapping[int, DescribedRange]) -> _Sides:
-        """Compare a range. ``sides``: see ``_Group``; ``described``: the range, by the rank that answers."""
+        """Compare a range. ``sides``: see ``_DifferingGroup``; ``described``: the range, by the rank that answers."""
         ranks, answering = defaultdict[int, set[int]](set), dict[int, DescribedRange]()
         for rank, answer in described.items():
             ranks[answer.whole] |= {*sides[rank]}
