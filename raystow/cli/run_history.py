@@ -11,12 +11,14 @@ from functools import cached_property
 from statistics import median
 
 from ..storage.errors import Damaged, NotFound, Unsupported, Untrusted
+from ..storage.format.replica_difference import ReplicaDifference
 from ..storage.format.version_record import RestoreInfo
 from ..storage.versions.version import Version
 from . import provenance
 from .pricing import GB, MONTH, Prices
 from .target import Target
 
+_DIFFERENCES = 100  # listed
 _READERS = 16  # threads; records are small, so that latency dominates
 
 
@@ -31,9 +33,9 @@ class CostSoFar:
 
 @dataclass(frozen=True)
 class SavedVersion:
-    """A version. ``stall``: seconds, None if unknown; ``metrics``: those that are finite numbers; ``origin``: where it comes from,
-    texts by name; ``problem``: why its record cannot be read; then it has only the root's facts; ``dollars``: its cost so far, None
-    without prices."""
+    """A version. ``stall``: seconds, None if unknown; ``metrics``: those that are finite numbers; ``origin``: where it comes
+    from, texts by name; ``problem``: why its record cannot be read; then it has only the root's facts; ``dollars``: its cost so
+    far, None without prices."""
 
     id: int
     step: int
@@ -44,6 +46,7 @@ class SavedVersion:
     world_size: int | None = None
     stall: float | None = None
     restores: tuple[RestoreInfo, ...] = ()
+    differences: tuple[ReplicaDifference, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     origin: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
@@ -87,6 +90,12 @@ class RunHistory:
         """All recorded restores by time, each once: an attempt that was aborted but committed may pass its restores on as
         well."""
         return sorted({(r.at, r.version): r for saved in self.versions for r in saved.restores}.values(), key=lambda r: r.at)
+
+    @cached_property
+    def differences(self) -> list[tuple[SavedVersion, ReplicaDifference]]:
+        """What ranks held differently, of the newest versions with differences."""
+        found = [(saved, one) for saved in reversed(self.versions) for one in saved.differences]
+        return found[:_DIFFERENCES]
 
     @cached_property
     def problems(self) -> list[SavedVersion]:
@@ -149,6 +158,7 @@ def _saved(target: Target, version: Version) -> SavedVersion:
         world_size=record.world_size,
         stall=record.stall,
         restores=record.restores,
+        differences=record.differences,
         metrics=_numbers(record.metrics),
         origin={name: text for name, text in provenance.lines(version) if text},
     )

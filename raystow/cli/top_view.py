@@ -13,7 +13,12 @@ from ..workers.protocol.messages import OpenAttempt
 from .output import age, count, printable, ratio_text, size, table
 from .top_data import NodeRow, RunState, SilentNode
 
-_WAITS_FOR = {Phase.GATHERING.value: "ranks", Phase.SEALING.value: "nodes", Phase.READY.value: "the commit"}
+_WAITS_FOR = {
+    Phase.GATHERING.value: "ranks",
+    Phase.COMPARING.value: "nodes",
+    Phase.SEALING.value: "nodes",
+    Phase.READY.value: "the commit",
+}
 _STAGES = ("staging", "coding", "coded")  # of a rank, the slowest first
 
 

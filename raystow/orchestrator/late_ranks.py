@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from ..storage.format.rank_spans import LISTED, ranks_text
 from ..workers.protocol.messages.incarnation import Incarnation
 
 LATE = 30.0
 """Seconds after which a rank that others wait for is named in a warning."""
-
-_LISTED = 8  # ranks, or spans of ranks, that a text lists
 
 
 @dataclass(frozen=True)
@@ -27,23 +26,9 @@ def next_warning(now: float, since: float) -> float:
     return now + max(LATE, now - since)
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Name ranks: ``rank 3``, ``ranks 0-2, 4-7``."""
-    spans = list[tuple[int, int]]()
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1] = spans[-1][0], rank
-        else:
-            spans.append((rank, rank))
-    ranges = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans[:_LISTED])
-    more = sum(last - first + 1 for first, last in spans[_LISTED:])
-    one = len(spans) == 1 and spans[0][0] == spans[0][1]
-    return f"rank{'' if one else 's'} {ranges}{f' and {more} more' if more else ''}"
-
-
 def with_processes(ranks: Collection[int], member: Callable[[int], Incarnation | None]) -> str:
     """Name ranks and their processes: ``rank 3 (process 812 on host)``. ``member``: the process of a rank, if it has started."""
-    listed = sorted(ranks)[:_LISTED]
+    listed = sorted(ranks)[:LISTED]
     members = [member(rank) for rank in listed]
     processes = ["not started" if one is None else one.process for one in members]
     if len(listed) == 1:

@@ -9,6 +9,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..storage.format.groups import OPTIMIZER, WEIGHTS, group
 from .chunk_info import DEVICE_CHUNK, HOST_CHUNK
@@ -50,12 +51,22 @@ class GpuCoding:
         return shard.device is None and shard.format.is_float and shard.nbytes > SMALL
 
 
+class HeldPiece(NamedTuple):
+    """A piece of a shard that several ranks have. ``holders``: empty for all ranks. ``writer``: the rank that stores it."""
+
+    shard: Shard
+    cut: Cut
+    holders: tuple[int, ...]
+    writer: int
+
+
 @dataclass(frozen=True)
 class ChunkAssignment:
     """What one rank stores of its ``shards``. ``parts``: by the device that codes them (None: the node worker). ``sources``: by
     the number of a shard, the number of the shard that it seems to be derived from. ``coverage``: the coverage sums of the
     tensors that all ranks must have alike, and of those of which this rank is the first holder; ``owned_dtensors``: the DTensors
-    among the latter. ``plain_tensors``: the tensors that all ranks must have alike, with dtypes and shapes."""
+    among the latter. ``plain_tensors``: the tensors that all ranks must have alike, with dtypes and shapes. ``held``: the pieces
+    of shards that several ranks have, those of derived shards included."""
 
     shards: tuple[Shard, ...]
     sources: Mapping[int, int]
@@ -63,6 +74,7 @@ class ChunkAssignment:
     coverage: tuple[int, int]
     owned_dtensors: tuple[str, ...]
     plain_tensors: tuple[str, ...]
+    held: tuple[HeldPiece, ...] = ()
 
 
 def assign_chunks(
@@ -84,9 +96,17 @@ def assign_chunks(
             packs, followers[id(shard)] = _group_of([shard, *dependents[i]]), dependents[i]
             alike[shard.holders or everyone] += [PlannedChunk(shard, cut, device, packs) for cut in cuts(shard, limit)]
     mine: dict[int | None, list[PlannedChunk]] = defaultdict(list)
+    held = list[HeldPiece]()
     for holders, found in alike.items():
-        for piece in share(found, holders, rank):
-            mine[piece.device].append(piece)
+        shares = shares_of(found, holders)
+        for writer, piece in shares:
+            if writer == rank:
+                mine[piece.device].append(piece)
+        if len(holders) > 1:
+            for writer, piece in shares:
+                held.append(HeldPiece(piece.shard, piece.cut, piece.shard.holders, writer))
+                for shard in followers[id(piece.shard)]:
+                    held.append(HeldPiece(shard, _cut_like(shard, piece), shard.holders, writer))
     parts = {
         device: DeviceChunks(
             tuple(pieces), tuple(_follower(shard, piece) for piece in pieces for shard in followers[id(piece.shard)])
@@ -98,7 +118,7 @@ def assign_chunks(
     expected = total(term for shard, term in terms if shard.holders or rank == 0)
     owned_dtensors = tuple(shard.leaf.name for shard in shards if shard.first == rank)
     plain_tensors = tuple(f"{shard.leaf.name} {shard.dtype} {list(shard.shape)}" for shard in shards if not shard.holders)
-    return ChunkAssignment(shards, sources, parts, (replicated, expected), owned_dtensors, plain_tensors)
+    return ChunkAssignment(shards, sources, parts, (replicated, expected), owned_dtensors, plain_tensors, tuple(held))
 
 
 def _is_derived(shard: Shard, source: Shard) -> bool:
@@ -110,9 +130,12 @@ def _is_derived(shard: Shard, source: Shard) -> bool:
 
 def _follower(shard: Shard, source: PlannedChunk) -> PlannedDerived:
     """The same box of a shard that is derived from the source."""
+    return PlannedDerived(PlannedChunk(shard, _cut_like(shard, source), source.device, source.group), source)
+
+
+def _cut_like(shard: Shard, source: PlannedChunk) -> Cut:
     cut, size, of = source.cut, shard.itemsize, source.shard.itemsize
-    same = Cut(cut.box, cut.nbytes // of * size, cut.start // of * size)
-    return PlannedDerived(PlannedChunk(shard, same, source.device, source.group), source)
+    return Cut(cut.box, cut.nbytes // of * size, cut.start // of * size)
 
 
 def _group_of(shards: Iterable[Shard]) -> str:
@@ -120,19 +143,17 @@ def _group_of(shards: Iterable[Shard]) -> str:
     return WEIGHTS if any(group(shard.leaf.name) == WEIGHTS for shard in shards) else OPTIMIZER
 
 
-def share(pieces: list[PlannedChunk], holders: tuple[int, ...], rank: int) -> list[PlannedChunk]:
-    """The chunks that ``rank`` stores of those that all ``holders`` have: the first holder stores small shards; then each
+def shares_of(pieces: list[PlannedChunk], holders: tuple[int, ...]) -> list[tuple[int, PlannedChunk]]:
+    """The chunks that all ``holders`` have, each with the holder that stores it: the first one stores small shards; then each
     chunk, largest first, goes to the holder with the fewest bytes."""
     if len(holders) == 1:
-        return pieces
-    small = [piece for piece in pieces if piece.shard.nbytes <= SMALL]
-    mine = list(small) if rank == holders[0] else []
-    load = [(0, holder) for holder in holders[1:]] + [(sum(piece.nbytes for piece in small), holders[0])]
+        return [(holders[0], piece) for piece in pieces]
+    found = [(holders[0], piece) for piece in pieces if piece.shard.nbytes <= SMALL]
+    load = [(0, holder) for holder in holders[1:]] + [(sum(piece.nbytes for _, piece in found), holders[0])]
     heapq.heapify(load)
     large = [piece for piece in pieces if piece.shard.nbytes > SMALL]
     for piece in sorted(large, key=lambda piece: (-piece.nbytes, piece.shard.leaf.name, piece.box)):
         least, holder = load[0]
         heapq.heapreplace(load, (least + piece.nbytes, holder))
-        if holder == rank:
-            mine.append(piece)
-    return mine
+        found.append((holder, piece))
+    return found

@@ -1,4 +1,4 @@
-"""What is known of a chunk before it is coded, and the largest chunks. Needs no torch."""
+"""What is known of a chunk before it is coded, and of a range that ranks compare; the largest chunks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -33,3 +33,16 @@ class DerivedChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     source: Text
     source_dtype: Text
     digest: Digest
+
+
+class RangeInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What a range is. ``offset``, ``extent``: its box in the tensor. ``writer``: the rank that stores it; -1 if each rank stores
+    its own. ``buffer``: whether the tensor is a buffer of a module, which may differ by design. ``dtype``: empty for a plain
+    value."""
+
+    name: Text
+    dtype: Text = ""
+    offset: Shape = ()
+    extent: Shape = ()
+    writer: int = -1
+    buffer: bool = False

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from ..storage.errors import StateError
+from ..storage.format.manifest import path_text
 from ..storage.versions.value_tree import part_text
 from .object_marker import MarkerTarget, ObjectMarker
 from .object_places import ObjectPlace, built, is_object, places, settled
@@ -56,6 +57,16 @@ class ObjectTree:
                 form = one.saved()
                 forms[path] = rank_form(form, rank, path, self._what) if self._places[path].per_rank else form
             return built(self._state, forms)
+
+    def own_paths(self) -> list[str]:
+        """The paths, as stored, below which each rank has its own values."""
+        return [path_text(path) for path, place in self._places.items() if place.per_rank]
+
+    def buffers(self) -> frozenset[str]:
+        """The names under which tensors of modules that are no parameters are saved."""
+        around = {path: ".".join(map(part_text, path)) for path in self._made}
+        modules = [(around[path], one) for path, one in self._made.items() if isinstance(one, ModuleObject)]
+        return frozenset(f"{name}.{buffer}" for name, one in modules for buffer in one.state.changing)
 
     def into(self) -> State:
         """The tree to restore into."""

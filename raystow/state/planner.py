@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from .lossy import rounded_chunk
 from .lossy.profiles import Lossy
 from .objects import ObjectTree
 from .planned_chunk import DeviceChunks, PlannedChunk, PlannedDerived
+from .replica_groups import Compared, ReplicaGroup, ReplicaGroups, ValueGroup, value_groups
 from .shard_cache import ShardCache, TensorView
 from .shard_rules import ShardRules
 from .shards import Shard, check_memory
@@ -36,11 +37,14 @@ MAX_VALUES = 64 << 20
 
 class Planner:
     """Keeps what one rank has planned between saves: most saves have the same tensors in the same memory, and the training waits
-    for the plan. ``structure``: of the state; ``shards``: of its tensors. ``lossy``: the tensors that are rounded."""
+    for the plan. ``structure``: of the state; ``shards``: of its tensors. ``lossy``: the tensors that are rounded. ``compared``:
+    what the ranks compare."""
 
-    def __init__(self, lossy: Lossy | None = None) -> None:
+    def __init__(self, lossy: Lossy | None = None, *, compared: Compared = "all") -> None:
         self.structure, self.shards, self.derived = StateCache(), ShardCache(), DerivedTensors()
         self._rules = ShardRules(lossy or Lossy({}))
+        self._compared: Compared = compared
+        self._groups: tuple[ChunkAssignment, ReplicaGroups] | None = None
         self._last: ChunkAssignment | None = None
         self._key: list[object] = []
 
@@ -64,6 +68,20 @@ class Planner:
             self._last, self._key = last, key
         return last
 
+    @uncollected()
+    def groups(self, plan: SavePlan) -> list[ReplicaGroup]:
+        """The tensors that this rank compares with others. On the staging thread."""
+        if self._compared == "off" or not plan.division.held:
+            return []
+        if self._groups is None or self._groups[0] is not plan.division:
+            held = plan.division.held
+            self._groups = plan.division, ReplicaGroups(held, plan.rank, plan.world_size, plan.objects.buffers())
+        return self._groups[1].of(plan.save, self._compared)
+
+    def value_groups(self, plan: SavePlan) -> list[ValueGroup]:
+        """The plain values that this rank compares with others."""
+        return [] if self._compared == "off" else value_groups(plan.values, plan.objects.own_paths(), plan.world_size)
+
     def release(self) -> None:
         if self._last is not None:
             for shard in self._last.shards:
@@ -75,8 +93,8 @@ class SavePlan:
     """What one rank saves. Only the staging thread uses what is computed at first use.
 
     ``views``: its tensors. ``gpus``: what GPUs code. ``planner``: the same for all saves of this rank; ``save``: the
-    number of the save, the same on all ranks. ``writes``: finds tensors that change before they are read. The other properties
-    are computed at first use, which is not on the training thread.
+    number of the save, the same on all ranks. ``writes``: finds tensors that change before they are read. ``objects``: those of
+    the state. The other properties are computed at first use, which is not on the training thread.
     """
 
     rank: int
@@ -88,6 +106,7 @@ class SavePlan:
     planner: Planner
     save: int
     writes: WriteCheck
+    objects: ObjectTree
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -120,6 +139,11 @@ class SavePlan:
     @property
     def followers(self) -> tuple[PlannedDerived, ...]:
         return tuple(follower for part in self.parts.values() for follower in part.followers)
+
+    @functools.cached_property
+    def compared(self) -> tuple[Sequence[ReplicaGroup], Sequence[ValueGroup]]:
+        """What this rank compares with others: tensors, and plain values."""
+        return self.planner.groups(self), self.planner.value_groups(self)
 
     @property
     def chunks(self) -> int:
@@ -183,7 +207,7 @@ def plan_save(
         device: _record_event(device) for device in {gpus.host, *(view.shard.device for view in views)} if device is not None
     }
     views, writes = copy_unguarded(views)
-    return SavePlan(rank, world_size, views, rows, ready, gpus, planner, save, writes)
+    return SavePlan(rank, world_size, views, rows, ready, gpus, planner, save, writes, objects)
 
 
 def tensors_of(state: object, rank: int) -> object:

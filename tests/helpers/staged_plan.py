@@ -36,6 +36,7 @@ class Plan:
     plain_tensors: tuple[str, ...] = ()
     values: tuple[Any, ...] = ()
     followers: tuple[Any, ...] = ()
+    compared: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
     @property
     def parts(self) -> dict[None, Plan]:

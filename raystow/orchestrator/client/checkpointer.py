@@ -8,15 +8,14 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ...state.lossy.profiles import Lossy
 from ...state.omissions import SavedState
-from ...state.planner import Planner, SavePlan, plan_save, tensors_of
+from ...state.planner import SavePlan, plan_save, tensors_of
 from ...state.tree import State, contains_placeholders
 from ...storage.arguments import integer
 from ...storage.errors import RaystowError, StateError
-from ...storage.format import values
 from ...storage.log import about
 from ...storage.notebook import facts_table
 from ...storage.object_store import ObjectStore
@@ -29,11 +28,11 @@ from ...storage.stores.settings import place_of
 from ...storage.versions.version import Version
 from ...storage.versions.version_selector import LATEST, VersionSelector, selector_text
 from ...workers.protocol import messages
-from ...workers.protocol.messages import START, OpenJournal, RankSaveRequest
+from ...workers.protocol.messages import START, OpenJournal
 from ...workers.staging.plan import SaveOrder
 from ...workers.staging.progress import SaveProgress
 from .. import argument_checks
-from ..argument_checks import LONGEST, one_of, positive
+from ..argument_checks import LONGEST, positive
 from ..coordinator.delta_schedule import AUTO, Delta
 from ..coordinator.housekeeping import kept_by_a_run
 from ..ray_cluster import entrypoint
@@ -51,6 +50,7 @@ from .pending import Pending
 from .provenance import Provenance
 from .rank_discovery import placement
 from .restores import Restores
+from .save_settings import SaveSettings
 from .saves_in_flight import SavesInFlight
 from .startup import Startup
 from .state_notices import StateNotices
@@ -86,6 +86,9 @@ class Checkpointer:
             ``wait`` and ``close`` if the newest save failed.
         on_fenced: When another run has taken over the repository or a rank. "raise": the next ``save`` or ``fence`` raises
             ``Fenced``, which names the other run. "takeover": the next save takes the repository over from it.
+        on_difference: When ranks hold other bits of the same tensor; see ``docs/replicas.md``. "warn": a warning of rank 0 names
+            ranks and tensor. "raise": the save fails.
+        compare_replicas: The tensors that ranks compare in each save: "all", "small" (up to 1 MiB), or "off".
         memory: Host memory for saves and for cached versions. An integer is ``Memory(staging=...)``, in bytes.
         compression: How tensors are encoded. A string is ``Compression(codec=...)``.
         replication: How many other nodes hold a copy of the newest version in memory. An integer is their number.
@@ -121,6 +124,8 @@ class Checkpointer:
         max_in_flight: int = 2,
         on_failure: str | int = 10,
         on_fenced: messages.OnFenced = "raise",
+        on_difference: str = "warn",
+        compare_replicas: str = "all",
         memory: int | Memory = Memory(),  # noqa: B008 (frozen)
         compression: str | Compression = Compression(),  # noqa: B008
         replication: int | Replication = Replication(),  # noqa: B008
@@ -129,29 +134,30 @@ class Checkpointer:
         notes: Mapping[str, object] | None = None,
     ) -> None:
         address = argument_checks.address(uri)
-        self._store, self._retention = self._open(address), kept_by_a_run(retention, address)
+        self._store, retention = self._open(address), kept_by_a_run(retention, address)
         self.uri = self._store.uri
         self.rank, self.world_size = placement(rank, world_size)
         self._log = about(logger, repository=self.uri, rank=self.rank)
         self.failures = Failures(on_failure, count=lambda: record(FAILED_SAVES, repository=self.uri))
-        self._on_fenced = cast(messages.OnFenced, one_of("on_fenced", on_fenced, ("raise", "takeover")))
         self._timeout = positive("timeout", timeout, most=LONGEST)
         limit = integer("max_in_flight", max_in_flight, least=1)
         self._memory = option("memory", memory, Memory, int)
         self._compression = option("compression", compression, Compression, str)
         self._replication = option("replication", replication, Replication, int)
         self._interval = option("interval", interval, Interval, int)
-        self._delta: Delta = AUTO if self._compression.delta is None else self._compression.delta
-        self._lossy, self._codec = Lossy.of(self._compression.lossy), usable_codec(self._compression.codec)
+        delta: Delta = AUTO if self._compression.delta is None else self._compression.delta
+        lossy, self._codec = Lossy.of(self._compression.lossy), usable_codec(self._compression.codec)
+        origin = Provenance(self.rank, notes, entrypoint)
+        self._settings = SaveSettings(self._timeout, retention, lossy, delta, on_fenced, on_difference, compare_replicas, origin)
         version_callbacks = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
-        if self._lossy.rules and self.rank == 0:
-            self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
+        if lossy.rules and self.rank == 0:
+            self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", lossy)
         self._gpus = GpuCodingChoice(self._compression, self._codec)
-        self._saves, self._planner, self._closed = itertools.count(1), Planner(self._lossy), False
+        self._saves, self._planner, self._closed = itertools.count(1), self._settings.planner(), False
         self._recorder: StepRecorder | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
         keep = self._memory.cache_seconds
-        self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=self._on_fenced, keep=keep)
+        self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=on_fenced, keep=keep)
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
         self._notices = StateNotices(self.rank, self._restores)
         reports = FailureReports(self._startup.report_failure, self._log)
@@ -159,7 +165,6 @@ class Checkpointer:
         self._subscribers = OutcomeSubscribers(self.failures, reports, version_callbacks, uri=self.uri)
         self._in_flight = SavesInFlight(self._startup, self._subscribers, limit=limit, timeout=self._timeout, log=self._log)
         self._node = NodeConnection(self._startup, (self._memory, self._compression, self._replication), codec=self._codec)
-        self._provenance = Provenance(self.rank, notes, entrypoint)
         exit_notice.watch(self._in_flight)
 
     @property
@@ -213,8 +218,8 @@ class Checkpointer:
         changed. An operation that runs while its tensor is read counts only if it ends within twice the time of reading (up to
         2 s). Writes through ``.data``, ``numpy()``, ``from_numpy`` or DLPack, by ``fused=True`` optimizers, collectives, CUDA
         graphs, kernels and other processes do not count; of these only changes of a few compared elements are found.
-        Plain tensors and arrays must be equal on all ranks and are stored once; of a DTensor each rank stores its own shards;
-        plain values are stored for each rank.
+        Plain tensors and arrays must be equal on all ranks, as each save checks, and are stored once; of a DTensor each rank
+        stores its own shards; plain values are stored for each rank.
 
         Args:
             state: A dict with string or integer keys of objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers,
@@ -240,20 +245,7 @@ class Checkpointer:
         gpus = self._gpus.coding()
         plan = plan_save(state, rank=self.rank, world_size=self.world_size, gpus=gpus, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
-        process = self.rank, self.world_size, self._startup.member.incarnation
-        request = RankSaveRequest(
-            *process,
-            save=number,
-            step=step,
-            timeout=self._timeout,
-            metrics={name: values.dumps(value) for name, value in metrics.items()},
-            lossy=self._lossy.texts(),
-            retention=self._retention,
-            delta=self._delta,
-            on_fenced=self._on_fenced,
-            provenance=self._provenance.texts(self._in_flight.restored),
-            notes=self._provenance.notes,
-        )
+        request = self._settings.request(self._startup.member, self._in_flight.restored, save=number, step=step, metrics=metrics)
         if self._recorder is not None:
             self._recorder.saved(step)
         progress = SaveProgress(step, number=number, uri=self.uri, log=self._log)
@@ -341,6 +333,7 @@ class Checkpointer:
         allow_unused: str | Sequence[str] = (),
         cast: bool = False,
         allow_uncommitted: bool = True,
+        verify_replicas: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Version | None:
         """Fill ``into`` from a version. Every rank calls this with the same ``version``, and all restore the same one.
@@ -358,6 +351,7 @@ class Checkpointer:
             cast: Whether to convert to the dtypes of ``into``; else another dtype is an error.
             allow_uncommitted: Whether the latest version may be a save that is not durable yet, or could not be uploaded, if all
                 of it is in the memory of the nodes.
+            verify_replicas: Whether to compare afterwards what the ranks hold of the same tensors; see ``docs/replicas.md``.
             progress: Called with the decoded bytes of each chunk, from several threads. None: rank 0 shows a progress bar in a
                 terminal or notebook, after two seconds.
 
@@ -367,7 +361,8 @@ class Checkpointer:
         Raises:
             StateError: See ``raystow.restore``; or ``version`` is another one than on another rank.
             NotFound: There is no such version.
-            Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.
+            Damaged: The version is damaged, or with ``"latest"`` no version is whole; or ranks hold other bits of the same tensor
+                (``verify_replicas``). The content of ``into`` is undefined.
             Fenced: Another process has taken this rank.
             DeadlineExceeded: Another rank did not call, or did not read on, for ``timeout`` seconds.
         """
@@ -378,6 +373,8 @@ class Checkpointer:
         options = RestoreOptions(self.rank, self.world_size, names, cast)
         run = functools.partial(self._restores.run, self._startup.repository(), into, options)
         restored = run(asked=asked, allow_uncommitted=allow_uncommitted, progress=progress)
+        if verify_replicas and restored is not None:
+            self._restores.compare(into)
         self._restored = (START if restored is None else restored.step), asked == LATEST
         if self._recorder is not None:
             self._recorder.restored(*self._restored)
@@ -397,6 +394,7 @@ class Checkpointer:
         allow_unused: str | Sequence[str] = (),
         cast: bool = False,
         allow_uncommitted: bool = True,
+        verify_replicas: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Version | None:
         """Fill ``into`` from the latest version: ``restore`` without ``version``.
@@ -408,13 +406,15 @@ class Checkpointer:
             allow_unused: See ``restore``.
             cast: See ``restore``.
             allow_uncommitted: See ``restore``.
+            verify_replicas: See ``restore``.
             progress: See ``restore``.
 
         Returns:
             The version, or None if there is none.
         """
         restore = functools.partial(self.restore, into, allow_missing=allow_missing, allow_unused=allow_unused)
-        return restore(strict=strict, cast=cast, allow_uncommitted=allow_uncommitted, progress=progress)
+        restore = functools.partial(restore, strict=strict, cast=cast, verify_replicas=verify_replicas)
+        return restore(allow_uncommitted=allow_uncommitted, progress=progress)
 
     def prepare(self, state: State) -> None:
         """Prepare the first save of a state like this one, in the background.

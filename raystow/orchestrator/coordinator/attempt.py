@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...state.coverage import total
+from ...state.coverage import differing, total
 from ...storage.commit.committer import Committer
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format import values
 from ...storage.format.capacity import check_record
+from ...storage.format.replica_difference import ReplicaDifference
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
-from ...workers.protocol.messages import Begin, Incarnation
+from ...workers.protocol.messages import Begin, Incarnation, ReplicaQuestion
 from ..late_ranks import LATE, NumberedWarning, late_text
+from .replica_comparison import ReplicaComparison
 
 
 class Phase(enum.Enum):
     """The state of an attempt."""
 
     GATHERING = "waiting for ranks"
+    COMPARING = "comparing replicas"
     SEALING = "waiting for manifest fragments"
     READY = "waiting for the commit"
     COMMITTED = "a version"
@@ -31,6 +34,9 @@ class Phase(enum.Enum):
     def over(self) -> bool:
         return self in (Phase.COMMITTED, Phase.ABORTED)
 
+
+UNSTORED = (Phase.GATHERING, Phase.COMPARING, Phase.SEALING)
+"""The phases of attempts that nodes have not stored."""
 
 ANOTHER_RUN = 'if another run writes here, stop it or give it a URI of its own; on_fenced="takeover" takes the repository over'
 """The remedy for two runs with one repository."""
@@ -50,8 +56,10 @@ class Attempt:
     number, whose packs and file are complete in memory and durable. ``failure``: why it was aborted. ``created``: when all was
     staged. ``promised``: the record that it will have. ``restores``: restores that its record reports. ``base``: the version
     that it is compared with; ``deltas``: whether changed chunks may be deltas to that. ``takes_over``: whether a rank asks to
-    take the repository over from another run. ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one
-    reported last; ``warn_at``: when to look for ranks that are late; ``warning``: the newest about them.
+    take the repository over from another run. ``raises``: whether a rank asks to fail the save if ranks hold other bits of the
+    same tensor; ``comparison``: of these bits; ``differences``: what it has found.
+    ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one
+    reported last; ``warn_at``: when to look for ranks that are late; ``warnings``: about them and others.
     """
 
     id: int
@@ -91,7 +99,10 @@ class Attempt:
     takes_over: bool = False
     progress: float = 0.0
     warn_at: float = 0.0
-    warning: NumberedWarning | None = None
+    warnings: list[NumberedWarning] = field(default_factory=list)
+    raises: bool = False
+    comparison: ReplicaComparison = field(default_factory=ReplicaComparison)
+    differences: tuple[ReplicaDifference, ...] = ()
 
     @property
     def subject(self) -> str:
@@ -124,6 +135,7 @@ class Attempt:
         self.notes = request.notes or self.notes
         self.retention = request.retention or self.retention
         self.takes_over = self.takes_over or request.on_fenced == "takeover"
+        self.raises = self.raises or request.on_difference == "raise"
         self.expected = total((self.expected, contents.expected))
 
     def describe(self, rank: int, provenance: Mapping[str, str]) -> None:
@@ -132,6 +144,16 @@ class Attempt:
         self.hosts[rest.pop("host", "")] = rest.pop("gpu", "")
         if rank == 0:
             self.provenance = rest
+
+    def add_owned(self, rank: int, dtensors: Iterable[str]) -> str:
+        """Note the DTensors of which a rank is the first holder. Returns why a DTensor has two meshes, both of which would
+        store all of it; "" if none has."""
+        for name in dtensors:
+            other = self.owned_dtensors.setdefault(name, rank)
+            if other != rank:
+                what = f"ranks {other} and {rank} both hold {name!r}, on unrelated meshes"
+                return f"{what}: cut both from one mesh, or give the tensors different names"
+        return ""
 
     @property
     def too_large(self) -> SaveFailed | None:
@@ -153,7 +175,17 @@ class Attempt:
 
     def needs(self, node: int) -> bool:
         """Whether it cannot become a version without more work of a node, by number."""
-        return self.phase in (Phase.GATHERING, Phase.SEALING) and node not in self.stored
+        return self.phase in UNSTORED and node not in self.stored
+
+    @property
+    def overdue(self) -> str:
+        """What was missing at its deadline."""
+        seconds = self.deadline - self.opened
+        if self.phase is Phase.GATHERING:
+            missing = sorted(set(range(self.world_size)) - set(self.covered))
+            return f"ranks {missing} had not delivered their shards after {seconds:.0f} s"
+        late = sorted(node for node, number in self.nodes.items() if number not in self.stored)
+        return f"nodes {late} had not stored their shards after {seconds:.0f} s"
 
     def late(self, member: Callable[[int], Incarnation | None], now: float) -> NumberedWarning | None:
         """Warn of the ranks that others wait for; None if there are none, or not for long enough. The node of the
@@ -162,6 +194,8 @@ class Attempt:
         unstored = {rank for rank, node in self.ranks.items() if self.nodes[node] not in self.stored}
         if absent := every - self.ranks.keys():
             late, waiting, what = absent, {*self.ranks}, f"not called save for {now - self.opened:.0f} s"
+        elif self.phase is Phase.COMPARING:
+            return None
         elif self.phase is Phase.GATHERING:
             late, waiting = every - self.covered.keys(), {*self.covered}
             what = f"begun to save, but not delivered all data to the node worker, with no progress for {quiet:.0f} s"
@@ -169,7 +203,7 @@ class Attempt:
             late, waiting, what = unstored, every - unstored, f"stored nothing more for {quiet:.0f} s: a store may hang"
         if not late or not waiting or (quiet < LATE and not absent):
             return None
-        return self._warn(late_text(late, waiting, what, member), min(waiting))
+        return self.warn(late_text(late, waiting, what, member), min(waiting))
 
     def warn_of_metrics(self) -> bool:
         """Warn of metrics of other ranks that are not those of rank 0, which the version has. Returns whether there are any."""
@@ -184,19 +218,42 @@ class Attempt:
         if conflicts:
             more = f" and {len(conflicts) - _LISTED} more" if len(conflicts) > _LISTED else ""
             what = f"{', '.join([*conflicts.values()][:_LISTED])}{more}"
-            self._warn(f"ranks have other metrics than rank 0, whose metrics the version has: {what}", 0)
+            self.warn(f"ranks have other metrics than rank 0, whose metrics the version has: {what}", 0)
         return bool(conflicts)
 
-    def _warn(self, text: str, rank: int) -> NumberedWarning:
-        number = 1 if self.warning is None else self.warning.number + 1
-        self.warning = NumberedWarning(number, text, self.nodes[self.ranks[rank]])
-        return self.warning
+    def incomplete(self, plain_tensors: Mapping[int, tuple[str, ...]]) -> str:
+        """Why what all ranks have delivered are no whole tensors; "" if they are. ``plain_tensors``: by rank."""
+        if odd := self.odd_ranks:
+            same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
+            what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(plain_tensors, odd[0])}"
+            return f"{what}: {same}; shard what differs as DTensors"
+        if (covered := total(self.covered.values())) == self.expected:
+            return ""
+        found = differing(covered, self.expected, self.owned_dtensors)
+        whole = f"add up to the whole tensor {found[0]!r}" if len(found) == 1 else "add up to whole tensors"
+        return f"the shards of all ranks do not {whole}: there is a gap or an overlap, or the ranks disagree on its placement"
+
+    def warning_after(self, number: int, node: int) -> NumberedWarning | None:
+        """The first warning after a number that a node has to log."""
+        return next((one for one in self.warnings if one.number > number and one.to == node), None)
+
+    def questions(self, node: int) -> tuple[ReplicaQuestion, ...]:
+        """What a node has to answer of its ranks."""
+        if self.phase is not Phase.COMPARING:
+            return ()
+        return self.comparison.questions({rank for rank, home in self.ranks.items() if self.nodes[home] == node})
+
+    def warn(self, text: str, rank: int) -> NumberedWarning:
+        """Let the node of a rank log a problem."""
+        self.warnings.append(NumberedWarning(len(self.warnings) + 1, text, self.nodes[self.ranks[rank]]))
+        return self.warnings[-1]
 
     def forget_parts(self) -> None:
         """Drop the data of ranks and nodes: 100 MB for thousands of nodes, and the newest attempts are kept."""
         self.ranks, self.saves, self.delivered, self.replicated, self.owned_dtensors, self.nodes = {}, {}, {}, {}, {}, {}
         self.covered, self.staged, self.stored, self.promised, self.metrics = {}, {}, {}, None, {}
         self.provenance, self.notes, self.hosts = {}, {}, {}
+        self.comparison = ReplicaComparison()
 
 
 def version_record(
@@ -220,6 +277,7 @@ def version_record(
         restores=attempt.restores,
         provenance={**attempt.provenance, **_hosts(attempt.hosts)},
         notes={name: values.loads(text) for name, text in attempt.notes.items()},
+        differences=attempt.differences,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ...state.coverage import differing, total
 from ...storage.commit.committer import Committer
 from ...storage.errors import Fenced, NotARepository, OutcomeUnknown, RaystowError, SaveFailed
 from ...storage.format.root import Entry
@@ -18,17 +17,31 @@ from ...storage.log import Log, about
 from ...storage.root.root_register import BEGIN_ANEW
 from ...storage.runtime.clock import Clock
 from ...storage.runtime.metrics import ABORTED, RAW, STORED, VERSIONS, record
-from ...workers.protocol.messages import AskNextSave, Begin, JournalVote, NextSave, RanksWarning, RestoreVote, Ticket, UnusedNames
+from ...workers.protocol.messages import (
+    AskNextSave,
+    Begin,
+    CompareReplicas,
+    JournalVote,
+    NextSave,
+    RanksWarning,
+    ReplicaAnswer,
+    ReplicaQuestions,
+    RestoreVote,
+    Ticket,
+    UnusedNames,
+)
 from ...workers.protocol.messages.coordinator import Incarnation, RankSaveRequest
 from ..late_ranks import LATE, next_warning
-from .attempt import ANOTHER_RUN, Attempt, Phase, first_differences, version_record
+from .attempt import ANOTHER_RUN, UNSTORED, Attempt, Phase, version_record
 from .delta_schedule import DeltaGroup, after
+from .missed_saves import MissedSaves
+from .replica_reports import ReplicaReports
 from .save_costs import SaveCosts
 from .save_schedule import SaveSchedule
 
 logger = logging.getLogger(__name__)
 
-_MISSED = 16  # steps of which failed saves are remembered
+MemberMessage = RankSaveRequest | AskNextSave | RestoreVote | UnusedNames | JournalVote | CompareReplicas
 MOST_OPEN = 1024  # saves of a run that may be open at a time: each call looks at all of them
 _RESTORES = 16  # restores that the next version reports
 
@@ -42,7 +55,6 @@ class Coordinator:
         self._ousted: set[Incarnation] = set()  # the processes that had ranks when another run took over from one of them
         self._assumed: set[int] = set()  # ranks whose process has joined an earlier coordinator only
         self._joined: dict[int, int] = {}  # rank -> generation in which its process joined
-        self._missed: dict[int, dict[int, tuple[int, str]]] = {}  # step -> rank -> number of its failed save, and the reason
         self._plain_tensors: dict[int, tuple[str, ...]] = {}  # rank -> those of its newest save
         self._generation, self._metrics_differ = 0, False
         self._world_size: int | None = None  # of that generation, once known
@@ -50,6 +62,7 @@ class Coordinator:
         self._restores: tuple[RestoreInfo, ...] = ()  # not reported by a version yet
         self._group: DeltaGroup | None = None  # of the newest whole version
         self._lost: VersionRecord | None = None  # of the newest attempt that was aborted after all was staged
+        self._missed, self._replicas = MissedSaves(), ReplicaReports(committer.catalog.uri)
         self.schedule, self.costs = SaveSchedule(clock), SaveCosts(clock.now())
         self.changes = 0
         """The number of phase changes of all attempts."""
@@ -89,8 +102,7 @@ class Coordinator:
         if previous == incarnation:
             return
         self._members[rank] = incarnation
-        for missed in self._missed.values():
-            missed.pop(rank, None)
+        self._missed.forget(rank)
         resized = world_size is not None and self._world_size not in (None, world_size)
         if resized or (previous is not None and self._joined[rank] == self._generation):
             self._generation += 1
@@ -101,7 +113,7 @@ class Coordinator:
             if rank not in attempt.delivered and (rank in attempt.ranks or missing):
                 self._abort(attempt, f"rank {rank} was restarted")
 
-    def check_member(self, message: RankSaveRequest | AskNextSave | RestoreVote | UnusedNames | JournalVote) -> None:
+    def check_member(self, message: MemberMessage) -> None:
         """Raise ``Fenced`` if another process has taken the rank of the one that sends a message, or another run the
         repository, and ``NotARepository`` if the process began with one that is gone."""
         rank, incarnation = message.rank, message.incarnation
@@ -150,29 +162,49 @@ class Coordinator:
         if (too_large := attempt.too_large) is not None:
             self._abort(attempt, too_large)
         self._abort_if_missed(attempt)
-        self._check_owners(attempt, rank, begin.contents.owned_dtensors)
+        if unrelated := attempt.add_owned(rank, begin.contents.owned_dtensors):
+            self._abort(attempt, unrelated)
         left = max(0.0, attempt.deadline - self._clock.monotonic())
         return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, attempt.base, attempt.deltas)
 
-    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
-        """All shards of a rank are coded on its node."""
+    def finished(self, ticket: Ticket, rank: int, covered: int, digests: Sequence[tuple[int, int]] = ()) -> None:
+        """All shards of a rank are coded on its node. ``digests``: see ``RankFinished``."""
         attempt = self._of(ticket, Phase.GATHERING)
+        if rank not in attempt.covered:
+            attempt.comparison.note(rank, digests)
         attempt.covered[rank], attempt.progress = covered, self._clock.monotonic()
         if len(attempt.covered) < attempt.world_size:
             return
-        if odd := attempt.odd_ranks:
-            same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
-            what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(self._plain_tensors, odd[0])}"
-            self._abort(attempt, f"{what}: {same}; shard what differs as DTensors")
-            return
-        if (covered := total(attempt.covered.values())) != attempt.expected:
-            found = differing(covered, attempt.expected, attempt.owned_dtensors)
-            whole = f"add up to the whole tensor {found[0]!r}" if len(found) == 1 else "add up to whole tensors"
-            why = "there is a gap or an overlap, or the ranks disagree on its placement"
-            self._abort(attempt, f"the shards of all ranks do not {whole}: {why}")
+        if why := attempt.incomplete(self._plain_tensors):
+            self._abort(attempt, why)
             return
         self._metrics_differ = self._metrics_differ or attempt.warn_of_metrics()  # said once: they may differ in each save
-        self._enter(attempt, Phase.SEALING)
+        attempt.comparison.begin(self._clock.monotonic())
+        if attempt.comparison.is_open:
+            self._enter(attempt, Phase.COMPARING)
+        else:
+            self._compared(attempt)
+
+    def questions(self, ticket: Ticket) -> ReplicaQuestions | None:
+        """What a node has to answer, so that it is known what differs between ranks."""
+        attempt = self._attempts.get(ticket.attempt)
+        asked = () if attempt is None else attempt.questions(ticket.node)
+        return ReplicaQuestions(asked) if asked else None
+
+    def answered(self, ticket: Ticket, answers: Sequence[ReplicaAnswer]) -> None:
+        """A node has answered."""
+        attempt = self._of(ticket, Phase.COMPARING)
+        attempt.comparison.take(answers)
+        self.changes += 1  # nodes that wait may be asked
+        if not attempt.comparison.is_open:
+            self._compared(attempt)
+
+    def _compared(self, attempt: Attempt) -> None:
+        """Go on: it is known what differs between ranks."""
+        if (failure := self._replicas.report(attempt)) is not None:
+            self._abort(attempt, failure)
+        else:
+            self._enter(attempt, Phase.SEALING)
 
     def staged(self, ticket: Ticket, info: FragmentInfo) -> None:
         """A node's packs and fragment are complete in memory, and being uploaded."""
@@ -229,14 +261,8 @@ class Coordinator:
             return True
         if self._members[rank] != incarnation:
             return True
-        reports = self._missed.setdefault(step, {})
-        if reports.get(rank, (0, ""))[0] != save:
-            reports.pop(rank, None)  # reports have the order in which they came
-            reports[rank] = save, reason
-        first = next(other for other, (number, _) in reports.items() if number == save) == rank
-        if len(self._missed) > _MISSED:
-            del self._missed[next(iter(self._missed))]
-        for attempt in self._open(Phase.GATHERING, Phase.SEALING):
+        first = self._missed.note(rank, save, step, reason)
+        for attempt in self._open(*UNSTORED):
             if attempt.step == step and attempt.saves.get(rank) == save:
                 if attempt.needs(attempt.nodes[attempt.ranks[rank]]):
                     self._abort(attempt, reason)
@@ -256,7 +282,7 @@ class Coordinator:
 
     def nodes_alive(self, alive: set[str]) -> None:
         """Abort the attempts that need a node which is not alive."""
-        for attempt in self._open(Phase.GATHERING, Phase.SEALING):
+        for attempt in self._open(*UNSTORED):
             for node, number in attempt.nodes.items():
                 if node not in alive and number not in attempt.stored:
                     ranks = sorted(rank for rank, home in attempt.ranks.items() if home == node)
@@ -266,25 +292,19 @@ class Coordinator:
     def tick(self) -> None:
         """Abort the attempts that are past their deadline; the reason names the missing ranks or nodes."""
         now = self._clock.monotonic()
-        for attempt in self._open(Phase.GATHERING, Phase.SEALING):
+        for attempt in self._open(*UNSTORED):
             if now < attempt.deadline:
                 self._look_for_late(attempt, now)
+                if attempt.phase is Phase.COMPARING and now > attempt.comparison.begun + LATE:
+                    self._compared(attempt)
                 continue
-            seconds = attempt.deadline - attempt.opened
-            if attempt.phase is Phase.GATHERING:
-                missing = sorted(set(range(attempt.world_size)) - set(attempt.covered))
-                self._abort(attempt, f"ranks {missing} had not delivered their shards after {seconds:.0f} s")
-            else:
-                late = sorted(node for node, number in attempt.nodes.items() if number not in attempt.stored)
-                self._abort(attempt, f"nodes {late} had not stored their shards after {seconds:.0f} s")
+            self._abort(attempt, attempt.overdue)
 
     def late(self, ticket: Ticket, last_warning: int) -> RanksWarning | None:
         """The warning of late ranks that a node has to log, after number ``last_warning``."""
         attempt = self._attempts.get(ticket.attempt)
-        warning = None if attempt is None else attempt.warning
-        if warning is None or warning.number <= last_warning or warning.to != ticket.node:
-            return None
-        return RanksWarning(warning.number, warning.text)
+        warning = None if attempt is None else attempt.warning_after(last_warning, ticket.node)
+        return None if warning is None else RanksWarning(warning.number, warning.text)
 
     def member(self, rank: int) -> Incarnation | None:
         """The process that has a rank, if any has joined."""
@@ -447,27 +467,14 @@ class Coordinator:
             self._abort(attempt, f"node {ticket.node} reported an invalid part: {error.what}")
             raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}") from error
 
-    def _check_owners(self, attempt: Attempt, rank: int, owned_dtensors: Sequence[str]) -> None:
-        """Check that each DTensor has one mesh: two unrelated meshes would both store all of it."""
-        for name in owned_dtensors:
-            other = attempt.owned_dtensors.setdefault(name, rank)
-            if other != rank:
-                what = f"ranks {other} and {rank} both hold {name!r}, on unrelated meshes"
-                self._abort(attempt, f"{what}: cut both from one mesh, or give the tensors different names")
-                return
-
     def _abort_if_missed(self, attempt: Attempt) -> None:
-        """Abort an attempt that waits for a rank whose save of that step has failed. A retry has a higher number: all ranks count
-        their saves alike."""
-        for rank, (save, reason) in self._missed.get(attempt.step, {}).items():
-            if rank < attempt.world_size and rank not in attempt.ranks and min(attempt.saves.values()) <= save:
-                self._abort(attempt, reason)
-                return
+        """Abort an attempt that waits for a rank whose save of that step has failed."""
+        if (reason := self._missed.reason(attempt)) is not None:
+            self._abort(attempt, reason)
 
     def _promise(self, attempt: Attempt) -> VersionRecord:
         """The record that it will have. Made once, since every rank that restores needs it."""
-        if attempt.promised is None:
-            attempt.promised = self.record(attempt)
+        attempt.promised = attempt.promised or self.record(attempt)
         return attempt.promised
 
     def _enter(self, attempt: Attempt, phase: Phase) -> None:

@@ -9,6 +9,8 @@ from ...workers.protocol.messages import Acknowledged, Committed, FailureNoted, 
 from .attempt import Attempt, Phase
 from .attempts import Coordinator
 
+_ASKING = (Phase.GATHERING, Phase.COMPARING)
+
 Answer = Callable[[], Message | None]
 """Returns the answer to a request, or None while it waits for a change of the state machine. It may raise ``RaystowError``."""
 
@@ -23,10 +25,12 @@ def handle(core: Coordinator, request: Message) -> Answer:
             answer = core.next_save(request)
         case messages.Begin():
             answer = core.begin(request)
-        case messages.RankFinished(ticket, rank, covered):
-            core.finished(ticket, rank, covered)
+        case messages.RankFinished(ticket, rank, covered, digests):
+            core.finished(ticket, rank, covered, digests)
+        case messages.AnswerReplicas(ticket, answers):
+            core.answered(ticket, answers)
         case messages.AwaitRanks(ticket, last):
-            return _when(core, ticket, last, lambda attempt: attempt.phase is not Phase.GATHERING, lambda attempt: Acknowledged())
+            return _when(core, ticket, last, lambda attempt: attempt.phase not in _ASKING, lambda attempt: Acknowledged())
         case messages.PartStaged(ticket, info):
             core.staged(ticket, info)
         case messages.PartStored(ticket, info, last):
@@ -50,10 +54,10 @@ def _when(
     attempt = core.attempt(ticket)
 
     def answer() -> Message | None:
-        if not reached(attempt):
-            return core.late(ticket, last)
-        if attempt.phase is Phase.ABORTED:
+        if attempt.phase is Phase.ABORTED and reached(attempt):
             attempt.result()  # raises
-        return make(attempt)
+        if (asked := core.questions(ticket) or core.late(ticket, last)) is not None:  # also if it has become a version meanwhile
+            return asked
+        return make(attempt) if reached(attempt) else None
 
     return answer

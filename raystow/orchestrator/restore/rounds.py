@@ -23,6 +23,7 @@ from ...storage.errors import (
     RaystowError,
     StateError,
 )
+from ...storage.format.rank_spans import ranks_text
 from ...storage.format.root import Entry
 from ...storage.format.version_record import RestoreInfo
 from ...storage.log import about
@@ -30,7 +31,7 @@ from ...storage.repository import Repository
 from ...storage.runtime.clock import Clock
 from ...storage.versions.version_selector import LATEST, select
 from ...workers.protocol.messages import Incarnation, RankReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
-from ..late_ranks import LATE, NumberedWarning, late_text, next_warning, ranks_text, with_processes
+from ..late_ranks import LATE, NumberedWarning, late_text, next_warning, with_processes
 from .round import RestoreRound
 from .version_cache import VersionCache
 

@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import Damaged
-from ..limits import MAX_FRAGMENT, MAX_NUMBER, MAX_ROWS, most_cells, most_text
-from . import keys, records, values
+from ..limits import MAX_DIFFERENCES, MAX_FRAGMENT, MAX_NUMBER, MAX_ROWS, most_cells, most_text
+from . import keys, records, replica_difference, values
 from .json_text import shown
+from .replica_difference import ReplicaDifference
 from .root import Entry
 
 
@@ -102,7 +103,8 @@ class VersionRecord:
     them, as in all new records. ``thinned``: if the version was thinned. ``saved``: see ``Entry``. For people: ``writer`` (names
     and versions of software), ``coding`` (the codec of GPU tensors, and whether the version is a delta, with reasons),
     ``restores`` (since the version before), ``lossy`` (which tensors were rounded, and how), ``provenance`` (command line,
-    commit, packages, hosts, and the version that was resumed from), ``notes`` (the user's plain values by name)."""
+    commit, packages, hosts, and the version that was resumed from), ``notes`` (the user's plain values by name),
+    ``differences`` (tensors of which ranks held other bits than others)."""
 
     repository: str
     id: int
@@ -122,6 +124,7 @@ class VersionRecord:
     saved: str = ""
     provenance: dict[str, str] = field(default_factory=dict)
     notes: dict[str, object] = field(default_factory=dict)
+    differences: tuple[ReplicaDifference, ...] = ()
 
     @property
     def stall(self) -> float | None:
@@ -159,8 +162,16 @@ class VersionRecord:
             "restores": [vars(r) for r in self.restores],
             "thinned": _known(self.thinned) if self.thinned is not None else None,
             "notes": {name: values.encode(value) for name, value in self.notes.items()},
+            "differences": [vars(one) for one in self.differences],
         }
-        absent: dict[str, object] = {"packs": None, "thinned": None, "saved": "", "provenance": {}, "notes": {}}
+        absent: dict[str, object] = {
+            "packs": None,
+            "thinned": None,
+            "saved": "",
+            "provenance": {},
+            "notes": {},
+            "differences": [],
+        }
         return records.dump({n: value for n, value in fields.items() if n not in absent or value != absent[n]}, self.key())
 
     @staticmethod
@@ -172,6 +183,9 @@ class VersionRecord:
             raise Damaged("neither the record nor each of its fragments has a field 'packs'", subject=key)
         restores = records.objects(fields, "restores", key, optional=True)
         metrics = records.field(fields, "metrics", dict, key)
+        differences = records.objects(fields, "differences", key, optional=True)
+        if len(differences) > MAX_DIFFERENCES:
+            raise Damaged(f"field 'differences' has {len(differences)} entries, more than {MAX_DIFFERENCES}", subject=key)
         thinned = records.field(fields, "thinned", dict, key) if "thinned" in fields else None
         notes = records.field(fields, "notes", dict, key) if "notes" in fields else {}
         if records.field(fields, "world_size", int, key) > MAX_NUMBER:
@@ -188,6 +202,7 @@ class VersionRecord:
             restores=tuple(records.parse(RestoreInfo, restore, key) for restore in restores),
             thinned=records.parse(Thinned, thinned, key, optional=bits) if thinned is not None else None,
             notes={name: values.decode(form) for name, form in notes.items()},
+            differences=tuple(replica_difference.parse(one, key) for one in differences),
         )
 
     @property

@@ -97,6 +97,9 @@ NEWEST = _gauge(
     "When the newest version was made, since 1970; without one, when the coordinator began.",
 )
 DURABLE_STEP = _gauge("raystow_durable_step", "The newest step in the store: of a version, or of a segment of the journal.")
+DIFFERENCES = _counter(
+    "raystow_replica_differences", "Tensors and plain values of which ranks held other bits than others, in each save.", "kind"
+)
 DAMAGED = _counter("raystow_damaged_versions", "Versions that a restore found damaged.")
 
 METRICS = tuple(value for value in list(vars().values()) if isinstance(value, Metric))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ...state.chunk_info import RangeInfo
 from ...storage.coding.derived import Derivation
 from ...storage.coding.digest import process_keys
 from ...storage.errors import RaystowError, SaveFailed
@@ -28,6 +29,7 @@ from ..protocol.messages import (
     ChunkDigests,
     CodedLayout,
     ComparedChunks,
+    DescribeReplicas,
     DeviceQuestion,
     DeviceRefused,
     EndSave,
@@ -103,6 +105,7 @@ class Session:
         self._compared: dict[int, ComparedChunks] = {}  # by device
         self._bases: dict[int, KnownChunks] = {}  # by id, the versions that this process may refer to
         self._sent: dict[int, tuple[int, int]] = {}  # by device, the version and the chunks whose digests were sent last
+        self._replicas: Mapping[int, Sequence[RangeInfo]] = {}  # by group, what the process compares with others
         self._attempt: NodeAttempt | None = None
         self._number = 0
 
@@ -186,6 +189,8 @@ class Session:
             case AbortSave(reason) if attempt is not None:
                 attempt.fail(reason)
                 self._attempt = None
+            case DescribeReplicas(groups, anew):
+                self._replicas = groups if anew else {**self._replicas, **groups}
             case EndSave() if attempt is not None:
                 self._end(attempt, message)
             case StageOnDevice() if self._coder is not None:
@@ -243,6 +248,7 @@ class Session:
     def _end(self, attempt: NodeAttempt, message: EndSave) -> None:
         attempt.stalled(message.stall)
         attempt.rounded(message.rounded)
+        attempt.compare(self._opening.rank, self._replicas, message.digests)
         # Everything that the save needs is in memory of this process now: the ring, and slots of device memory with
         # ``process="node"``. Not sent after ``finished``, which waits for the coordinator.
         self._connection.post(SaveStaged(message.save))

@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass
 
+from ...state.chunk_info import RangeInfo
 from ...state.coverage import coverage, total
 from ...storage.coding.chunk import Coding
 from ...storage.coding.derived import Derivation
@@ -32,6 +33,7 @@ from ...storage.runtime.memory_budget import MemoryBudget
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
+    AnswerReplicas,
     AttemptKey,
     AttemptStatus,
     AwaitRanks,
@@ -40,6 +42,7 @@ from ..protocol.messages import (
     PartStaged,
     PartStored,
     RankFinished,
+    ReplicaQuestions,
     Stage,
     Ticket,
     shortened,
@@ -47,6 +50,7 @@ from ..protocol.messages import (
 from ..shm.coded_layout import CodedChunk
 from ..shm.slots import Slots
 from .chunk_writer import ChunkWriter, Coded, release_all
+from .held_digests import HeldDigests
 from .packer import NOT_IN_TIME, PACK, Keep, Packer, keep_nothing
 from .stale_state import OptimizerWatch
 
@@ -96,6 +100,7 @@ class NodeAttempt:
         self._ranks: set[int] = set()
         self._stall: float | None = None
         self._rounded: dict[str, Rounded] = {}
+        self._held, self._warned = HeldDigests(), set[str]()
         self._staged: set[int] = set()
         self._listeners: list[Listener] = []
         self._on_warning: dict[int, Callable[[str], None]] = {}
@@ -220,6 +225,11 @@ class NodeAttempt:
             for name, one in found.items():
                 self._rounded[name] = self._rounded[name] | one if name in self._rounded else one
 
+    def compare(self, rank: int, groups: Mapping[int, Sequence[RangeInfo]], digests: Mapping[int, bytes]) -> None:
+        """Note the digests of what a rank compares with others: see ``HeldDigests.add``."""
+        with self._lock:
+            self._held.add(rank, groups, digests)
+
     def finished(self, rank: int) -> None:
         """Note that all chunks of a rank have been added."""
         with self._lock:
@@ -305,7 +315,9 @@ class NodeAttempt:
 
     def _report(self, rank: int) -> None:
         try:
-            self._port.ask(RankFinished(self._ticket, rank, self._covered[rank]))
+            with self._lock:
+                digests = self._held.of(rank)
+            self._port.ask(RankFinished(self._ticket, rank, self._covered[rank], digests))
         except RaystowError as error:
             what = "rank %d of attempt %d is stored here, but the coordinator does not take it: %s"
             self._log.warning(what, rank, self._ticket.id, error, extra={"rank": rank})
@@ -313,7 +325,11 @@ class NodeAttempt:
     def _drive(self) -> None:
         """Wait until every rank has finished, store this node's part, report it, and wait for the commit."""
         try:
-            self._port.ask(AwaitRanks(self._ticket), self._warn)
+            while isinstance(asked := self._port.ask(AwaitRanks(self._ticket), self._warn), ReplicaQuestions):
+                with self._lock:
+                    answers = tuple(map(self._held.answer, asked.questions))
+                self._port.ask(AnswerReplicas(self._ticket, answers))
+            self._held = HeldDigests()
             self._packer.seal()
             values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
             key, data, fragment = self._writer.fragment(values, self._rounded)
@@ -349,10 +365,12 @@ class NodeAttempt:
             self._packer.discard(delete=not self._reported)
 
     def _warn(self, text: str) -> None:
-        """Let the first rank of this node log a problem."""
+        """Let the first rank of this node log a problem, once."""
         with self._lock:
-            warn = self._on_warning[min(self._on_warning)]
-        warn(text)
+            warn, known = self._on_warning[min(self._on_warning)], text in self._warned
+            self._warned.add(text)
+        if not known:
+            warn(text)
 
     def _failure(self, error: Exception) -> RaystowError:
         """What an error of this node or of a call means for the save."""

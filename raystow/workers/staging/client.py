@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ...state.planned_chunk import DeviceChunks
 from ...state.planner import SavePlan
 from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import ClusterError, OutcomeUnknown, ProtocolError, RaystowError, SaveFailed
@@ -42,6 +43,7 @@ from ..shm.ring import Ring
 from . import gpu
 from .host import stage_host
 from .plan import SaveOrder
+from .replica_digester import ReplicaDigester
 from .staging_slots import StagingSlots
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ class Staging:
         self.ring = Ring(descriptor, opened.slots, opened.slot_size, kept=opened.kept)
         self._slots = StagingSlots(self.ring, self.connection.post)
         self.devices = gpu.DeviceStaging(self._slots, self.connection.post, codec, opening.process, opened)
+        self._replicas = ReplicaDigester()
         self._orders: queue.SimpleQueue[SaveOrder | SavePlan | None] = queue.SimpleQueue()
         self._open: dict[int, SaveOrder] = {}
         self._known_tensors: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows
@@ -170,37 +173,51 @@ class Staging:
         contents = SaveContents(*plan.coverage, plan.owned_dtensors, new, coding)
         self.connection.post(BeginSave(order.request, contents, plan.values, plan.chunks))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
-        early = host is not None and (not devices or sum(piece.nbytes for piece in host.pieces) <= _BRIEF)
+        compared = self._replicas.begin(plan)
+        at_host = host is not None or bool(compared.on_host)
+        early = at_host and (not devices or compared.host_bytes + _nbytes(host) <= _BRIEF)
         if early or from_host:
             _wait_for(plan.ready.values())
         begun = SYSTEM.monotonic()
 
+        def stage_at_host() -> None:
+            if host is not None:
+                stage_host(plan, host, self._slots, post)
+            compared.take_on_host()
+
         def read(grace: float) -> None:
+            compared.wait_for_devices()
             if early or from_host:
                 order.look_later(max(grace, _grace(begun)))
             else:
                 order.all_read(grace)
 
-        if host is not None and early:  # the training waits until devices have read, but not until they have coded
-            if not devices:
+        try:
+            if early:  # the training waits until devices have read, but not until they have coded
+                if not devices:
+                    plan.find_derived()
+                stage_at_host()
+            for device in devices:
+                last = device == devices[-1] and (early or not at_host)
+                self.devices.stage(order, plan, device, read if last else lambda grace: None, post)
+            if at_host and not early:
+                _wait_for(plan.ready.values())
                 plan.find_derived()
-            stage_host(plan, host, self._slots, post)
-        for device in devices:
-            last = device == devices[-1] and (host is None or early)
-            self.devices.stage(order, plan, device, read if last else lambda grace: None, post)
-        if host is not None and not early:
-            _wait_for(plan.ready.values())
-            plan.find_derived()
-            begun = SYSTEM.monotonic()
-            stage_host(plan, host, self._slots, post)
-        if not (devices and (host is None or early)):
-            order.all_read(_grace(begun))
-        order.all_read()
+                begun = SYSTEM.monotonic()
+                stage_at_host()
+            compared.wait_for_devices()
+            if not devices or (at_host and not early):
+                order.all_read(_grace(begun))
+            order.all_read()
+        finally:
+            compared.wait_for_devices()  # which read the tensors
         if order.changed:
             remedy = "call fence() before tensors change, or guard(optimizer) once"
             raise SaveFailed("the tensor changed while it was being saved", subject=order.changed, remedy=remedy)
         order.complete = True
-        self.connection.post(EndSave(order.request.save, order.progress.stall, dict(plan.rounded())))
+        if (described := self._replicas.news(compared.groups)) is not None:
+            self.connection.post(described)
+        self.connection.post(EndSave(order.request.save, order.progress.stall, dict(plan.rounded()), compared.packed()))
 
     def _post(self, order: SaveOrder, message: Message) -> None:
         order.check()
@@ -287,3 +304,7 @@ def _wait_for(events: Iterable[torch.cuda.Event]) -> None:
 def _grace(begun: float) -> float:
     """The seconds for which to wait for operations on tensors that were read since ``begun``."""
     return min(_GRACE[1], max(_GRACE[0], 2 * (SYSTEM.monotonic() - begun)))
+
+
+def _nbytes(chunks: DeviceChunks | None) -> int:
+    return 0 if chunks is None else sum(piece.nbytes for piece in chunks.pieces)

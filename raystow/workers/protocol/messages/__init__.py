@@ -25,7 +25,7 @@ from .status import *
 
 STAGING = (
     *(BeginSave, StageRaw, StageDerived, ComparedChunks, ChunkDigests, CodedLayout, StageCoded, StageOnDevice),
-    *(SlotsFilled, FlushPacks, AbortSave, EndSave),
+    *(SlotsFilled, FlushPacks, AbortSave, DescribeReplicas, EndSave),
     *(OpenDevice, CheckDevice, LendSlots),
 )
 """What a training process sends after ``OpenSession``."""
@@ -42,7 +42,7 @@ COORDINATOR_REQUESTS = tuple(CoordinatorRequest.__subclasses__())
 MESSAGES = (*(message for message in Message.__subclasses__() if message is not CoordinatorRequest), *COORDINATOR_REQUESTS)
 """All messages."""
 
-PROTOCOL = "2.f8a640e6d5257192"
+PROTOCOL = "2.add2d4e87c119110"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

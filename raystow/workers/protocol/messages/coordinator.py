@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ....state.chunk_info import RangeInfo as RangeInfo
 from ....storage.format.root import Entry
 from ....storage.format.signature import PublicKey
 from ....storage.format.version_record import FragmentInfo
 from ....storage.retention.policy import Policy
-from ..codec import Column, CoordinatorRequest, Digest, JsonText, Message, MessagePart, Table, Text, WorldSize
+from ..codec import Column, CoordinatorRequest, Digest, JsonText, Message, MessagePart, Packed, Table, Text, WorldSize
 from .incarnation import Incarnation as Incarnation
 
 OnFenced = Literal["raise", "takeover"]
+OnDifference = Literal["warn", "raise"]
+
+PARTS = 12_000
+"""Parts of a group in one answer, which takes 48 KB."""
 
 COMMIT = 60.0
 """Seconds that a commit takes, or the choice of a version."""
@@ -64,6 +69,7 @@ class RankSaveRequest(MessagePart, frozen=True):
         on_fenced: What happens if another run has taken over the repository.
         provenance: Of rank 0 as in ``format.version_record``, of the others host and GPU only.
         notes: The user's, as ``metrics``.
+        on_difference: What happens if ranks hold other bits of the same tensor.
     """
 
     rank: int
@@ -79,6 +85,7 @@ class RankSaveRequest(MessagePart, frozen=True):
     on_fenced: OnFenced = "raise"
     provenance: Table[Text, Text] = {}
     notes: Table[Text, JsonText] = {}
+    on_difference: OnDifference = "warn"
 
 
 class SaveContents(MessagePart, frozen=True):
@@ -134,14 +141,80 @@ class JoinRun(CoordinatorRequest[Acknowledged], frozen=True):
 
 
 class RankFinished(CoordinatorRequest[Acknowledged], frozen=True):
-    """All shards of a rank are coded; ``covered`` is their part of the coverage sum."""
+    """All shards of a rank are coded; ``covered`` is their part of the coverage sum. ``digests``: the keys of the groups of
+    ``state.replica_groups`` that it compares, with their digests."""
 
     ticket: Ticket
     rank: int
     covered: Digest
+    digests: Column[tuple[Digest, Digest]] = ()
 
 
-class AwaitRanks(CoordinatorRequest[Acknowledged], frozen=True):
+class ReplicaQuestion(MessagePart, frozen=True):
+    """Asks for what a rank has reported of a group whose digests differ. ``ranges``: the numbers of the ranges to describe; empty
+    to ask for digests of all."""
+
+    rank: int
+    group: Digest
+    ranges: Column[int] = ()
+
+
+class ReplicaQuestions(Message, frozen=True):
+    """Asks a node to answer, and to ask again for other ranks."""
+
+    questions: Column[ReplicaQuestion]
+
+
+class DescribedRange(MessagePart, frozen=True):
+    """A range of a group: its number, and the digests of all of it and of its first element."""
+
+    number: int
+    info: RangeInfo
+    whole: Digest
+    first: Digest
+
+
+class ReplicaAnswer(MessagePart, frozen=True):
+    """The answer to a question. ``count``: the ranges of the group; 0 if the node does not have them. ``parts``: for each of at
+    most ``PARTS`` equal parts of the group, the lowest four bytes of a digest. ``ranges``: those of the question."""
+
+    question: ReplicaQuestion
+    count: int
+    parts: Packed = b""
+    ranges: Column[DescribedRange] = ()
+
+
+class AnswerReplicas(CoordinatorRequest[Acknowledged], frozen=True):
+    """A node's answers to ``ReplicaQuestions``."""
+
+    ticket: Ticket
+    answers: Column[ReplicaAnswer]
+
+
+class ReplicasCompared(Message, frozen=True):
+    """What ranks hold differently, as texts."""
+
+    differences: Column[Text]
+
+
+class CompareReplicas(CoordinatorRequest[ReplicasCompared | ReplicaQuestions], frozen=True):
+    """Reports what a rank holds after a restore, and then its answers. ``number``: of the comparison, among those of the process.
+    ``digests``: see ``RankFinished``."""
+
+    rank: int
+    world_size: WorldSize
+    incarnation: Incarnation
+    number: int
+    timeout: float
+    digests: Column[tuple[Digest, Digest]] = ()
+    answers: Column[ReplicaAnswer] = ()
+
+    @property
+    def wait(self) -> float:
+        return self.timeout
+
+
+class AwaitRanks(CoordinatorRequest[Acknowledged | ReplicaQuestions], frozen=True):
     """Asks for an answer when every rank of the attempt has finished. ``last_warning``: the number of the last one."""
 
     ticket: Ticket

@@ -6,12 +6,13 @@ from typing import Literal
 
 from ....state.chunk_info import ChunkInfo as ChunkInfo
 from ....state.chunk_info import DerivedChunk as DerivedChunk
+from ....state.chunk_info import RangeInfo
 from ....storage.coding.rounded import Rounded
 from ....storage.errors import Fenced, OutcomeUnknown, RaystowError, SaveFailed
 from ....storage.format.root import Entry
 from ....storage.limits import MAX_NAME
 from ....storage.stores.settings import StoreAddress
-from ..codec import Column, JsonText, Message, MessagePart, Secret, Table, Text, WorldSize
+from ..codec import Column, Digest, JsonText, Message, MessagePart, Packed, Secret, Table, Text, WorldSize
 from .coordinator import RankSaveRequest, SaveContents
 from .incarnation import Incarnation
 
@@ -117,17 +118,27 @@ class AbortSave(Message, frozen=True):
     reason: Text
 
 
+class DescribeReplicas(Message, frozen=True):
+    """The groups that ``EndSave`` has digests of from now on. ``anew``: those described before are not used any more."""
+
+    groups: Table[Digest, Column[RangeInfo]]
+    anew: bool = False
+
+
 class EndSave(Message, frozen=True):
     """All chunks of the save are announced.
 
     Args:
         stall: Seconds for which the save has held up the training; None if unknown.
         rounded: What rounding has done to tensors, by name.
+        digests: Of the groups that the rank compares (see ``state.replica_groups``), by key: those of the ranges, uint64, and
+            then those of their first elements.
     """
 
     save: int
     stall: float | None
     rounded: Table[Text, Rounded]
+    digests: Table[Digest, Packed] = {}
 
 
 class SlotsFree(Message, frozen=True):

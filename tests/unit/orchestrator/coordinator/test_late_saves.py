@@ -7,7 +7,7 @@ import pytest
 from helpers.coordinated_run import CoordinatedRun, coordinated_run, part
 from helpers.processes import incarnation
 
-from raystow.orchestrator.late_ranks import ranks_text
+from raystow.storage.format.rank_spans import ranks_text
 from raystow.workers.protocol.messages import Ticket
 
 METRICS = {"epoch": "1", "loss": "0.5"}, {"epoch": "1", "loss": "0.25", "top": "3"}

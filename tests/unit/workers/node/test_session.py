@@ -128,6 +128,8 @@ class FakeAttempt:
     def stalled(self, seconds: float | None) -> None:
         pass
 
+    def compare(self, rank: int, groups: Any, digests: Any) -> None: ...
+
     def rounded(self, found: Any) -> None:
         pass
 
