@@ -150,8 +150,11 @@ class Training:
             losses += [one["loss"].item().hex() for one in done]
         return losses
 
-    def state(self, *, is_loading: bool = False, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The sharded state of model, optimizer and step. ``metadata``: of the optimizer's state."""
+    def state(self, *, is_loading: bool = False, rng: bool = True, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The sharded state of model, optimizer and step. ``metadata``: of the optimizer's state. ``rng``: also the random
+        generators, which depend on the layout, as Megatron's training loop saves them."""
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
         from megatron.core.utils import unwrap_model
 
         chunks = [unwrap_model(chunk) for chunk in self.model]
@@ -160,16 +163,28 @@ class Training:
         model = {name: chunk.sharded_state_dict(metadata=common) for name, chunk in zip(names, chunks, strict=True)}
         of_optimizer = {"chained_optim_avoid_prefix": True, **common}
         optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=of_optimizer)
-        return {**model, "optimizer": optimizer, "step": self.step_number}
+        state = {**model, "optimizer": optimizer, "step": self.step_number}
+        if rng:
+            groups = self.groups
+            at = groups.get_pipeline_model_parallel_rank(), groups.get_tensor_model_parallel_rank()
+            own = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "tracker": get_cuda_rng_tracker().get_states()}
+            shape = self.layout.pp, self.layout.tp
+            state["rng_state"] = ShardedObject("rng_state", own, shape, at, replica_id=groups.get_data_parallel_rank())
+        return state
 
     def take(self, loaded: dict[str, Any]) -> None:
         """Take what ``raystow.megatron.load`` has returned."""
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
         from megatron.core.utils import unwrap_model
 
         for number, chunk in enumerate(self.model):
             unwrap_model(chunk).load_state_dict(loaded["model" if len(self.model) == 1 else f"model{number}"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         self.step_number = loaded["step"]
+        if "rng_state" in loaded:
+            torch.set_rng_state(loaded["rng_state"]["torch"])
+            np.random.set_state(loaded["rng_state"]["numpy"])
+            get_cuda_rng_tracker().set_states(loaded["rng_state"]["tracker"])
 
     def parts(self) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]:
         """This rank's parts of all tensors, as Megatron itself describes and gathers them: name, shape of the whole, offset,
