@@ -50,6 +50,7 @@ def replace_cuda() -> None:
     for name in ("synchronize", "empty_cache", "set_device"):  # of each its own function: torch.compile has a rule for each
         setattr(cuda, name, lambda *args, **kwargs: None)
     cuda.nvtx.range_push, cuda.nvtx.range_pop = (lambda *args: None), (lambda *args: None)
+    cuda.Stream = cuda.Event = lambda *args, **kwargs: NoStream()
     cuda.current_stream = lambda *args: NoStream()
     cuda.default_stream = lambda *args: NoStream()
     cuda.stream = lambda *args: contextlib.nullcontext()
