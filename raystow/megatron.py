@@ -3,6 +3,6 @@
 from .storage import extras
 
 with extras.named(), extras.tried("megatron.core", "0.19"):
-    from .integrations.megatron import load, save
+    from .integrations.megatron import install, load, save
 
-__all__ = ["load", "save"]
+__all__ = ["install", "load", "save"]

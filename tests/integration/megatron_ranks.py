@@ -72,7 +72,7 @@ class Training:
             "moe_router_load_balancing_type": "none",
             "moe_router_enable_expert_bias": True,
             "moe_router_score_function": "sigmoid",
-            "moe_token_dispatcher_type": "alltoall" if layout.ep > 1 else "allgather",
+            "moe_token_dispatcher_type": "allgather",
         }
         config = TransformerConfig(
             num_layers=4,

@@ -35,6 +35,7 @@ from ...storage.errors import StateError
 from ...storage.format.groups import WEIGHTS, group
 from . import plain_objects
 from .flat_range import FlatRange
+from .optimizer_groups import regrouped
 from .replicas import Part, Replicas
 
 COMMON = "common_state"
@@ -108,12 +109,15 @@ class LoadedState:
 
     into: State
     _sharded: Any = field(repr=False)
+    _common: Any = field(repr=False)
     _local: Any = field(repr=False)
     _factories: Any = field(repr=False)
 
     def result(self) -> Any:
         """What ``dist_checkpointing.load`` returns: the common state with the loaded tensors and objects."""
         common = plain_objects.decode(self.into[COMMON])
+        if "optimizer" in common and "optimizer" in self._common:
+            common["optimizer"] = regrouped(common["optimizer"], self._common["optimizer"])
         merge(common, self._local)
         dict_list_map_inplace(self._loaded, self._sharded)
         merge(common, self._sharded)
@@ -130,7 +134,7 @@ def loaded_state(state: ShardedStateDict, saved_shape: Callable[[str], tuple[int
     """Prepare to load. ``saved_shape``: of a tensor whose shape may differ, such as an embedding that is padded."""
     force_all_tensors_to_non_fp8(state)
     rest, local, factories = load_preprocess(state)
-    sharded, _ = extract_sharded_base(rest)
+    sharded, common = extract_sharded_base(rest)
     found, into = defaultdict[str, list[Box]](list), State()
     for leaf in nested_values(sharded):
         if isinstance(leaf, ShardedObject):
@@ -143,7 +147,7 @@ def loaded_state(state: ShardedStateDict, saved_shape: Callable[[str], tuple[int
             if (fitting := part if shape == part.shape else part.within(shape)) is not None:
                 found[part.name].append(fitting.box())
     into |= {name: Boxes(tuple(boxes)) for name, boxes in found.items()}
-    return LoadedState({**into, COMMON: AsSaved()}, sharded, local, factories)
+    return LoadedState({**into, COMMON: AsSaved()}, sharded, common, local, factories)
 
 
 def _parts(leaf: ShardedBase) -> Iterator[StoredPart]:
