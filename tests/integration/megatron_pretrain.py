@@ -17,12 +17,12 @@ from integration.megatron_cpu import replace_cuda
 
 replace_cuda()
 
-from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.training import get_args, initialize, training
-from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.training import get_args, initialize, training  # noqa: E402
+from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
+from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
 SMALL = [
     *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
@@ -31,7 +31,21 @@ SMALL = [
     *("--transformer-impl", "local", "--bf16", "--distributed-backend", "gloo", "--no-gradient-accumulation-fusion"),
     *("--use-distributed-optimizer", "--swiglu", "--disable-bias-linear", "--no-bias-swiglu-fusion", "--log-interval", "1"),
     *("--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-bias-dropout-fusion", "--eval-iters", "0"),
-    *("--eval-interval", "1000", "--lr-decay-style", "constant", "--lr-decay-iters", "100", "--hidden-dropout", "0", "--attention-dropout", "0", "--use-cpu-initialization", "--num-workers", "0"),
+    *(
+        "--eval-interval",
+        "1000",
+        "--lr-decay-style",
+        "constant",
+        "--lr-decay-iters",
+        "100",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+        "--use-cpu-initialization",
+        "--num-workers",
+        "0",
+    ),
     *("--no-create-attention-mask-in-dataloader", "--ckpt-format", "torch_dist", "--no-check-for-nan-in-loss-and-grad"),
 ]
 

@@ -193,7 +193,7 @@ class Training:
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
         from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-        sharded, common = save_preprocess(self.state(metadata={"distrib_optim_sharding_type": "fully_reshardable"}), False)
+        sharded, _ = save_preprocess(self.state(metadata={"distrib_optim_sharding_type": "fully_reshardable"}), False)
         found = []
         for one in nested_values(sharded):
             if isinstance(one, ShardedTensor):

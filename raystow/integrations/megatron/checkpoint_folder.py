@@ -9,6 +9,7 @@ The repository decides: the files are written from it before Megatron looks, so 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -69,13 +70,12 @@ def complete(folder: str | os.PathLike[str], uri: str, iteration: int | None = N
     newest = next((found for version in reversed(repository.versions()) if (found := _iteration(version, name))), None)
     if newest is None:
         return
-    found = {newest[0]: newest[1]}
+    wanted = [newest]
     if iteration:
-        try:
-            found |= [one for one in [_iteration(repository.version(f"step:{iteration}"), name)] if one]
-        except NotFound:  # Megatron says what it does not find
-            pass
-    for place, version in found.items():
+        with contextlib.suppress(NotFound):  # Megatron says what it does not find
+            asked = _iteration(repository.version(f"step:{iteration}"), name)
+            wanted += [asked] if asked is not None else []
+    for place, version in wanted:
         Pointer(uri, version.id).write(Path(folder, place))
     latest = newest[0].removeprefix("iter_")
     _replace(Path(folder, _TRACKER), str(int(latest)) if latest.isdecimal() else latest)

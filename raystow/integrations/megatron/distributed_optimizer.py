@@ -1,9 +1,9 @@
 """Lets ``DistributedOptimizer`` of Megatron-Core give its state by parameters, without a gather, and take it back.
 
-Megatron names this format ``fully_sharded_model_space``. It is the default of ``DistributedOptimizer.sharded_state_dict``, but in
-0.19 Megatron's own tensors refuse the flat ranges that it consists of. The three methods that ``replace_methods`` replaces make it
-work, also for torch's AdamW, which Megatron uses without Transformer Engine and Apex: Megatron loads no step for it, or one tensor
-for all parameters, which then counts each step once for each parameter.
+Megatron names this format ``fully_sharded_model_space``. It is the default of ``DistributedOptimizer.sharded_state_dict``, but
+Megatron's own tensors of 0.19 refuse the flat ranges that it consists of. ``replace_methods`` makes it work, also for torch's
+AdamW, which Megatron uses without Transformer Engine and Apex: Megatron loads one tensor as the step of all parameters, which
+then counts each step once for each of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ def replace_methods() -> None:
     DistributedOptimizer.load_parameter_state_from_fs_model_space = take_ranges
 
 
-@functools.wraps(_megatron_state)
 def sharded_state_dict(
     self: Any,
     model_sharded_state_dict: ShardedStateDict = {},  # noqa: B006  as Megatron's

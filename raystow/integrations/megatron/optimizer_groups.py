@@ -51,5 +51,7 @@ def _counterpart(group: State, saved: list[State]) -> State:
     near = [one for one in saved if identity(one, without=_EXPERTS) == identity(group, without=_EXPERTS)]
     if not near:
         what = "a group of the optimizer's parameters has other multipliers than those saved"
-        raise StateError(what, subject="optimizer.param_groups", remedy="use the groups of the save, or do not load the optimizer")
+        raise StateError(
+            what, subject="optimizer.param_groups", remedy="use the groups of the save, or do not load the optimizer"
+        )
     return {**(exact or near)[0], _EXPERTS: group.get(_EXPERTS, False)}

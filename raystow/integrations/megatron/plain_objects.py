@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import io
+from collections import OrderedDict
 from pathlib import PurePath
 from typing import Any
 
@@ -52,8 +53,8 @@ def _plain(node: object, what: str) -> object:
     if isinstance(node, dict):
         if _MARK in node:
             raise StateError(f"the key {_MARK!r} is reserved", subject=what)
-        items = ((key, _plain(child, f"{what}[{key!r}]")) for key, child in node.items())
-        return kind(items) if kind is not dict and not hasattr(node, "default_factory") else dict(items)
+        items = {key: _plain(child, f"{what}[{key!r}]") for key, child in node.items()}
+        return OrderedDict(items) if isinstance(node, OrderedDict) else items
     if isinstance(node, list | tuple):
         children = [_plain(child, f"{what}[{i}]") for i, child in enumerate(node)]
         return children if isinstance(node, list) else tuple(children)
@@ -91,7 +92,7 @@ def _marked(kind: str, *parts: Any) -> object:
         case "path", str(path):
             return PurePath(path)
         case "object", str(name), dict(fields):
-            made = object.__new__(_SAFE[name])
+            made: Any = object.__new__(_SAFE[name])
             vars(made).update({key: _object(child) for key, child in fields.items()})
             return made
     raise ValueError(kind)

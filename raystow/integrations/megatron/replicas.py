@@ -1,7 +1,7 @@
 """The ranks that have the same parts of a state, so that each part is stored once, and by all of them in turn.
 
-Megatron tells of each part whether it is the main one of its replicas, but not where the others are. The ranks exchange digests of
-what they have: no elements, and only if it has changed since the last save.
+Megatron tells of each part whether it is the main one of its replicas, but not where the others are. The ranks exchange digests
+of what they have: no elements, and only if it has changed since the last save.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Replicas:
     def holders(self, parts: Sequence[Part], common: bytes, failure: Exception | None = None) -> list[tuple[int, ...]]:
         """The ranks that have each part, ascending; none for a part whose main replica no rank has. Every rank calls this.
 
-        ``common``: a digest of what must be equal on all ranks. ``failure``: why this rank cannot save. Raises ``StateError`` on
-        all ranks if one of them cannot, or if two ranks both claim to have the main replica of a part, as pipeline stages do whose
-        names are local to them.
+        ``common``: a digest of what must be equal on all ranks. ``failure``: why this rank cannot save. Raises ``StateError``
+        on all ranks if one of them cannot, or if two ranks both claim to have the main replica of a part, as pipeline stages do
+        whose names are local to them.
         """
         rows = np.array([_row(part) for part in parts], _ROW)
         every = self._gather(bytes([failure is not None]) + _digest(common) + _digest(rows.tobytes()))
