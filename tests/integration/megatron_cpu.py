@@ -30,7 +30,9 @@ class NoStream:
 
 
 def replace_cuda() -> None:
-    """Let Megatron's calls of ``torch.cuda`` reach the CPU. The process must not use CUDA otherwise."""
+    """Let Megatron's calls of ``torch.cuda`` reach the CPU, if there is no GPU."""
+    if torch.cuda.is_available():
+        return
     cuda, of_tensor = torch.cuda, torch.Tensor.type
 
     def type_as_on_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

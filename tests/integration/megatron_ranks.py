@@ -18,7 +18,7 @@ from integration.gloo import Ranks
 from integration.megatron_cpu import replace_cuda
 
 PATIENCE = 300.0  # seconds
-LENGTH, VOCABULARY, BATCH = 16, 60, 2
+BATCH = 2
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class Layout:
     sharded: bool = True
     frozen: bool = False
     dtype: torch.dtype = torch.bfloat16
+    layers: int = 4
+    hidden: int = 32
+    length: int = 16
+    vocabulary: int = 60
 
     @property
     def ranks(self) -> int:
@@ -75,9 +79,13 @@ class Training:
             "moe_token_dispatcher_type": "allgather",
         }
         config = TransformerConfig(
-            num_layers=4,
-            hidden_size=32,
-            num_attention_heads=4,
+            num_layers=layout.layers,
+            hidden_size=layout.hidden,
+            num_attention_heads=4 if layout.hidden < 1024 else layout.hidden // 128,
+            masked_softmax_fusion=False,
+            bias_dropout_fusion=False,
+            bias_activation_fusion=False,
+            persist_layer_norm=False,
             bf16=half,
             params_dtype=layout.dtype,
             pipeline_dtype=layout.dtype,
@@ -100,8 +108,8 @@ class Training:
             gpt = GPTModel(
                 config=config,
                 transformer_layer_spec=get_gpt_layer_local_spec(num_experts=layout.experts or None),
-                vocab_size=VOCABULARY,
-                max_sequence_length=LENGTH,
+                vocab_size=layout.vocabulary,
+                max_sequence_length=layout.length,
                 pre_process=first,
                 post_process=last,
                 share_embeddings_and_output_weights=True,
@@ -113,6 +121,7 @@ class Training:
             ddp = DistributedDataParallelConfig(
                 use_distributed_optimizer=layout.sharded, grad_reduce_in_fp32=True, overlap_grad_reduce=False
             )
+            gpt = gpt.cuda()
             whole = Float16Module(config, gpt) if half else gpt
             self.model.append(DistributedDataParallel(config, ddp, whole, disable_bucketing=chunk > 0))
         settings = OptimizerConfig(
@@ -134,13 +143,14 @@ class Training:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             generator = torch.Generator().manual_seed(100 * self.step_number + self.groups.get_data_parallel_rank())
-            batches = [torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator) for _ in range(2)]
+            shape = BATCH, self.layout.length + 1
+            batches = [torch.randint(self.layout.vocabulary, shape, generator=generator).cuda() for _ in range(2)]
             done = get_forward_backward_func()(
                 forward_step_func=_forward,
                 data_iterator=[iter(batches) for _ in self.model],
                 model=self.model,
                 num_microbatches=len(batches),
-                seq_length=LENGTH,
+                seq_length=self.layout.length,
                 micro_batch_size=BATCH,
                 forward_only=False,
             )
@@ -167,7 +177,8 @@ class Training:
         if rng:
             groups = self.groups
             at = groups.get_pipeline_model_parallel_rank(), groups.get_tensor_model_parallel_rank()
-            own = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "tracker": get_cuda_rng_tracker().get_states()}
+            own = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state()}
+            own |= {"numpy": np.random.get_state(), "tracker": get_cuda_rng_tracker().get_states()}
             shape = self.layout.pp, self.layout.tp
             state["rng_state"] = ShardedObject("rng_state", own, shape, at, replica_id=groups.get_data_parallel_rank())
         return state
@@ -183,6 +194,7 @@ class Training:
         self.step_number = loaded["step"]
         if "rng_state" in loaded:
             torch.set_rng_state(loaded["rng_state"]["torch"])
+            torch.cuda.set_rng_state(loaded["rng_state"]["cuda"])
             np.random.set_state(loaded["rng_state"]["numpy"])
             get_cuda_rng_tracker().set_states(loaded["rng_state"]["tracker"])
 
@@ -198,7 +210,7 @@ class Training:
         for one in nested_values(sharded):
             if isinstance(one, ShardedTensor):
                 local = one.data.detach()[(None,) * one.prepend_axis_num].contiguous()
-                raw = local.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]).numpy().copy()
+                raw = local.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]).cpu().numpy().copy()
                 found.append((f"{one.key} {local.dtype}", tuple(one.global_shape), tuple(one.global_offset), raw))
         steps = [float(state["step"]) for inner in inner_optimizers(self.optimizer) for state in inner.state.values()]
         assert len(set(steps)) == 1
@@ -215,8 +227,9 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 def _forward(data: Iterator[torch.Tensor], model: Any) -> Any:
     batch = next(data)
     ids, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-    mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
-    output = model(ids, torch.arange(LENGTH).expand(BATCH, -1), mask, labels=labels)
+    length = ids.shape[1]
+    mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None].cuda()
+    output = model(ids, torch.arange(length).expand(BATCH, -1).cuda(), mask, labels=labels)
 
     def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mean = losses.float().mean()
