@@ -135,28 +135,25 @@ def measure(training: Any, about: dict[str, Any]) -> Any:
     )
     before = peak()
     with raystow.Checkpointer(about["uri"]) as checkpointer:
-        first, lost, durable = [], [], []
-        for number in range(5):
-            start = time.perf_counter()
-            pending = None
+        times: list[tuple[float, float]] = []
+        for _ in range(5):
+            start, saves = time.perf_counter(), list[raystow.Pending]()
 
-            def step() -> None:
-                nonlocal pending
-                pending = raystow.megatron.save(checkpointer, training.state(), step=training.step_number)
+            def step(saves: list[raystow.Pending] = saves) -> None:
+                saves.append(raystow.megatron.save(checkpointer, training.state(), step=training.step_number))
                 training.train(1, before=checkpointer.fence)
 
-            took = timed(step) - found["step"]
-            (first if number == 0 else lost).append(took)
-            pending.result()  # type: ignore[attr-defined]
-            durable.append(time.perf_counter() - start)
-        found["raystow"] = {"first": first[0], "lost": lost, "durable": durable[1:], "peak": peak() - before}
+            lost = timed(step) - found["step"]
+            saves[0].result()
+            times.append((lost, time.perf_counter() - start))
+        found["raystow"] = {"first": times[0], "lost, durable": times[1:], "peak": peak() - before}
 
         def load() -> None:
             training.take(raystow.megatron.load(checkpointer, training.state(is_loading=True)))
 
         found["raystow"]["load"] = [timed(load) for _ in range(2)]
     for sharding in "dp_reshardable", "fully_reshardable":
-        before, saves = peak(), []
+        before, took = peak(), list[float]()
         for number in range(2):
             folder = Path(about["folder"]) / f"{sharding}-{number}"
             folder.mkdir(exist_ok=True)
@@ -166,9 +163,9 @@ def measure(training: Any, about: dict[str, Any]) -> Any:
             def save() -> None:
                 dist_checkpointing.save(training.state(metadata=metadata), str(folder))  # noqa: B023
 
-            saves.append(timed(save))
+            took.append(timed(save))
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        found[sharding] = {"save": saves, "peak": peak() - before, "stored": size}
+        found[sharding] = {"save": took, "peak": peak() - before, "stored": size}
         try:
 
             def load_own() -> None:

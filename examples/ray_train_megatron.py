@@ -2,12 +2,13 @@
 
     python examples/ray_train_megatron.py URI [STEPS [WORKERS [TENSOR_PARALLEL]]]
 
-``URI``: the repository, ``s3://bucket/prefix`` or a folder that all nodes share. To continue a run, start it again with more steps,
-and any number of workers. Uses the Ray cluster of this machine or starts one. Without GPUs, Megatron runs on two CPU workers.
+``URI``: the repository, ``s3://bucket/prefix`` or a folder that all nodes share. To continue a run, start it again with more
+steps and any number of workers. Uses the Ray cluster of this machine or starts one. Without GPUs, Megatron runs on CPU workers.
 """
 
 import os
 import sys
+from typing import Any
 
 import ray
 import ray.train
@@ -27,7 +28,7 @@ import raystow.megatron
 LENGTH, VOCABULARY, EVERY = 32, 128, 2
 
 
-def train(config: dict[str, object]) -> None:
+def train(config: dict[str, Any]) -> None:
     """The training function of each worker."""
     if not torch.cuda.is_available():
         from megatron_on_cpu import replace_cuda
@@ -53,7 +54,7 @@ def train(config: dict[str, object]) -> None:
     options = OptimizerConfig(lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(options, [model])
 
-    def state(step: int, *, is_loading: bool = False) -> dict[str, object]:
+    def state(step: int, *, is_loading: bool = False) -> dict[str, Any]:
         weights = gpt.sharded_state_dict()
         return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading), "step": step}
 

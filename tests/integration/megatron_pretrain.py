@@ -13,14 +13,14 @@ from typing import Any
 import ray
 import torch
 
-from integration.megatron_cpu import replace_cuda
+from integration.megatron_ranks import replace_cuda
 
 replace_cuda()
 
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.training import get_args, initialize, training  # noqa: E402
+from megatron.training import arguments, get_args, initialize, training  # noqa: E402
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
@@ -104,12 +104,13 @@ def with_devices(initialize: Any) -> Any:
 def main() -> None:
     import raystow.megatron
 
-    uri, *arguments = sys.argv[1:]
-    sys.argv[1:] = SMALL + arguments
+    uri, *chosen = sys.argv[1:]
+    sys.argv[1:] = SMALL + chosen
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
     if uri:
         raystow.megatron.install(uri)
     initialize._compile_dependencies = lambda: None
+    arguments.get_device_arch_version = lambda: 10
     torch.distributed.init_process_group("gloo")
     training.initialize_megatron = with_devices(functools.partial(training.initialize_megatron, allow_no_cuda=True))
     datasets.is_distributed = True  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ import ray
 import torch
 
 from integration.gloo import Ranks
-from integration.megatron_cpu import replace_cuda
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from megatron_on_cpu import replace_cuda
 
 PATIENCE = 300.0  # seconds
 BATCH = 2

@@ -21,8 +21,7 @@ pytest.importorskip("megatron.core", reason="make test-frameworks installs Megat
 
 from helpers.s3_server import free_port
 
-from integration.megatron_cpu import replace_cuda
-from integration.megatron_ranks import Layout, Training, new_ranks, run, whole
+from integration.megatron_ranks import Layout, Training, new_ranks, replace_cuda, run, whole
 
 SCRIPT = Path(__file__).with_name("megatron_pretrain.py")
 
