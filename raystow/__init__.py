@@ -144,7 +144,7 @@ _MODULES = {
     "sensitivity": "orchestrator.sensitivity",
 }
 
-_SUBMODULES = ("dcp", "deepspeed", "huggingface", "lightning", "ray_train", "torchtitan", "trackers", "verl")
+_SUBMODULES = ("dcp", "deepspeed", "huggingface", "lightning", "megatron", "ray_train", "torchtitan", "trackers", "verl")
 """Integrations: each needs the library that it integrates with."""
 
 

@@ -18,6 +18,7 @@ _EXTRAS = {
     "plotly": "report",
     "cryptography": "signatures",
     "deepspeed": "deepspeed",
+    "megatron": "megatron",
     "torchtitan": "torchtitan",
     "verl": "verl",
     "lightning": "lightning",

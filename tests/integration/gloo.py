@@ -82,7 +82,8 @@ class Ranks:
         if not pipe.poll(timeout):
             return False, f"rank {rank} says nothing for {timeout} s"
         try:
-            return pipe.recv()
+            answer: tuple[bool, Any] = pipe.recv()
+            return answer
         except (EOFError, ConnectionResetError):
             return False, f"rank {rank} died"
 

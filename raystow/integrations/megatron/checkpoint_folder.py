@@ -1,0 +1,93 @@
+"""A folder that Megatron's training loop looks into for checkpoints: what it finds there names versions of a repository.
+
+<folder>/latest_checkpointed_iteration.txt      the newest iteration
+<folder>/iter_0000100/metadata.json             as of Megatron's own checkpoints
+<folder>/iter_0000100/raystow.json              the repository, and the id of the version
+
+The repository decides: the files are written from it before Megatron looks, so the folder may be on a disk of one node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+from ...storage.errors import Damaged, NotARepository, NotFound
+from ...storage.repository import open_repository
+from ...storage.versions.version import Version
+
+METRIC = "megatron_checkpoint"
+"""The metric of a version with the names of its two folders, such as ``checkpoints/iter_0000100``."""
+_POINTER, _TRACKER = "raystow.json", "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """The version that the folder of an iteration stands for."""
+
+    repository: str
+    version: int
+
+    def write(self, folder: Path) -> None:
+        """Make the folder that of a complete checkpoint."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(CheckpointingConfig("torch_dist"), str(folder))
+        _replace(folder / _POINTER, json.dumps({"repository": self.repository, "version": self.version}))
+
+    def open(self) -> Version:
+        return open_repository(self.repository).version(self.version)
+
+
+def pointer_in(folder: str | os.PathLike[str]) -> Pointer | None:
+    """What the folder of an iteration stands for; None if Megatron itself has written it. ``Damaged`` for another content."""
+    path = Path(folder, _POINTER)
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        return Pointer(str(content["repository"]), int(content["version"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged("the file does not name a version", subject=str(path), remedy="delete it: it is written again") from error
+
+
+def place_of(folder: str | os.PathLike[str]) -> str:
+    """The names of the folder of an iteration and of that around it."""
+    return "/".join(Path(folder).absolute().parts[-2:])
+
+
+def complete(folder: str | os.PathLike[str], uri: str, iteration: int | None = None) -> None:
+    """Write the files of the newest version that was saved to a folder of this name, and those of ``iteration``."""
+    try:
+        repository = open_repository(uri)
+    except NotARepository:
+        return
+    name = Path(folder).absolute().name
+    newest = next((found for version in reversed(repository.versions()) if (found := _iteration(version, name))), None)
+    if newest is None:
+        return
+    wanted = [newest]
+    if iteration:
+        with contextlib.suppress(NotFound):  # Megatron says what it does not find
+            asked = _iteration(repository.version(f"step:{iteration}"), name)
+            wanted += [asked] if asked is not None else []
+    for place, version in wanted:
+        Pointer(uri, version.id).write(Path(folder, place))
+    latest = newest[0].removeprefix("iter_")
+    _replace(Path(folder, _TRACKER), str(int(latest)) if latest.isdecimal() else latest)
+
+
+def _iteration(version: Version, name: str) -> tuple[str, Version] | None:
+    around, _, place = str(version.metrics.get(METRIC, "")).partition("/")
+    return (place, version) if around == name else None
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that other processes of the node may write or read now."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    draft.replace(path)

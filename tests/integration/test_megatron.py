@@ -1,0 +1,238 @@
+"""``raystow.megatron`` with real GPTs: every layout restores the saves of every other, bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.cluster_utils import Cluster
+
+import raystow
+
+pytest.importorskip("megatron.core", reason="make test-frameworks installs Megatron-Core in an environment of its own")
+
+from helpers.s3_server import free_port
+
+from integration.megatron_ranks import Layout, Training, new_ranks, replace_cuda, run, whole
+
+SCRIPT = Path(__file__).with_name("megatron_pretrain.py")
+
+
+def save(training: Training, uri: str, steps: int = 2) -> tuple[Any, list[str]]:
+    """Train, save, and train on while the save is in flight."""
+    import raystow.megatron
+
+    with raystow.Checkpointer(uri) as checkpointer:
+        losses = training.train(steps)
+        found = training.parts()
+        raystow.megatron.save(checkpointer, training.state(), step=training.step_number)
+        losses += training.train(2, before=checkpointer.fence)
+    return found, losses
+
+
+def load(training: Training, uri: str, steps: int = 0) -> tuple[Any, list[str]]:
+    import raystow.megatron
+
+    with raystow.Checkpointer(uri) as checkpointer:
+        loaded = raystow.megatron.load(checkpointer, training.state(is_loading=True))
+        assert loaded is not None
+        training.take(loaded)
+        return training.parts(), training.train(steps)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_megatron_resumes_bit_for_bit(cluster: Cluster, tmp_path: Path, sharded: bool) -> None:
+    layout, uri = Layout(dp=2, sharded=sharded), str(tmp_path / "run")
+    saved = run(tmp_path / "a", cluster.address, layout, save, uri)
+    resumed = run(tmp_path / "b", cluster.address, layout, load, uri, 2, seed=2)
+    assert whole([found for found, _ in resumed]) == whole([found for found, _ in saved])
+    assert [losses for _, losses in resumed] == [losses[4:] for _, losses in saved]
+
+
+def load_each(training: Training, uris: list[str]) -> list[Any]:
+    """Load from each repository, and return the parts. The random generators of a layout are its own."""
+    import raystow.megatron
+
+    found = []
+    for uri in uris:
+        with raystow.Checkpointer(uri) as checkpointer:
+            loaded = raystow.megatron.load(checkpointer, training.state(is_loading=True, rng=False))
+            training.take(loaded)
+        found.append(training.parts())
+    return found
+
+
+def check_every_layout(cluster: Cluster, tmp_path: Path, saved: list[Layout], restored: list[Layout]) -> None:
+    """Assert that each layout restores what each of the others has saved, bit for bit."""
+    uris, expected = [], []
+    for number, layout in enumerate(saved):
+        uris.append(str(tmp_path / f"run-{number}"))
+        expected.append(whole([found for found, _ in run(tmp_path / f"s{number}", cluster.address, layout, save, uris[-1])]))
+    assert len({repr(one) for one in expected}) == len(expected)
+    for number, layout in enumerate(restored):
+        found = run(tmp_path / f"r{number}", cluster.address, layout, load_each, uris, seed=10 + number)
+        for of_run, whole_run in enumerate(expected):
+            assert whole([of_rank[of_run] for of_rank in found]) == whole_run
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [
+        pytest.param(Layout(tp=2), Layout(dp=2), id="tensors-to-data"),
+        pytest.param(Layout(pp=2), Layout(tp=2), id="pipeline-to-tensors"),
+        pytest.param(Layout(pp=2, chunks=2), Layout(pp=2), id="virtual-stages"),
+        pytest.param(Layout(dp=2, sharded=False), Layout(tp=2, sharded=False), id="mixed-precision"),
+        pytest.param(Layout(dp=2, frozen=True), Layout(tp=2, frozen=True), id="frozen"),
+        pytest.param(Layout(dp=2, dtype=torch.float32), Layout(tp=2, dtype=torch.float32), id="fp32"),
+        pytest.param(Layout(dp=2, ep=2, experts=4), Layout(experts=4), id="experts"),
+        pytest.param(Layout(experts=4), Layout(dp=2, ep=2, experts=4), id="to-experts"),
+    ],
+)
+def test_another_layout_restores_every_bit(cluster: Cluster, tmp_path: Path, saved: Layout, restored: Layout) -> None:
+    check_every_layout(cluster, tmp_path, [saved], [restored])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [True, False])
+def test_every_layout_restores_every_other(cluster: Cluster, tmp_path: Path, sharded: bool) -> None:
+    sizes = (2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2), (1, 1, 4)
+    layouts = [Layout(tp, pp, dp, sharded=sharded) for tp, pp, dp in sizes]
+    check_every_layout(cluster, tmp_path, layouts, layouts)
+
+
+def refusals(rank: int, n: int, address: str, uri: str) -> list[str]:
+    """Save states that Megatron itself would store wrongly, and return the errors."""
+    replace_cuda()
+    import ray
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    import raystow.megatron
+
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+
+    def sharded(name: str, replica: int = 0) -> Any:
+        return ShardedTensor.from_rank_offsets(name, torch.full((2, 2), float(rank)), replica_id=replica)
+
+    states = [
+        {"model": {"w": sharded("decoder.layers.0.w")}},
+        {"model": {"w": torch.full((2, 2), float(rank))}},
+        {"rng": ShardedObject("rng", object() if rank else 1, (n,), (rank,))},
+    ]
+    found = []
+    with raystow.Checkpointer(uri) as checkpointer:
+        for state in states:
+            with pytest.raises(raystow.StateError) as error:
+                raystow.megatron.save(checkpointer, state, step=1)
+            found.append(str(error.value))
+        raystow.megatron.save(checkpointer, {"w": sharded("w", replica=rank)}, step=2).result()
+    return found
+
+
+def test_a_state_that_would_be_mixed_up_is_refused_on_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    with new_ranks(tmp_path / "ranks") as ranks:
+        first, second = ranks.call(2, refusals, cluster.address, str(tmp_path / "run"))
+    for errors in first, second:
+        assert re.search("decoder.layers.0.w.*ranks 0 and 1 both store.*local to a pipeline stage", errors[0])
+        assert "rank 1 has other plain tensors than rank 0" in errors[1]
+    assert "rank 1 cannot save" in first[2]
+    assert "object of class object cannot be stored" in second[2]
+    assert list(raystow.latest(str(tmp_path / "run")).read("w").ravel()) == [0.0] * 4  # type: ignore[union-attr]
+
+
+def pretrain(address: str, folder: Path, uri: object, *arguments: str, ranks: int = 2) -> tuple[list[str], str]:
+    """Run Megatron's own training loop, and return the losses of rank 0 and its output."""
+    port, running = free_port(), []
+    for rank in range(ranks):
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "RAY_ADDRESS": address, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        command = [sys.executable, str(SCRIPT), str(uri), "--train-iters", "6", *arguments]
+        with open(folder / f"output-{rank}", "w") as output:
+            running.append(subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output))
+    codes = [process.wait(300) for process in running]
+    outputs = [(folder / f"output-{rank}").read_text() for rank in range(ranks)]
+    assert codes == [0] * ranks, outputs[0][-3000:] + outputs[-1][-3000:]
+    return re.findall("^loss .*", outputs[0], re.MULTILINE), outputs[0]
+
+
+@pytest.mark.long
+def test_megatrons_loop_resumes_on_new_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    address, folder, uri = cluster.address, tmp_path / "checkpoints", tmp_path / "run"
+    undisturbed, _ = pretrain(address, tmp_path, "")
+    saving = ["--save", str(folder), "--save-interval", "2", "--async-save", "--use-persistent-ckpt-worker"]
+    begun, _ = pretrain(address, tmp_path, uri, *saving, "--exit-interval", "4")
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
+    shutil.rmtree(folder)  # it was on the disk of a node
+    ended, output = pretrain(address, tmp_path, uri, *saving, "--load", str(folder))
+    assert begun + ended == undisturbed
+    assert "at iteration 4" in output
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["iter_0000004", "iter_0000006"]
+    assert [version.step for version in raystow.open(uri).versions()] == [2, 4, 6]
+
+
+@pytest.mark.long
+def test_megatrons_loop_loads_what_its_arguments_say(cluster: Cluster, tmp_path: Path) -> None:
+    address, folder, uri = cluster.address, tmp_path / "checkpoints", tmp_path / "run"
+    some = ["--non-persistent-save-interval", "1", "--non-persistent-ckpt-type", "global"]
+    pretrain(address, tmp_path, uri, "--save", str(folder), "--save-interval", "2", "--exit-interval", "3", *some)
+    load = ["--load", str(folder), "--tensor-model-parallel-size", "2", "--no-load-rng"]
+    losses, output = pretrain(address, tmp_path, uri, *load, "--exit-interval", "4", *some)
+    assert "at iteration 3" in output  # which is not persistent
+    assert len(losses) == 1
+    losses, output = pretrain(address, tmp_path, uri, *load, "--ckpt-step", "2", "--no-load-optim", "--exit-interval", "3")
+    assert "at iteration 2" in output
+    losses, output = pretrain(address, tmp_path, tmp_path / "another", *load, "--finetune", "--exit-interval", "1")
+    assert "at iteration 0" in output
+
+
+def test_arguments_that_are_not_supported_are_refused_by_name() -> None:
+    replace_cuda()
+    from raystow.integrations.megatron.install import check_arguments
+
+    check_arguments(argparse.Namespace(ckpt_format="torch_dist", non_persistent_ckpt_type="global", use_megatron_fsdp=False))
+    for name, value in [
+        ("ckpt_format", "fsdp_dtensor"),
+        ("non_persistent_ckpt_type", "local"),
+        ("save_retain_interval", 10),
+        ("use_precision_aware_optimizer", True),
+    ]:
+        with pytest.raises(raystow.StateError, match=f"--{name.replace('_', '-')} {value} is not supported"):
+            check_arguments(argparse.Namespace(**{"ckpt_format": "torch_dist", name: value}))
+
+
+def test_megatron_has_what_is_replaced() -> None:
+    """Another release of Megatron fails here with the name of what has moved."""
+    replace_cuda()
+    from megatron.core import optimizer
+
+    from raystow.integrations.megatron.install import REPLACED
+
+    found = {module.__name__: names for module, names in REPLACED.items()}
+    training = "megatron.training"
+    assert found == {
+        f"{training}.checkpointing": (
+            "dist_checkpointing",
+            "_build_sharded_state_dict_metadata",
+            "_load_base_checkpoint",
+            "checkpoint_exists",
+        ),
+        f"{training}.training": ("setup_model_and_optimizer",),
+        f"{training}.initialize": ("init_persistent_async_worker",),
+        f"{training}.async_utils": ("_async_calls_queue",),
+    }
+    for module, names in REPLACED.items():
+        for name in names:
+            assert hasattr(module, name), f"{module.__name__}.{name}"
+    sharded = optimizer.DistributedOptimizer
+    for name in ("sharded_state_dict", "sharded_param_state_fs_model_space", "load_parameter_state_from_fs_model_space"):
+        assert vars(sharded)[name].__module__ == "raystow.integrations.megatron.distributed_optimizer", name
