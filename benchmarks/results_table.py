@@ -213,6 +213,13 @@ def scale() -> str:
     def plan(figure: str, form: str, name: str, of: int = 1) -> Row:
         return name, "", *(f"{at(SCALE, *one, figure) / of:{form}}" for one in plans)
 
+    def upkeep(figure: str, form: str, name: str) -> Row:
+        return name, "", *(f"{at(SCALE, 'results', 'upkeep', nodes, figure):{form}}" for nodes in ("2048", "8192"))
+
+    def walk(operation: str, name: str) -> Row:
+        row = at(SCALE, "results", "manifest", operation, "cpu") / at(SCALE, "results", "manifest", "chunk rows")
+        return name, *(f"{row * at(SCALE, *one, 'chunk rows') / 60:.1f}" for one in saves)
+
     rows = (
         save("cpu", ".1f", "Save: coordinator's CPU seconds"),
         save("cpu of joining", ".1f", "... joining: CPU seconds"),
@@ -221,7 +228,12 @@ def scale() -> str:
         plan("cpu", ".2f", "Plan a restore: CPU seconds"),
         plan("grown", ".0f", "... memory, MiB", 1 << 20),
         plan("metadata", ".1f", "... metadata, MB", 10**6),
-        ("Delete a version: CPU seconds", "", "", f"{at(SCALE, 'results', 'upkeep', 'collection cpu'):.1f}"),
+        upkeep("collection cpu", ".1f", "Delete a version: CPU seconds"),
+        upkeep("deletion requests", ".0f", "... deletions of 1,000 objects"),
+        walk("verify", "`verify`, without packs: CPU minutes"),
+        walk("show", "`show`: CPU minutes"),
+        walk("cp", "`cp`, without packs: CPU minutes"),
+        walk("thin", "Thinning, without packs: CPU minutes"),
     )
     return table((f"[{SCALE}](../benchmarks/results/{SCALE}.json)", "2,048", "16,384", "65,536 ranks"), rows)
 

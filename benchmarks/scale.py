@@ -3,6 +3,9 @@
 - *Coordinator*: a save, see ``control_plane_save``.
 - *Planning*: a restore, see ``restore_planning``.
 - *Upkeep*: the removal of a version, see ``control_plane_upkeep``.
+- *Manifest*: what reads all rows of a version, see ``large_manifest``. It takes time and no more memory with more nodes, so there
+  are fewer.
+- *Commits*: of versions of 65,536 ranks, with 10,000 versions in the root, see ``control_plane``.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from typing import Annotated, Any
 
 import report
 import typer
+from control_plane import MANY, commits
 from control_plane_save import RANKS, TENSORS, simulate
 from control_plane_upkeep import upkeep, verification
+from large_manifest import OPERATIONS, large_manifest
 from report import table_of
 from restore_planning import planning
 from rich.console import Console
@@ -23,6 +28,7 @@ from rich.table import Table
 
 NODES = (256, 2048, 8192)
 PACKS = 97
+WALKED, COMMITS = 128, 12
 CPU, MEMORY, TASK, MESSAGE = 5.0, 1 << 30, 0.05, 1 << 20
 SECONDS, GROWTH, METADATA = 1.0, 300 << 20, 4_000_000
 RECORDS = {2048: 2_000_000, 8192: 8_000_000}
@@ -72,11 +78,23 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
             numbers = f"{plan['ranks']:,}", f"{plan['seconds']:.2f}", f"{plan['cpu']:.2f}", str(plan["fragments"])
             grid.add_row(f"{int(nodes) * RANKS:,} saved", *numbers, *sizes)
     yield grid
-    row = results["upkeep"]
     grid = table_of("removal of a version", "objects", "retention, CPU s", "plan", "deletion", "grown by, MiB", "requests")
-    cpus = [f"{row[name]:.2f}" for name in ("retention cpu", "plan cpu", "collection cpu")]
-    requests = f"{row['listing requests']:,} list, {row['deletion requests']:,} delete"
-    grid.add_row("", f"{row['objects']:,}", *cpus, f"{row['grown'] / (1 << 20):.0f}", requests)
+    for nodes, row in results["upkeep"].items():
+        cpus = [f"{row[name]:.2f}" for name in ("retention cpu", "plan cpu", "collection cpu")]
+        requests = f"{row['listing requests']:,} list, {row['deletion requests']:,} delete"
+        grid.add_row(f"{int(nodes) * RANKS:,}", f"{row['objects']:,}", *cpus, f"{row['grown'] / (1 << 20):.0f}", requests)
+    yield grid
+    row = results["manifest"]
+    grid = table_of(f"a manifest of {row['chunk rows']:,} rows", "CPU s", "us per row", "grown by, MiB", "<requests")
+    for name in OPERATIONS:
+        one = row[name]
+        requests = ", ".join(f"{number:,} {kind}" for kind, number in one["requests"].items())
+        grid.add_row(name, f"{one['cpu']:.1f}", f"{1e6 * one['cpu'] / row['chunk rows']:.1f}", f"{one['grown'] >> 20}", requests)
+    yield grid
+    grid = table_of("commits", "nodes", "root, MB", "CPU ms", "ms", "99 %")
+    for row in results["commits"]:
+        times = row["commit CPU ms"]["p50"], row["commit ms"]["p50"], row["commit ms"]["p99"]
+        grid.add_row(f"{row['live']:,} versions", f"{row['nodes']:,}", f"{row['root'] / 1e6:.2f}", *(f"{ms:.0f}" for ms in times))
     yield grid
 
 
@@ -97,7 +115,13 @@ def main(
         results["coordinator"] = [simulate(f"{place}/nodes-{nodes}", nodes, saves) for nodes in NODES]
     results["planning"] = {str(nodes): planning(3, nodes) for nodes in NODES[1:]}
     results["verification"] = verification(NODES[-1])
-    results["upkeep"] = upkeep(NODES[-1], PACKS)
+    results["upkeep"] = {str(nodes): upkeep(nodes, PACKS) for nodes in NODES[1:]}
+    results["manifest"] = large_manifest(WALKED)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        worlds = [(live, nodes) for nodes in (1, NODES[-1]) for live in (1, MANY)]
+        results["commits"] = [
+            {"nodes": nodes, **commits(f"{place}/{live}-{nodes}", live, COMMITS, nodes=nodes)} for live, nodes in worlds
+        ]
     held = claims(results)
     console.print(f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {about['date']}")
     report.show(console, tables(results), held)

@@ -42,6 +42,10 @@ class Plan:
     def parts(self) -> dict[None, Plan]:
         return {None: self}
 
+    @property
+    def chunks(self) -> int:
+        return len(self.pieces) + len(self.followers)
+
     def find_derived(self) -> None: ...
 
     def changed(self) -> str:

@@ -19,8 +19,7 @@ from ...storage.log import about
 from ...storage.repository import Repository
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import RESTORED, record
-from ...storage.versions.bases import Bases
-from ...storage.versions.version import Version
+from ...storage.versions.version import Bases, Version
 from ...storage.versions.version_selector import LATEST, VersionSelector, select, selector_text
 from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from ...workers.protocol.coordinator_client import CoordinatorClient

@@ -99,7 +99,7 @@ def packs(version: Version, fragment: Fragment) -> list[StoredPack]:
     for chunk in fragment.chunks:
         if not chunk.is_reference:
             rows[chunk.group, chunk.pack].append(chunk)
-    sizes = fragment.packs if version.record.packs is None else version.listed_packs.get(fragment.node, {})
+    sizes = fragment.packs if version.record.packs is None else version.manifest.listed_packs.get(fragment.node, {})
     found = (
         StoredPack(
             keys.pack(version.id, version.attempt, fragment.node, *place),
@@ -129,7 +129,7 @@ def _checked(version: Version, seen: set[int]) -> Verified:
         for value in fragment.values:
             values.loads(value.text)
         needed.update(fragment.bases)
-    for node in version.listed_packs.keys() - {info.node for info in record.fragments}:
+    for node in version.manifest.listed_packs.keys() - {info.node for info in record.fragments}:
         for pack in packs(version, Fragment(node, (), ())):
             _check_pack(pack, sizes.get(pack.key))
             count += 1

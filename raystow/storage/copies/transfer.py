@@ -62,8 +62,8 @@ def copy_objects(
     with ThreadPoolExecutor(_AT_ONCE, "raystow-copy") as pool:
         for _ in bounded_map(pool, copy_one, every, cost=lambda pack_found: pack_found[0].size, limit=memory):
             pass
-    for info in sorted(version.record.fragments, key=version.fragment_key):
-        key = version.fragment_key(info)
+    for info in sorted(version.record.fragments, key=version.manifest.key):
+        key = version.manifest.key(info)
         if there.get(key) != info.size or stored_digest(replica.get(key, max_bytes=info.size)).hex() != info.digest:
             replica.put(key, [version.fragment_bytes(info)])
     digest = bytes.fromhex(version.entry.digest)

@@ -16,7 +16,7 @@ from ..format.boxes import PRIME, Measure, joined
 from ..format.manifest import Chunk, Fragment
 
 DERIVED = "derived"
-"""Stands in place of a codec for chunks without bytes of their own."""
+"""In place of a codec: chunks without bytes of their own."""
 
 _NAME = operator.attrgetter("name")
 

@@ -4,50 +4,41 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from ..arguments import integer, refused
 from ..coding import dtypes
+from ..coding.derived import Derivation
 from ..coding.digest import stored_digest
 from ..coding.rounded import Rounded
 from ..errors import Damaged, NotFound, StateError
-from ..format import key_files, keys, manifest, values
+from ..format import key_files, keys, values
 from ..format.boxes import Box
-from ..format.manifest import Chunk, Fragment, parse_path
-from ..format.pack_sizes import PackSizes, listed, pack_sizes
+from ..format.manifest import SCALAR, TENSOR, Chunk, Fragment, Value, parse_path
 from ..format.rank_parts import rank_of
 from ..format.root import Entry
-from ..format.selection import Selection, Sought, select
 from ..format.signature import Trust
 from ..format.version_record import FragmentInfo, PackInfo, VersionRecord
-from ..limits import MAX_FRAGMENT, MAX_RECORD
+from ..limits import MAX_CHAIN, MAX_RECORD
 from ..notebook import facts_table, moment, size
 from ..object_store import ObjectStore
 from ..root.delta_chain import needed
 from ..root.root_register import RootRegister
-from ..runtime.bounded_map import bounded_map
 from ..runtime.clock import SYSTEM
-from ..runtime.gc_pause import uncollected
-from ..runtime.memory_budget import MemoryBudget
-from .bases import Bases
 from .contents import Contents, contents
 from .reader import PackReader, Request
+from .runs import ByteRun
+from .stored_manifest import StoredManifest
 from .tensor_index import Finder, Seeker
 from .tensor_slice import Index, resolved
 from .torch_tensor import as_torch
 from .value_tree import Path, beneath, nested
-
-KEPT = 1 << 17
-"""Rows of a manifest that stay in memory: about 200 MiB. Of a larger one, fragments are read one after the other."""
-
-_AHEAD, _AHEAD_BYTES = 4, 64 << 20  # fragments, and their bytes, that a walk reads ahead
 
 
 @dataclass(frozen=True)
@@ -92,9 +83,6 @@ class Version:
         self.store, self.entry, self.repository_id, self.trust, self.siblings = store, entry, repository, trust, siblings
         self.id, self.step, self.created = entry.id, entry.step, entry.created
         self.raw, self.bytes = entry.raw, entry.stored
-        self._boxes: dict[int, dict[tuple[str, Box], Chunk]] = {}  # by fragment
-        self._evicting = threading.Lock()
-        self._packs: dict[int, PackSizes] = {}  # by node, of the fragments that were read and kept
 
     def __repr__(self) -> str:
         return f"Version(id={self.id}, step={self.step}, bytes={self.bytes}, uri={self.store.uri!r})"
@@ -152,7 +140,7 @@ class Version:
 
     def fragment_bytes(self, info: FragmentInfo) -> bytes:
         """The bytes of a fragment of the record, checked against their digest."""
-        return self._fragment(info)
+        return self.manifest.data(info)
 
     @property
     def resumable(self) -> bool:
@@ -185,57 +173,40 @@ class Version:
         return self.record.world_size
 
     @functools.cached_property
+    def manifest(self) -> StoredManifest:
+        """The manifest, which may be larger than memory."""
+        return StoredManifest(self.record, self._checked)
+
+    @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The manifest, each fragment checked against its digest in the record. All of it is in memory: see ``walk``."""
-        return tuple(self._kept(info) for info in self.record.fragments)
+        """All of the manifest, in memory."""
+        return self.manifest.fragments
 
     def walk(self) -> Iterator[tuple[FragmentInfo, Fragment]]:
-        """The fragments one after the other, in the order of their keys. A manifest of more than ``KEPT`` rows is not kept, and
-        read again by each walk."""
-        infos = sorted(self.record.fragments, key=self.fragment_key)
-        if self._is_small:
-            found = {info.node: fragment for info, fragment in zip(self.record.fragments, self.fragments, strict=True)}
-            yield from ((info, found[info.node]) for info in infos)
-            return
-        with ThreadPoolExecutor(_AHEAD, "raystow-walk") as pool:
-            read = bounded_map(pool, self._fragment, infos, cost=lambda info: info.size, limit=_AHEAD_BYTES)
-            for info, data in zip(infos, read, strict=True):
-                with _parsed.taking(info.memory):
-                    fragment = self._parse(info, data)
-                yield info, fragment
+        """The fragments one after the other; see ``StoredManifest.walk``."""
+        return self.manifest.walk()
 
-    @functools.cached_property
-    def _is_small(self) -> bool:
-        return sum(info.chunks for info in self.record.fragments) <= KEPT
+    @property
+    def packs(self) -> Iterator[PackInfo]:
+        """Its packs. Reads one fragment after the other."""
+        return self.manifest.packs
+
+    def pack_size(self, node: int, group: str, number: int) -> int | None:
+        """The bytes of a pack; None if there is no such pack, or if its fragment was not read."""
+        return self.manifest.pack_size(node, group, number)
+
+    def chunk(self, name: str, box: Box, *, near: int) -> Chunk | None:
+        """The chunk of a tensor that has just this box; ``near``: the node in whose fragment it should stand, or near it."""
+        return self.manifest.chunk(name, box, near=near)
+
+    def finder(self, seeker: Seeker) -> Finder:
+        """Return what finds the manifest rows that a rank needs, and reads no more of the manifest than necessary."""
+        return self.manifest.finder(seeker)
 
     @functools.cached_property
     def contents(self) -> Contents:
         """Its tensors and values, summed up in one walk."""
         return contents((fragment for _, fragment in self.walk()), repr(self))
-
-    def fragment_key(self, info: FragmentInfo) -> str:
-        """The key of a fragment of the record."""
-        return keys.fragment(self.id, self.attempt, info.node)
-
-    def pack_size(self, node: int, group: str, number: int) -> int | None:
-        """The bytes of a pack; None if there is no such pack, or if its fragment was not read."""
-        found = self._packs if self.record.packs is None else self.listed_packs
-        return found.get(node, {}).get((group, number))
-
-    @functools.cached_property
-    def listed_packs(self) -> Mapping[int, PackSizes]:
-        """The packs that the record lists, by node. None in new records, whose fragments name them."""
-        return listed(self.record.packs or ())
-
-    @property
-    def packs(self) -> Iterator[PackInfo]:
-        """Its packs. Reads one fragment after the other."""
-        if self.record.packs is not None:
-            yield from self.record.packs
-            return
-        for info in self.record.fragments:
-            for (group, number), end in sorted(self._sizes(info).items()):
-                yield PackInfo(info.node, group, number, end)
 
     @functools.cached_property
     def bases(self) -> Bases:
@@ -249,80 +220,6 @@ class Version:
         places = (*entries, *self.siblings) if self.entry in entries else (*self.siblings, *entries)
         found = (entry for entry in places if entry.id == id)
         return next((Version(self.store, entry, self.repository_id, self.trust) for entry in found), None)
-
-    def chunk(self, name: str, box: Box, *, near: int) -> Chunk | None:
-        """The chunk of a tensor that has just this box; ``near``: the node in whose fragment it should stand, or near it."""
-        found = self._rows(near).get((name, box)) if near in self._infos else None
-        nodes = iter(() if found is not None else sorted(self._infos, key=lambda node: abs(node - near)))
-        while found is None and (node := next(nodes, None)) is not None:
-            found = self._rows(node).get((name, box))
-        return found
-
-    @functools.cached_property
-    def _infos(self) -> dict[int, FragmentInfo]:
-        return {info.node: info for info in self.record.fragments}
-
-    def _rows(self, node: int) -> dict[tuple[str, Box], Chunk]:
-        """The chunks of a node's fragment by name and box. Keeps ``KEPT`` of all nodes, or those of one."""
-        found = self._boxes.get(node)
-        if found is None:
-            info = self._infos[node]
-            found = {(chunk.name, chunk.box): chunk for chunk in self._kept(info).chunks}
-            with self._evicting:
-                while self._boxes and len(found) + sum(map(len, self._boxes.values())) > KEPT:
-                    del self._boxes[next(iter(self._boxes))]
-                self._boxes[node] = found
-        return found
-
-    def finder(self, seeker: Seeker) -> Finder:
-        """Return what finds the manifest rows that a rank needs, and reads no more of the manifest than necessary."""
-
-        def rows(info: FragmentInfo, sought: Mapping[str, Sought]) -> Selection:
-            with _parsed.taking(info.memory):
-                selection = select(self._fragment(info), info.node, self.fragment_key(info), sought)
-            self._check_packs(info, selection.packs)
-            self._note_packs(info, selection.packs)
-            return selection
-
-        return Finder(self.record.fragments, rows, seeker, self.record.raw)
-
-    def _kept(self, info: FragmentInfo) -> Fragment:
-        """A fragment that stays in memory, so its packs are noted."""
-        with _parsed.taking(info.memory):
-            fragment = self._parse(info, self._fragment(info))
-        self._note_packs(info, fragment.packs)
-        return fragment
-
-    def _parse(self, info: FragmentInfo, data: bytes) -> Fragment:
-        key = self.fragment_key(info)
-        with uncollected():
-            fragment = Fragment.load(data, info.node, key)
-        if len(fragment.chunks) != info.chunks:
-            what = f"has {len(fragment.chunks)} chunks, and the record says {info.chunks}"
-            raise Damaged(what, subject=key)
-        self._check_packs(info, fragment.packs)
-        return fragment
-
-    def _sizes(self, info: FragmentInfo) -> PackSizes:
-        if (found := self._packs.get(info.node)) is None:
-            with _parsed.taking(info.memory):
-                found = pack_sizes(self._fragment(info), self.fragment_key(info))
-            self._check_packs(info, found)
-            if self._is_small:
-                self._note_packs(info, found)
-        return found
-
-    def _check_packs(self, info: FragmentInfo, found: PackSizes) -> None:
-        """Raise ``Damaged`` unless a fragment names as many packs as the record says, if that does not list them."""
-        if self.record.packs is None and len(found) != info.packs:
-            raise Damaged(f"has {len(found)} packs, and the record says {info.packs}", subject=self.fragment_key(info))
-
-    def _note_packs(self, info: FragmentInfo, found: PackSizes) -> None:
-        if self.record.packs is None:
-            self._packs[info.node] = found
-
-    def _fragment(self, info: FragmentInfo) -> bytes:
-        return self._checked(self.fragment_key(info), info.size, info.digest, MAX_FRAGMENT)
 
     @functools.cached_property
     def chunks(self) -> dict[str, list[Chunk]]:
@@ -383,13 +280,13 @@ class Version:
         integer("rank", rank, least=0)
         return {row.name: values.loads(row.text) for row in self.value_rows(rank)}
 
-    def value_rows(self, rank: int) -> Iterator[manifest.Value]:
+    def value_rows(self, rank: int) -> Iterator[Value]:
         """The value rows that ``values(rank)`` decodes."""
         rows = (row for _, fragment in self.walk() for row in fragment.values)
         if rank < self.world_size:
             yield from (row for row in rows if rank in row.ranks)
             return
-        lowest: dict[str, manifest.Value] = {}
+        lowest: dict[str, Value] = {}
         for row in rows:
             if row.name not in lowest or min(row.ranks) < min(lowest[row.name].ranks):
                 lowest[row.name] = row
@@ -447,23 +344,13 @@ class Version:
         """
         if not isinstance(name, str):
             raise refused("name", name, "a name that tensors() or values() lists")
-        rows = self._rows_of(name)
+        rows = self.chunks.get(name) if self.manifest.is_small else self.manifest.rows_of(name)
         if not rows:
             plain = self.values(self.world_size)
             if name in plain:
                 return plain[name]
             raise StateError(f"version {self.id} holds no tensor or value {name!r}", remedy="tensors() lists the names")
         return self.assemble(name, rows, index)
-
-    def _rows_of(self, name: str) -> Sequence[Chunk]:
-        """The rows of one tensor. Of a large manifest, no others become objects."""
-        if self._is_small:
-            return self.chunks.get(name, ())
-        found, sought = list[Chunk](), {name: Sought(tensor=True)}
-        for info in self.record.fragments:
-            with _parsed.taking(info.memory):
-                found += select(self._fragment(info), info.node, self.fragment_key(info), sought).chunks
-        return found
 
     def assemble(self, name: str, rows: Sequence[Chunk], index: Index | None = None) -> Any:
         """What ``read`` gives, of a tensor whose rows are known."""
@@ -472,13 +359,13 @@ class Version:
         offset, extent, rest = resolved(index, first.shape, name)
         raw = np.empty(extent, np.dtype(f"V{dtypes.dtype(first.dtype).itemsize}"))
         self.reader().fill([Request(name, rows, (offset, extent), raw)])
-        if first.kind == manifest.TENSOR:
+        if first.kind == TENSOR:
             tensor = as_torch(raw, first.dtype)
             if tensor is not None:
                 return tensor[rest]
         array = raw.view(dtypes.to_numpy(first.dtype))
         array = array[rest] if rest else array
-        return array[()] if first.kind == manifest.SCALAR else array
+        return array[()] if first.kind == SCALAR else array
 
     def reader(self, *, threads: int | None = None, turn: float = 0.0) -> PackReader:
         """A reader of this version's packs; see there."""
@@ -497,4 +384,72 @@ class Version:
         raise Damaged("the object does not match its digest", subject=key)
 
 
-_parsed = MemoryBudget(2 << 30)  # bytes of fragments that all threads of this process parse at a time
+class Bases:
+    """The versions that one version is a delta to. A row names a version only; the root says which attempt that is now.
+
+    Args:
+        version: The version.
+        look: Finds a version of the repository by its id.
+        found: The versions that were found, by id, which all chains share.
+    """
+
+    def __init__(self, version: Version, look: Callable[[int], Version | None], found: dict[int, Version] | None = None) -> None:
+        self._version, self._look = version, look
+        self._depth = 1  # the version's place in the longest chain of deltas that was read
+        self._versions = {} if found is None else found
+        self._readers: dict[int, PackReader] = {}
+
+    def version(self, id: int) -> Version:
+        """The base with this id. Raises ``Damaged`` if there is none, or if it makes the chain too long."""
+        base = None
+        if id < self._version.id and self._depth < MAX_CHAIN:
+            base = self._versions.get(id) or self._look(id)
+        if base is None:
+            what = f"needs version {id}, which is not there, no older one, or too far down a chain of deltas"
+            raise Damaged(what, subject=self._version.record_key)
+        if id not in self._versions:
+            base.bases = Bases(base, self._look, self._versions)
+        base = self._versions.setdefault(id, base)
+        base.bases._depth = max(base.bases._depth, self._depth + 1)
+        return base
+
+    def all(self) -> Iterator[Version]:
+        """Every version that this one cannot be read without, each once."""
+        found: dict[int, Version] = {}
+        self._collect(found)
+        yield from found.values()
+
+    def run(self, chunk: Chunk) -> ByteRun:
+        """What is fetched for a delta: the chunk with the same elements in its base, whole."""
+        base, found = self._same(chunk)
+        (run,) = base.reader().whole([found])
+        return run
+
+    def referenced(self, chunk: Chunk) -> tuple[PackReader, Chunk]:
+        """The row of a reference, with place and coding of the bytes that it refers to, and the reader of their version."""
+        base, found = self._same(chunk)
+        if found.is_reference:
+            what = f"{chunk.source!r} is a reference itself, to which version {self._version.id} refers"
+            raise Damaged(what, subject=base.record_key)
+        if base.id not in self._readers:
+            self._readers[base.id] = base.reader()
+        derivation = found.derivation if chunk.derivation is None else Derivation(found.source, found.words.name)
+        row = structs.replace(found, name=chunk.name, dtype=chunk.dtype, raw_digest=chunk.raw_digest, derivation=derivation)
+        return self._readers[base.id], row
+
+    def _collect(self, found: dict[int, Version]) -> None:
+        for id in self._version.record.bases:
+            if id not in found:
+                found[id] = self.version(id)
+                found[id].bases._collect(found)
+
+    def _same(self, chunk: Chunk) -> tuple[Version, Chunk]:
+        """The base of a chunk, and the row there with the same elements."""
+        assert chunk.coding.base is not None
+        base = self.version(chunk.coding.base)
+        found = base.chunk(chunk.source, chunk.box, near=chunk.node)
+        if found is None or (found.shape, found.dtype) != (chunk.shape, chunk.words.name):
+            box = f"{chunk.source!r}, {chunk.offset} + {chunk.extent}"
+            what = f"has no chunk of just {box}, to which version {self._version.id} is a delta"
+            raise Damaged(what, subject=base.record_key)
+        return base, found

@@ -101,6 +101,7 @@ AWAITED = {
     "storage/retention/rewrite.py": 1,
     "storage/checks/scan.py": 1,
     "storage/versions/tensor_index.py": 1,
+    "storage/versions/stored_manifest.py": 1,  # a result is taken, or its future cancelled, by ``bounded_map``
     "workers/cache/cache_server.py": 1,
     "workers/gpu/decode/lane_fetcher.py": 1,  # each error is raised where the result of the fetch is taken
     "workers/gpu/pinned_memory.py": 1,

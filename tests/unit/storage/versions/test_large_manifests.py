@@ -21,7 +21,7 @@ from raystow.storage.format import keys
 from raystow.storage.format.manifest import Fragment, Value
 from raystow.storage.repository import Repository, open_repository
 from raystow.storage.retention import rewrite
-from raystow.storage.versions import version as versions
+from raystow.storage.versions import stored_manifest
 from raystow.storage.versions.version import Version
 
 ROWS = 6
@@ -45,7 +45,7 @@ def save(repository: Repository, nodes: int, tensors: int = 2) -> Version:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "KEPT", 5)
+    monkeypatch.setattr(stored_manifest, "KEPT", 5)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_large_manifest_says_what_a_small_one_says(
     repository = memory_repository()
     version = save(repository, 4)
     small = look(repository, repository.version(version))
-    monkeypatch.setattr(versions, "KEPT", 5)
+    monkeypatch.setattr(stored_manifest, "KEPT", 5)
     assert look(repository, repository.version(version)) == small
 
 
@@ -83,7 +83,7 @@ def test_each_walk_reads_a_large_manifest_again(repository: Repository, monkeypa
     script(repository.store, get=noted)
     fragments = [keys.fragment(version.id, version.attempt, node) for node in range(3)]
     for kept, expected in ((36, fragments), (35, 2 * fragments)):
-        monkeypatch.setattr(versions, "KEPT", kept)
+        monkeypatch.setattr(stored_manifest, "KEPT", kept)
         read.clear()
         opened = repository.version(version)
         assert [info.node for _ in range(2) for info, _ in opened.walk()] == 2 * [0, 1, 2]
