@@ -126,7 +126,8 @@ def test_each_rank_reads_the_fragment_of_its_own_tensors():
 
     with LocalCluster(f"memory://per-rank-{SYSTEM.token()}", nodes=4) as cluster:
         version = cluster.save_all([{**state(rank), "box": row(rank)} for rank in range(4)], step=1)
-    fragments = [keys.fragment(version.id, version.attempt, node) for node in range(4)]
+    node_of = {rank: info.node for info in version.record.fragments for rank in info.ranks}
+    fragments = [keys.fragment(version.id, version.attempt, node_of[rank]) for rank in range(4)]
     for rank in range(4):
         into = {**state(9), "box": row(rank)}
         assert read(rank, into) == {fragments[0], fragments[rank]}, "small tensors of all ranks are stored by the first"
