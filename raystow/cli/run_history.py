@@ -31,9 +31,9 @@ class CostSoFar:
 
 @dataclass(frozen=True)
 class SavedVersion:
-    """A version. ``stall``: seconds, None if unknown; ``metrics``: those that are finite numbers; ``origin``: where it comes from,
-    texts by name; ``problem``: why its record cannot be read; then it has only the root's facts; ``dollars``: its cost so far, None
-    without prices."""
+    """A version. ``stall``: seconds, None if unknown; ``metrics``: those that are finite numbers; ``origin``: where it comes
+    from, texts by name; ``problem``: why its record cannot be read; then it has only the root's facts; ``dollars``: its cost so
+    far, None without prices."""
 
     id: int
     step: int

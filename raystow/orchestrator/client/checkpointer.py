@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from ...state.lossy.profiles import Lossy
 from ...state.omissions import SavedState
-from ...state.planner import Planner, SavePlan, plan_save, tensors_of
+from ...state.planner import Planner, plan_save, tensors_of
 from ...state.tree import State, contains_placeholders
 from ...storage.arguments import integer
 from ...storage.errors import RaystowError, StateError
@@ -21,6 +21,7 @@ from ...storage.log import about
 from ...storage.notebook import facts_table
 from ...storage.object_store import ObjectStore
 from ...storage.repository import Repository
+from ...storage.retention.export_rule import Export
 from ...storage.retention.policy import Policy
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import FAILED_SAVES, STALL, record
@@ -32,15 +33,15 @@ from ...workers.protocol import messages
 from ...workers.protocol.messages import START, OpenJournal, RankSaveRequest
 from ...workers.staging.plan import SaveOrder
 from ...workers.staging.progress import SaveProgress
-from .. import argument_checks
+from .. import argument_checks, ray_cluster
 from ..argument_checks import LONGEST, one_of, positive
 from ..coordinator.delta_schedule import AUTO, Delta
 from ..coordinator.housekeeping import kept_by_a_run
-from ..ray_cluster import entrypoint
 from ..restore.name_patterns import NameRules
 from ..restore.planner import RestoreOptions
 from . import exit_notice
 from .due_steps import DueSteps, next_save
+from .export_order import export_order
 from .failure_reports import FailureReports
 from .failures import Failures
 from .node_connection import NodeConnection
@@ -89,9 +90,9 @@ class Checkpointer:
         compression: How tensors are encoded. A string is ``Compression(codec=...)``.
         replication: How many other nodes hold a copy of the newest version in memory. An integer is their number.
         callbacks: Rank 0 tells each of them of every durable version, in the background; see ``raystow.trackers``.
-        interval: When ``due`` tells to save. An integer is ``Interval(steps=...)``. By default the interval that loses the least
-            time.
-        notes: Plain values by name, which each version has; see ``Version.notes``. What looks like a key is left out.
+        interval: When ``due`` tells to save. An integer is ``Interval(steps=...)``. By default, that which loses the least time.
+        notes: Plain values by name for each version, see ``Version.notes``; what looks like a key is left out.
+        export: Which versions are exported for inference, and where.
 
     Attributes:
         uri: The address of the repository.
@@ -126,6 +127,7 @@ class Checkpointer:
         interval: int | Interval = Interval(),  # noqa: B008
         callbacks: Sequence[VersionCallback] = (),
         notes: Mapping[str, object] | None = None,
+        export: Export | None = None,
     ) -> None:
         address = argument_checks.address(uri)
         self._store, self._retention = self._open(address), kept_by_a_run(retention, address)
@@ -157,7 +159,9 @@ class Checkpointer:
         self._subscribers = OutcomeSubscribers(self.failures, reports, version_callbacks, uri=self.uri)
         self._in_flight = SavesInFlight(self._startup, self._subscribers, limit=limit, timeout=self._timeout, log=self._log)
         self._node = NodeConnection(self._startup, (self._memory, self._compression, self._replication), codec=self._codec)
-        self._provenance = Provenance(self.rank, notes, entrypoint)
+        self._prepared = functools.partial(plan_save, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu")
+        self._export = export_order(export, self._retention, self.rank)
+        self._provenance = Provenance(self.rank, notes, ray_cluster.entrypoint)
         exit_notice.watch(self._in_flight)
 
     @property
@@ -235,8 +239,7 @@ class Checkpointer:
         step, metrics = integer("step", step, least=0), argument_checks.metrics_of(metrics)
         self._check_open()
         self._startup.wait()
-        on_gpu = self._codec != "cpu"
-        plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, planner=self._planner, save=number)
+        plan = self._prepared(state, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
         process = self.rank, self.world_size, self._startup.member.incarnation
         request = RankSaveRequest(
@@ -251,6 +254,7 @@ class Checkpointer:
             on_fenced=self._on_fenced,
             provenance=self._provenance.texts(self._in_flight.restored),
             notes=self._provenance.notes,
+            export=self._export,
         )
         if self._recorder is not None:
             self._recorder.saved(step)
@@ -384,7 +388,7 @@ class Checkpointer:
             self._in_flight.restored = restored
         if not self._node.made:
             tree = tensors_of(into, self.rank)  # here, since the training changes objects
-            self._node.prepare(lambda: None if contains_placeholders(tree) else self._plan(tree))
+            self._node.prepare(lambda: None if contains_placeholders(tree) else self._prepared(tree))
         return restored
 
     def restore_latest(
@@ -429,7 +433,7 @@ class Checkpointer:
         """
         self._check_open()
         if not self._node.made:
-            plan = self._plan(tensors_of(state, self.rank))
+            plan = self._prepared(tensors_of(state, self.rank))
             self._node.prepare(lambda: plan)
 
     def wait(self) -> None:
@@ -489,10 +493,6 @@ class Checkpointer:
 
     def _open(self, address: str) -> ObjectStore:
         return open_store(address)
-
-    def _plan(self, tree: object) -> SavePlan:
-        """Return a plan that prepares saves of a state like this one."""
-        return plan_save(tree, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu")
 
     def _check_open(self) -> None:
         if self._closed:
