@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     )
     from .storage.repository import Repository
     from .storage.retention.collect import CollectionPlan
+    from .storage.retention.export_rule import Export
     from .storage.retention.plan import CompactionPlan, RetentionPlan
     from .storage.retention.policy import Policy
     from .storage.versions.version import TensorInfo, Version
@@ -68,6 +69,7 @@ __all__ = [
     "Compression",
     "Damaged",
     "DeadlineExceeded",
+    "Export",
     "Failures",
     "Fenced",
     "Interval",
@@ -120,6 +122,7 @@ _MODULES = {
     "CollectionPlan": "storage.retention.collect",
     "CompactionPlan": "storage.retention.plan",
     "Compression": "orchestrator.client.options",
+    "Export": "storage.retention.export_rule",
     "Failures": "orchestrator.client.failures",
     "Journal": "orchestrator.journal.journal",
     "MantissaBits": "state.lossy.rules",

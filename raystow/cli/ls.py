@@ -37,7 +37,9 @@ def ls(
             at = target.rolled_back(version.id)
             rows["versions" if at is None else "rolled_back"].append(row | ({"at": at} if at is not None else {}))
         segments = [segment_fields(one) for one in target.root.segments]
-        emit({"uri": target.uri, "repository": target.repository.id, **rows, "segments": segments})
+        emit(
+            {"uri": target.uri, "repository": target.repository.id, **rows, "segments": segments, "exports": target.root.exports}
+        )
         return
     if not versions:
         out.print(f"no version yet in {target.uri}")
@@ -48,6 +50,7 @@ def ls(
         *first, stored = target.row(version.entry).cells()
         ranks_cell = [str(version.world_size)] if long else []
         notes = [f"{' and '.join(version.entry.groups)} only"] if version.entry.groups else []
+        notes += [f"exported to {place}" for place, id in target.root.exports.items() if id == version.id]
         notes += ["rolled back"] if target.rolled_back(version.id) is not None else []
         sizes_cells = [size(version.raw), stored, ratio_text(version.bytes, version.raw)]
         cells.append([*first, *ranks_cell, *sizes_cells, ", ".join(target.pins(version.id)), ", ".join(notes)])

@@ -164,6 +164,7 @@ def _lines(target: Target, version: Version, tensors: int) -> Iterator[tuple[str
     yield "metrics", ", ".join(f"{name} {_brief(value)}" for name, value in version.metrics.items())
     yield from (("ranks", str(one)) for one in record.differences)
     yield "pins", ", ".join(target.pins(version.id))
+    yield "exported", ", ".join(place for place, id in target.root.exports.items() if id == version.id)
     yield "writer", ", ".join(f"{name} {number}" for name, number in record.writer.items())
     yield from provenance.lines(version)
 

@@ -292,8 +292,7 @@ def test_a_damaged_version_is_not_restored(own_folder: Path, tmp_path: Path) -> 
     ],
 )
 def test_dtypes_that_safetensors_lacks_are_mapped(dtype: str, shape: tuple[int, ...], form: str, stored: tuple[int, ...]) -> None:
-    info = TensorInfo(shape, dtype, 64, 64, "tensor", "weights")
-    (file,) = safetensors_file.files({"a": info}, limit=1 << 30)
+    (file,) = safetensors_file.files({"a": TensorInfo(shape, dtype, 64, 64, "tensor", "weights")}, limit=1 << 30)
     placed = file.tensors[0]
     assert (placed.form, placed.shape) == (form, stored)
     dtypes = json.loads(file.header({})[8:])["__metadata__"].get("raystow.dtypes")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...state.lossy.profiles import Lossy
 from ...state.omissions import SavedState
-from ...state.planner import SavePlan, plan_save, tensors_of
+from ...state.planner import Planner, SavePlan, plan_save, tensors_of
 from ...state.tree import State, contains_placeholders
 from ...storage.arguments import integer
 from ...storage.errors import RaystowError, StateError
@@ -20,6 +20,7 @@ from ...storage.log import about
 from ...storage.notebook import facts_table
 from ...storage.object_store import ObjectStore
 from ...storage.repository import Repository
+from ...storage.retention.export_rule import Export
 from ...storage.retention.policy import Policy
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import FAILED_SAVES, STALL, record
@@ -31,15 +32,15 @@ from ...workers.protocol import messages
 from ...workers.protocol.messages import START, OpenJournal
 from ...workers.staging.plan import SaveOrder
 from ...workers.staging.progress import SaveProgress
-from .. import argument_checks
+from .. import argument_checks, ray_cluster
 from ..argument_checks import LONGEST, positive
 from ..coordinator.delta_schedule import AUTO, Delta
 from ..coordinator.housekeeping import kept_by_a_run
-from ..ray_cluster import entrypoint
 from ..restore.name_patterns import NameRules
 from ..restore.planner import RestoreOptions
 from . import exit_notice
 from .due_steps import DueSteps, next_save
+from .export_order import export_order
 from .failure_reports import FailureReports
 from .failures import Failures
 from .gpu_coding import GpuCodingChoice
@@ -93,9 +94,9 @@ class Checkpointer:
         compression: How tensors are encoded. A string is ``Compression(codec=...)``.
         replication: How many other nodes hold a copy of the newest version in memory. An integer is their number.
         callbacks: Rank 0 tells each of them of every durable version, in the background; see ``raystow.trackers``.
-        interval: When ``due`` tells to save. An integer is ``Interval(steps=...)``. By default the interval that loses the least
-            time.
-        notes: Plain values by name, which each version has; see ``Version.notes``. What looks like a key is left out.
+        interval: When ``due`` tells to save. An integer is ``Interval(steps=...)``. By default, that which loses the least time.
+        notes: Plain values by name for each version, see ``Version.notes``; what looks like a key is left out.
+        export: Which versions are exported for inference, and where.
 
     Attributes:
         uri: The address of the repository.
@@ -132,6 +133,7 @@ class Checkpointer:
         interval: int | Interval = Interval(),  # noqa: B008
         callbacks: Sequence[VersionCallback] = (),
         notes: Mapping[str, object] | None = None,
+        export: Export | None = None,
     ) -> None:
         address = argument_checks.address(uri)
         self._store, retention = self._open(address), kept_by_a_run(retention, address)
@@ -147,17 +149,16 @@ class Checkpointer:
         self._interval = option("interval", interval, Interval, int)
         delta: Delta = AUTO if self._compression.delta is None else self._compression.delta
         lossy, self._codec = Lossy.of(self._compression.lossy), usable_codec(self._compression.codec)
-        origin = Provenance(self.rank, notes, entrypoint)
-        self._settings = SaveSettings(self._timeout, retention, lossy, delta, on_fenced, on_difference, compare_replicas, origin)
+        more = Provenance(self.rank, notes, ray_cluster.entrypoint), export_order(export, retention, self.rank)
+        self._settings = SaveSettings(self._timeout, retention, lossy, delta, on_fenced, on_difference, compare_replicas, *more)
         version_callbacks = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
         if lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", lossy)
-        self._gpus = GpuCodingChoice(self._compression, self._codec)
-        self._saves, self._planner, self._closed = itertools.count(1), self._settings.planner(), False
+        self._gpus, self._planner = GpuCodingChoice(self._compression, self._codec), self._settings.planner()
+        self._saves, self._closed = itertools.count(1), False
         self._recorder: StepRecorder | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
-        keep = self._memory.cache_seconds
-        self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=on_fenced, keep=keep)
+        self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=on_fenced, keep=self._memory.cache_seconds)
         self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
         self._notices = StateNotices(self.rank, self._restores)
         reports = FailureReports(self._startup.report_failure, self._log)
@@ -242,8 +243,7 @@ class Checkpointer:
         step, metrics = integer("step", step, least=0), argument_checks.metrics_of(metrics)
         self._check_open()
         self._startup.wait()
-        gpus = self._gpus.coding()
-        plan = plan_save(state, rank=self.rank, world_size=self.world_size, gpus=gpus, planner=self._planner, save=number)
+        plan = self._plan(state, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
         request = self._settings.request(self._startup.member, self._in_flight.restored, save=number, step=step, metrics=metrics)
         if self._recorder is not None:
@@ -491,9 +491,9 @@ class Checkpointer:
     def _open(self, address: str) -> ObjectStore:
         return open_store(address)
 
-    def _plan(self, tree: object) -> SavePlan:
-        """Return a plan that prepares saves of a state like this one."""
-        return plan_save(tree, rank=self.rank, world_size=self.world_size, gpus=self._gpus.coding())
+    def _plan(self, tree: object, *, planner: Planner | None = None, save: int = 1) -> SavePlan:
+        """Return the plan of a save. Without ``planner`` it prepares saves of a state like this one."""
+        return plan_save(tree, rank=self.rank, world_size=self.world_size, gpus=self._gpus.coding(), planner=planner, save=save)
 
     def _check_open(self) -> None:
         if self._closed:

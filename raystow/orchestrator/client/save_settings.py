@@ -12,7 +12,7 @@ from ...state.replica_groups import Compared
 from ...storage.format import values
 from ...storage.retention.policy import Policy
 from ...storage.versions.version import Version
-from ...workers.protocol.messages import JoinRun, OnDifference, OnFenced, RankSaveRequest
+from ...workers.protocol.messages import ExportOrder, JoinRun, OnDifference, OnFenced, RankSaveRequest
 from ..argument_checks import one_of
 from ..coordinator.delta_schedule import Delta
 from .provenance import Provenance
@@ -30,6 +30,7 @@ class SaveSettings:
     on_difference: str
     compare_replicas: str
     provenance: Provenance
+    export: ExportOrder | None
 
     def __post_init__(self) -> None:
         one_of("on_fenced", self.on_fenced, ("raise", "takeover"))
@@ -59,4 +60,5 @@ class SaveSettings:
             on_difference=cast(OnDifference, self.on_difference),
             provenance=self.provenance.texts(resumed),
             notes=self.provenance.notes,
+            export=self.export,
         )

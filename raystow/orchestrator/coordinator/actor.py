@@ -19,6 +19,7 @@ from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowE
 from ...storage.format.root import Entry
 from ...storage.format.version_record import VersionRecord
 from ...storage.log import about
+from ...storage.retention.policy import Best
 from ...storage.runtime import background, gc_pause
 from ...storage.runtime.clock import SYSTEM
 from ...storage.stores.settings import JobSettings, StoreAddress
@@ -31,6 +32,7 @@ from ...workers.protocol.messages import (
     CoordinatorStarted,
     CoordinatorStatus,
     EntryInfo,
+    ExportOrder,
     JournalChoice,
     JournalVote,
     Message,
@@ -88,6 +90,8 @@ class CoordinatorActor:
         self._keeper: asyncio.Task[None] | None = None
         self._census = NodeCensus(ray_cluster.alive_nodes, ray_cluster.leaving_nodes)
         self._chores: asyncio.Task[None] | None = None
+        self._export: tuple[ExportOrder, Best | None] | None = None  # since the last commit
+        self._exporting: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None  # deletes the objects of abandoned attempts
         self._look: asyncio.Task[RaystowError | None] | None = None  # whether the repository is still there
         self._looked = 0  # the number of starts when it was asked last
@@ -400,6 +404,12 @@ class CoordinatorActor:
             if attempt.phase is Phase.COMMITTED and attempt.retention is not None and idle:
                 house = asyncio.to_thread(at.upkeep.apply_retention, attempt.retention, core.bases)
                 self._chores = asyncio.create_task(house)
+            if attempt.phase is Phase.COMMITTED and attempt.export is not None:
+                self._export = attempt.export, attempt.retention.keep_best if attempt.retention is not None else None
+            attempt.export = None  # it may have megabytes of files
+        if self._export is not None and (self._exporting is None or self._exporting.done()):
+            order, self._export = self._export, None
+            self._exporting = asyncio.create_task(asyncio.to_thread(at.upkeep.export, *order))
         if (opened := at.segments.next_commit()) is not None:
             try:
                 await asyncio.to_thread(at.segments.commit, opened)
@@ -437,7 +447,7 @@ class CoordinatorActor:
             self._errors.note(error)
 
     def _is_in_use(self) -> bool:
-        at_work = any(task is not None and not task.done() for task in (self._chores, self._sweep))
+        at_work = any(task is not None and not task.done() for task in (self._chores, self._sweep, self._exporting))
         return self._calls > 0 or at_work or (self._opened is not None and self._opened.in_use)
 
     async def _take_over(self, at: OpenedRepository | None) -> None:

@@ -15,7 +15,7 @@ from ...storage.format.replica_difference import ReplicaDifference
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
-from ...workers.protocol.messages import Begin, Incarnation, ReplicaQuestion
+from ...workers.protocol.messages import Begin, ExportOrder, Incarnation, ReplicaQuestion
 from ..late_ranks import LATE, NumberedWarning, late_text
 from .replica_comparison import ReplicaComparison
 
@@ -77,6 +77,7 @@ class Attempt:
     notes: Mapping[str, str] = field(default_factory=dict)
     hosts: dict[str, str] = field(default_factory=dict)
     retention: Policy | None = None
+    export: ExportOrder | None = None
     ranks: dict[int, str] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
     delivered: dict[int, Incarnation] = field(default_factory=dict)
@@ -134,6 +135,7 @@ class Attempt:
         self.describe(request.rank, request.provenance)
         self.notes = request.notes or self.notes
         self.retention = request.retention or self.retention
+        self.export = request.export or self.export
         self.takes_over = self.takes_over or request.on_fenced == "takeover"
         self.raises = self.raises or request.on_difference == "raise"
         self.expected = total((self.expected, contents.expected))

@@ -55,7 +55,7 @@ class OpenedRepository:
         self.replays = JournalRounds(SYSTEM, lambda: self.committer.rollbacks)
         self.restored = RestoredReplicas(SYSTEM)
         self.segments = Segments(self.committer, SYSTEM)
-        self.upkeep = Upkeep(self.committer)
+        self.upkeep = Upkeep(self.committer, settings)
 
     @property
     def changes(self) -> tuple[int, ...]:

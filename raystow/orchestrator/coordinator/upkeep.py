@@ -10,9 +10,12 @@ from ...storage.errors import OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import VersionRecord
 from ...storage.log import about
-from ...storage.retention.policy import Policy
+from ...storage.retention.policy import Best, Policy
 from ...storage.runtime import background, metrics
 from ...storage.runtime.clock import SYSTEM
+from ...storage.stores.settings import JobSettings
+from ...workers.protocol.messages import ExportOrder
+from .exports import Exports
 from .housekeeping import Housekeeping
 
 logger = logging.getLogger(__name__)
@@ -21,9 +24,9 @@ logger = logging.getLogger(__name__)
 class Upkeep:
     """The store operations for the repository of a committer. No method raises."""
 
-    def __init__(self, committer: Committer) -> None:
+    def __init__(self, committer: Committer, settings: JobSettings | None = None) -> None:
         self._committer, self._uri = committer, committer.catalog.uri
-        self._housekeeping = Housekeeping(committer)
+        self._housekeeping, self._exports = Housekeeping(committer), Exports(committer.catalog, settings)
         self._errors = background.ErrorLog("housekeeping")
 
     def commit(self, version: VersionRecord) -> Entry | RaystowError:
@@ -43,6 +46,13 @@ class Upkeep:
         """Apply a policy: see ``Housekeeping.run``."""
         try:
             self._housekeeping.run(policy, bases)
+        except Exception as error:
+            self._errors.note(error)
+
+    def export(self, order: ExportOrder, best: Best | None) -> None:
+        """Export the version that is due: see ``Exports.run``."""
+        try:
+            self._exports.run(order, best)
         except Exception as error:
             self._errors.note(error)
 

@@ -10,6 +10,7 @@ from ...storage.addresses import local_path, parse
 from ...storage.object_store import StreamedStore
 from ...storage.real_paths import real_path
 from ...storage.stores import open_store
+from ...storage.stores.settings import JobSettings
 from .output_dir import new_folder
 from .output_folder import FilePlan, OutputFolder
 from .store_folder import new_store_folder
@@ -25,14 +26,15 @@ class Destination:
     store: StreamedStore | None
 
     @classmethod
-    def parse(cls, name: str, text: object) -> Destination:
-        """Return the destination that the argument ``name`` says.
+    def parse(cls, name: str, text: object, *, settings: JobSettings | None = None) -> Destination:
+        """Return the destination that the argument ``name`` says. ``settings``: of a job, for stores of the same kind.
 
         Raises:
             StateError: It is neither a path nor an address of S3, Google Cloud Storage or Azure.
         """
         if isinstance(text, str) and parse(text)[0] in _BUCKETS:
-            store = open_store(text)
+            same = settings is not None and parse(settings.address.uri)[0] == parse(text)[0]
+            store = open_store(text, settings=settings.given if settings is not None and same else None)
             assert isinstance(store, StreamedStore)
             return cls(None, store)
         return cls(local_path(name, text), None)

@@ -105,7 +105,7 @@ def plan_folder(version: Version, *, prefix: str | None, dtype: str | None, sour
             leads out of it; or the adapter is not one that PEFT would write.
     """
     prefix, weights = weights_below(version, prefix)
-    copied = _files_to_copy(source) if source is not None else {}
+    copied = files_to_copy(source) if source is not None else {}
     config = copied.get(adapter_names.CONFIG)
     if config is None:
         tied = tied_weights(source / _CONFIG, version, weights, prefix) if source is not None and _CONFIG in copied else {}
@@ -136,7 +136,7 @@ def _converted(info: TensorInfo, dtype: str | None) -> TensorInfo:
     return replace(info, dtype=dtype, nbytes=nbytes)
 
 
-def _files_to_copy(source: Path) -> dict[str, Path]:
+def files_to_copy(source: Path) -> dict[str, Path]:
     """The files of a model besides its weights: only these, because others may be private and the export may be published. So
     links lead to such files only."""
     if not source.is_dir():

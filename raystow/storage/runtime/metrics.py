@@ -61,6 +61,7 @@ STALL = _counter("raystow_stall_seconds", "Time for which save and fence have he
 STAGED = _seconds("raystow_staged_seconds", "From save until the node worker has all of it.", _LONG)
 DURABLE = _seconds("raystow_durable_seconds", "From save until there is a version.", _LONG)
 FAILED_SAVES = _counter("raystow_failed_saves", "Saves of a rank that became no version.")
+FAILED_EXPORTS = _counter("raystow_failed_exports", "Exports of versions that failed.")
 RESTORE = _seconds("raystow_restore_seconds", "From restore until the state of a rank is filled.", _LONG)
 RESTORED = _counter("raystow_restored_bytes", "Stored bytes that restores have read, by where from.", "source")
 JOURNALED = _counter("raystow_journaled_bytes", "Bytes of the entries of recorded steps.")

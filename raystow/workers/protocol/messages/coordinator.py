@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from ....state.chunk_info import RangeInfo as RangeInfo
 from ....storage.format.root import Entry
 from ....storage.format.signature import PublicKey
 from ....storage.format.version_record import FragmentInfo
+from ....storage.retention.export_rule import Export
 from ....storage.retention.policy import Policy
 from ..codec import Column, CoordinatorRequest, Digest, JsonText, Message, MessagePart, Packed, Table, Text, WorldSize
 from .incarnation import Incarnation as Incarnation
@@ -57,6 +60,19 @@ class Ticket(Message, frozen=True):
     deltas: bool = False
 
 
+MAX_EXPORT_FILE = 64 << 20
+"""Bytes of a config or tokenizer file."""
+
+FileBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_EXPORT_FILE)]
+
+
+class ExportOrder(MessagePart, frozen=True):
+    """Which versions to export, and the config and tokenizer files of rank 0 by name."""
+
+    export: Export
+    files: Table[Text, FileBytes] = {}
+
+
 class RankSaveRequest(MessagePart, frozen=True):
     """What is known of a rank's ``save``-th save when it is called.
 
@@ -70,6 +86,7 @@ class RankSaveRequest(MessagePart, frozen=True):
         provenance: Of rank 0 as in ``format.version_record``, of the others host and GPU only.
         notes: The user's, as ``metrics``.
         on_difference: What happens if ranks hold other bits of the same tensor.
+        export: Of rank 0, if versions are exported.
     """
 
     rank: int
@@ -86,6 +103,7 @@ class RankSaveRequest(MessagePart, frozen=True):
     provenance: Table[Text, Text] = {}
     notes: Table[Text, JsonText] = {}
     on_difference: OnDifference = "warn"
+    export: ExportOrder | None = None
 
 
 class SaveContents(MessagePart, frozen=True):

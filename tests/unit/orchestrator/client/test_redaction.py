@@ -37,7 +37,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("arguments", "secret"), SECRETS, ids=range(len(SECRETS)))
-def test_what_looks_like_a_key_is_left_out(arguments: list[str], secret: str) -> None:
+def test_secrets_are_left_out_of_a_command(arguments: list[str], secret: str) -> None:
     text = redacted_arguments(["train.py", "--steps", "100", *arguments, "--last=1"])
     assert secret not in text
     assert HIDDEN in text

@@ -1,0 +1,112 @@
+"""``Checkpointer(export=...)``: the coordinator exports versions while a training runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.polling import wait_until
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import raystow
+from integration.cli_runner import ran, run_json
+from integration.language_models import config_folder, gpt2, same
+from integration.ranks import Rank, every, start
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def _state(scale: float) -> dict[str, Any]:
+    weights = {name: scale * value for name, value in gpt2().state_dict().items()}
+    return {"model": weights, "optim": {"exp_avg": torch.zeros(3)}}
+
+
+def _train(rank: Rank, losses: list[float]) -> None:
+    """Save a version for each loss."""
+    for loss in losses:
+        rank.checkpointer.save(_state(loss), step=int(loss), metrics={"loss": loss}).result(60)
+
+
+def _exports(uri: Path) -> dict[str, int]:
+    return raystow.open(uri).root().exports
+
+
+def test_every_second_version_is_exported(tmp_path: Path) -> None:
+    uri, out = tmp_path / "run", tmp_path / "served"
+    config = config_folder(gpt2(), tmp_path / "config")
+    ranks = start(str(uri), 1, export=raystow.Export(str(out), 2, tokenizer=str(config)))
+    every(ranks, "do", _train, [3.0, 2.0])
+    place = f"{out}/version-00000002"
+    wait_until(lambda: _exports(uri) == {place: 2}, "an export")
+    model = gpt2()
+    model.load_state_dict(_state(2.0)["model"])
+    assert same(AutoModelForCausalLM.from_pretrained(place), model)
+    assert AutoTokenizer.from_pretrained(place)("tiny model")["input_ids"] == [1, 2]
+    assert f"exported to {place}" in ran("ls", uri, columns=400).output
+    assert run_json("ls", uri)["exports"] == {place: 2}
+    assert f"exported {place}" in ran("show", uri, 2, columns=400).output
+
+
+def test_the_best_version_is_exported(tmp_path: Path) -> None:
+    uri, out = tmp_path / "run", tmp_path / "served"
+    policy = raystow.Policy(keep_last=5, keep_best=("loss", "min", 1))
+    ranks = start(str(uri), 1, retention=policy, export=raystow.Export(str(out), "best"))
+    for losses, newest in (([2.0], 1), ([3.0], 1), ([1.0], 3)):
+        every(ranks, "do", _train, losses)
+        wait_until(lambda newest=newest: max(_exports(uri).values(), default=0) == newest, f"the export of version {newest}")
+    assert [*_exports(uri).values()] == [1, 3]
+
+
+def test_a_pinned_version_is_exported(tmp_path: Path) -> None:
+    uri, out = tmp_path / "run", tmp_path / "served"
+    ranks = start(str(uri), 1, export=raystow.Export(str(out), "pin:serve"))
+    every(ranks, "do", _train, [3.0, 2.0])
+    repository = raystow.open(uri)
+    repository.pin(repository.version(1), "serve")
+    every(ranks, "do", _train, [1.0])
+    wait_until(lambda: [*_exports(uri).values()] == [1], "an export")
+
+
+def test_a_failed_export_affects_no_save(tmp_path: Path) -> None:
+    uri, out = tmp_path / "run", tmp_path / "served"
+    (out / "version-00000001").mkdir(parents=True)
+    (out / "version-00000001" / "config.json").write_text("of another model")
+    ranks = start(str(uri), 1, export=raystow.Export(str(out)))
+    every(ranks, "do", _train, [3.0])
+    every(ranks, "do", _train, [2.0])
+    wait_until(lambda: [*_exports(uri).values()] == [2], "an export")
+    assert [version.step for version in raystow.open(uri).versions()] == [3, 2]
+    assert [path.name for path in (out / "version-00000001").iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"uri": "hdfs://a/b"}, "address"),
+        ({"uri": "memory://a"}, "folder"),
+        ({"uri": "out", "when": 0}, "when"),
+        ({"uri": "out", "when": "worst"}, "when"),
+        ({"uri": "out", "when": "pin:"}, "when"),
+        ({"uri": "out", "dtype": "int8"}, "dtype"),
+        ({"uri": "out", "max_shard_size": 0}, "max_shard_size"),
+    ],
+)
+def test_an_invalid_export_is_refused(wrong: dict[str, Any], what: str) -> None:
+    with pytest.raises(raystow.StateError, match=what):
+        raystow.Export(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("export", "what"),
+    [
+        ("s3://bucket/model", "export"),
+        (raystow.Export("out", "best"), "keeps the best version"),
+        (raystow.Export("out", tokenizer="nowhere"), "is not a folder"),
+    ],
+    ids=["text", "best without policy", "no folder"],
+)
+def test_a_checkpointer_refuses_such_an_export(tmp_path: Path, export: Any, what: str) -> None:
+    with pytest.raises(raystow.StateError, match=what):
+        raystow.Checkpointer(str(tmp_path / "run"), rank=0, world_size=1, export=export)
