@@ -69,8 +69,10 @@ def test_commands_show_what_ranks_held_differently(tmp_path: Path) -> None:
     assert [one["name"] for one in run_json("show", tmp_path)["differences"]] == ["model.b", "model.w"]
     assert run_json("diff", "--ranks", tmp_path, 1)["differences"] == []
     assert run_json("diff", "--ranks", tmp_path, 2, "--exit-code", code=7)["different"]
-    reported = run_json("report", tmp_path)["versions"]
+    page = tmp_path / "report.html"
+    reported = run_json("report", tmp_path, "-o", page)["versions"]
     assert [len(one["differences"]) for one in reported] == [0, 2]
+    assert "differ in model.w, from element [0, 0] on" in page.read_text()
     ran("diff", tmp_path, code=2)
 
 
@@ -102,6 +104,20 @@ def test_tensors_that_may_differ_are_named_once(caplog: pytest.LogCaptureFixture
             }
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "reported once" in warning
+
+
+def test_a_copy_on_one_rank_alone_is_named() -> None:
+    """Ranks store one of two tensors if the other follows from it. Rank 1 has missed the broadcast of the rounded weights."""
+    masters = {str(i): torch.randn(4_000_000, generator=torch.Generator().manual_seed(i)) for i in range(3)}
+    states: list[State] = [
+        {"master": masters, "weights": {name: one.bfloat16() for name, one in masters.items()}} for _ in range(2)
+    ]
+    states[1]["weights"]["1"] = torch.ones(4_000_000).bfloat16()
+    with LocalCluster("memory://copy") as cluster:
+        with pytest.raises(raystow.SaveFailed, match=r"\[1\] hold other bits.*rank 0 has weights\.1 bfloat16 .* like master\.1"):
+            cluster.save_all(states, step=1)
+        states[1]["weights"]["1"] = masters["1"].bfloat16()
+        assert cluster.save_all(states, step=2).record.differences == ()
 
 
 def test_hundreds_of_differing_tensors_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
