@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from ..storage.format.replica_difference import CAUSES
 from ..storage.versions.version import Version
 from ..storage.versions.version_selector import LATEST
 from .exit_codes import DIFFERENT
@@ -22,8 +24,12 @@ _SIGNS = {"added": "+", "removed": "-", "changed": ""}
 
 def diff(
     uri: Uri,
-    version1: Which,
+    version1: Which = "",
     version2: Which = LATEST,
+    ranks: Annotated[
+        bool,
+        typer.Option("--ranks", help="Show what ranks held differently in one version: diff --ranks URI@VERSION."),
+    ] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Read and compare the bytes that may have changed.")] = False,
     top: Annotated[int, number(help="List the N tensors with the most changed bytes.")] = 20,
     all: Annotated[bool, typer.Option("--all", help="List all tensors that differ.")] = False,
@@ -38,6 +44,11 @@ def diff(
 
     Example:  raystow diff s3://bucket/runs/llama best latest
     """
+    if ranks:
+        _diff_ranks(uri, version1, exit_code=exit_code, json=json)
+        return
+    if not version1:
+        raise typer.BadParameter("give a version to compare, or --ranks", param_hint="VERSION1")
     target = open_target(uri)
     before, after = target.version(version1), target.version(version2)
     found = differences(before, after)
@@ -65,6 +76,25 @@ def diff(
         _print_tensors(listed, len(listed) if all else top, deep=deep)
         _print_summary(counts, values)
     if exit_code and differ:
+        raise typer.Exit(DIFFERENT)
+
+
+def _diff_ranks(uri: str, which: str, *, exit_code: bool, json: bool) -> None:
+    """Show what ranks held differently. ``uri`` may end in ``@`` and a version."""
+    if not which and "@" in uri.rpartition("/")[2]:
+        uri, _, which = uri.rpartition("@")
+    target = open_target(uri)
+    version = target.version(which or LATEST)
+    found = version.record.differences
+    if json:
+        facts = {"uri": target.uri, "version": version.id, "step": version.step, "different": bool(found)}
+        emit({**facts, "differences": [asdict(one) for one in found]})
+    else:
+        out.print(f"version {version.id} (step {version.step}) of {target.uri}", style="bold")
+        for one in found:
+            out.print(printable(str(one)))
+        out.print(printable(CAUSES) if found else "no rank held other bits, as far as ranks were compared")
+    if exit_code and found:
         raise typer.Exit(DIFFERENT)
 
 

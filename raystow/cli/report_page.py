@@ -71,6 +71,8 @@ def _tiles(facts: RunHistory) -> Iterable[tuple[str, str]]:
     if facts.median_stall is not None:
         yield "stall of a save", f"{duration(facts.median_stall)} median, {duration(max(facts.stalls))} at most"
     yield "restores", f"{len(facts.restores):,}"
+    if facts.differences:
+        yield "saves with differences between ranks", f"{len({saved.id for saved, _ in facts.differences}):,}"
 
 
 def _bytes(facts: RunHistory) -> Section:

@@ -11,11 +11,13 @@ from functools import cached_property
 from statistics import median
 
 from ..storage.errors import Damaged, NotFound, Unsupported, Untrusted
+from ..storage.format.replica_difference import ReplicaDifference
 from ..storage.format.version_record import RestoreInfo
 from ..storage.versions.version import Version
 from .pricing import GB, MONTH, Prices
 from .target import Target
 
+_DIFFERENCES = 100  # listed
 _READERS = 16  # threads; records are small, so that latency dominates
 
 
@@ -42,6 +44,7 @@ class SavedVersion:
     world_size: int | None = None
     stall: float | None = None
     restores: tuple[RestoreInfo, ...] = ()
+    differences: tuple[ReplicaDifference, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     problem: str = ""
     dollars: CostSoFar | None = None
@@ -84,6 +87,12 @@ class RunHistory:
         """All recorded restores by time, each once: an attempt that was aborted but committed may pass its restores on as
         well."""
         return sorted({(r.at, r.version): r for saved in self.versions for r in saved.restores}.values(), key=lambda r: r.at)
+
+    @cached_property
+    def differences(self) -> list[tuple[SavedVersion, ReplicaDifference]]:
+        """What ranks held differently, of the newest versions with differences."""
+        found = [(saved, one) for saved in reversed(self.versions) for one in saved.differences]
+        return found[:_DIFFERENCES]
 
     @cached_property
     def problems(self) -> list[SavedVersion]:
@@ -142,7 +151,12 @@ def _saved(target: Target, version: Version) -> SavedVersion:
     except (Damaged, NotFound, Unsupported, Untrusted) as error:
         return replace(saved, problem=f"{type(error).__name__}: {error}")
     return replace(
-        saved, world_size=record.world_size, stall=record.stall, restores=record.restores, metrics=_numbers(record.metrics)
+        saved,
+        world_size=record.world_size,
+        stall=record.stall,
+        restores=record.restores,
+        differences=record.differences,
+        metrics=_numbers(record.metrics),
     )
 
 

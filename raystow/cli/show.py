@@ -136,6 +136,7 @@ def _facts(
             if name in tensors
         },
         "largest": [{"name": name, **asdict(info), "ratio": ratio(info.stored, info.nbytes)} for name, info in largest],
+        "differences": [asdict(one) for one in record.differences],
         "pins": target.pins(version.id),
         "segments": [segment_fields(one) for one in target.segments(version.id)],
     }
@@ -161,6 +162,7 @@ def _lines(target: Target, version: Version, tensors: int) -> Iterator[tuple[str
         yield "coded with", f"{codec}: {why}"
     yield from (("lossy", text) for text in _lossy(version))
     yield "metrics", ", ".join(f"{name} {_brief(value)}" for name, value in version.metrics.items())
+    yield from (("ranks", str(one)) for one in record.differences)
     yield "pins", ", ".join(target.pins(version.id))
     yield "writer", ", ".join(f"{name} {number}" for name, number in record.writer.items())
 

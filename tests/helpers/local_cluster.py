@@ -40,7 +40,7 @@ from raystow.storage.versions.version import Version
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node.node import Node
 from raystow.workers.protocol.coordinator_client import CoordinatorClient
-from raystow.workers.protocol.messages import CoordinatorRequest, JoinRun, Message, OpenSession, RankSaveRequest
+from raystow.workers.protocol.messages import CoordinatorRequest, JoinRun, Message, OnDifference, OpenSession, RankSaveRequest
 from raystow.workers.shm.ring import SLOT
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
@@ -108,6 +108,7 @@ class LocalCluster:
         process: Literal["training", "node"] = "training",
         lossy: Mapping[str, RuleSelector] | str | None = None,
         delta: Delta = 0,
+        on_difference: OnDifference = "warn",
         clock: Clock = SYSTEM,
     ) -> None:
         self.repository = create_repository(uri, clock=clock)
@@ -116,7 +117,7 @@ class LocalCluster:
         self.coordinator = Coordinator(self.committer, clock, writer={"raystow": __version__})
         self._port = LocalPort(self.coordinator, self.committer)
         self._memory, self._codec, self._process, self._lossy = memory, codec, process, Lossy.of(lossy)
-        self._delta = delta
+        self._delta, self._on_difference = delta, on_difference
         self._threads, self._ports = threads, PortServer(self._port) if process == "node" else None
         self._nodes = [self._new_node(i) for i in range(nodes)]
         self._numbers, self._processes = itertools.count(1), itertools.count(1)
@@ -151,6 +152,7 @@ class LocalCluster:
             metrics={name: values.dumps(value) for name, value in (metrics or {}).items()},
             delta=self._delta,
             lossy=self._lossy.texts(),
+            on_difference=self._on_difference,
         )
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
         staging.submit(SaveOrder(request, plan, KnownStall(step, stall), outcomes.put))

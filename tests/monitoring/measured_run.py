@@ -46,13 +46,23 @@ def train(uri: str, proxy: FaultProxy) -> raystow.Checkpointer:
     saver.close()
     with raystow.Checkpointer(uri, rank=0, world_size=2, timeout=1) as alone:
         alone.save(model_and_moments(3), step=3)  # rank 1 does not exist
+    save_on_two_ranks(uri)
     last = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=30, memory=raystow.Memory(cache=0, journal=5_000))
-    last.save(model_and_moments(4), step=4).result(60)
+    last.save(model_and_moments(4), step=5).result(60)
     cut_a_pack(uri)
     last.restore_latest(into=model_and_moments(0))
     record_steps(last)
     background.ErrorLog("raystow-measured").note(RuntimeError("what nobody has thought of"))
     return last
+
+
+def save_on_two_ranks(uri: str) -> None:
+    """Save a state of which one rank has other bits."""
+    with raystow.Checkpointer(uri, rank=0, world_size=2) as first, raystow.Checkpointer(uri, rank=1, world_size=2) as second:
+        one, other = model_and_moments(5), model_and_moments(5)
+        other["model"]["w"][7] += 1
+        for saver, state in ((first, one), (second, other)):
+            saver.save(state, step=4)
 
 
 def record_steps(saver: raystow.Checkpointer) -> None:

@@ -54,10 +54,10 @@ def _when(
     attempt = core.attempt(ticket)
 
     def answer() -> Message | None:
-        if not reached(attempt):
-            return core.questions(ticket) or core.late(ticket, last)
-        if attempt.phase is Phase.ABORTED:
+        if attempt.phase is Phase.ABORTED and reached(attempt):
             attempt.result()  # raises
-        return make(attempt)
+        if (asked := core.questions(ticket) or core.late(ticket, last)) is not None:  # also if it has become a version meanwhile
+            return asked
+        return make(attempt) if reached(attempt) else None
 
     return answer

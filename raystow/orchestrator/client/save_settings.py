@@ -1,0 +1,55 @@
+"""What all saves of a ``Checkpointer`` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from ...state.lossy.profiles import Lossy
+from ...state.planner import Planner
+from ...state.replica_groups import Compared
+from ...storage.format import values
+from ...storage.retention.policy import Policy
+from ...workers.protocol.messages import JoinRun, OnDifference, OnFenced, RankSaveRequest
+from ..argument_checks import one_of
+from ..coordinator.delta_schedule import Delta
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """See ``Checkpointer`` and ``RankSaveRequest``."""
+
+    timeout: float
+    retention: Policy | None
+    lossy: Lossy
+    delta: Delta
+    on_fenced: OnFenced
+    on_difference: str
+    compare_replicas: str
+
+    def __post_init__(self) -> None:
+        one_of("on_fenced", self.on_fenced, ("raise", "takeover"))
+        one_of("on_difference", self.on_difference, ("warn", "raise"))
+        one_of("compare_replicas", self.compare_replicas, ("all", "small", "off"))
+
+    def planner(self) -> Planner:
+        """Make the planner of a rank."""
+        return Planner(self.lossy, compared=cast(Compared, self.compare_replicas))
+
+    def request(self, member: JoinRun, *, save: int, step: int, metrics: Mapping[str, object]) -> RankSaveRequest:
+        """Return what is known of a save when it is called."""
+        return RankSaveRequest(
+            rank=member.rank,
+            world_size=member.world_size,
+            incarnation=member.incarnation,
+            save=save,
+            step=step,
+            timeout=self.timeout,
+            metrics={name: values.dumps(value) for name, value in metrics.items()},
+            lossy=self.lossy.texts(),
+            retention=self.retention,
+            delta=self.delta,
+            on_fenced=self.on_fenced,
+            on_difference=cast(OnDifference, self.on_difference),
+        )

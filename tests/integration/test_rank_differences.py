@@ -1,0 +1,187 @@
+"""Ranks that hold other bits of the same tensor: each save names rank, tensor and element."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from helpers.local_cluster import LocalCluster
+
+import raystow
+from integration.cli_runner import ran, run_json
+from integration.ranks import Rank, every, start
+from raystow.storage.format.replica_difference import ReplicaDifference
+
+State = dict[str, Any]
+
+
+def plain_state(seed: int = 0) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model": {"w": torch.randn(600, 700, generator=generator), "b": torch.randn(7, generator=generator).bfloat16()},
+        "array": np.arange(40, dtype=np.int16).reshape(4, 10),
+        "bn.running_mean": torch.zeros(3),
+        "step": 5,
+    }
+
+
+def found(version: raystow.Version) -> dict[str, ReplicaDifference]:
+    return {one.name: one for one in version.record.differences}
+
+
+def test_a_flipped_bit_is_named_with_both_sides(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path), nodes=2) as cluster:
+        states = [plain_state() for _ in range(3)]
+        assert cluster.save_all(states, step=1).record.differences == ()
+        assert not caplog.records
+        states[1]["model"]["w"].view(torch.int32)[411, 17] ^= 1 << 20
+        states[2]["array"][3, 9] = -1
+        version = cluster.save_all(states, step=2)
+    differences = found(version)
+    assert differences["model.w"] == ReplicaDifference(
+        "model.w", "tensor", (1,), (0, 2), 1, 2, "minority", (411, 17), within=1, elements=1
+    )
+    array = differences["array"]
+    assert (array.odd, array.others, array.stored, array.first, array.elements) == ((2,), (0, 1), "majority", (3, 9), 1)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "rank 1 and ranks 0, 2 differ in model.w, element [411, 17] alone" in warning
+    assert "raystow.PerRank" in warning
+    assert "broadcast" in warning
+    assert "corrupted device" in warning
+
+
+def test_commands_show_what_ranks_held_differently(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path)) as cluster:
+        states = [plain_state(), plain_state()]
+        cluster.save_all(states, step=1)
+        states[1]["model"] = plain_state(seed=1)["model"]
+        version = cluster.save_all(states, step=2)
+    sides = "rank 1 and rank 0" if found(version)["model.w"].odd == (1,) else "rank 0 and rank 1"
+    shown = ran("diff", "--ranks", f"{tmp_path}@latest", columns=300).stdout
+    assert f"{sides} differ in model.w, from element [0, 0] on; without a majority" in shown
+    assert f"{sides} differ in model.w" in ran("show", tmp_path, columns=300).stdout
+    assert [one["name"] for one in run_json("show", tmp_path)["differences"]] == ["model.b", "model.w"]
+    assert run_json("diff", "--ranks", tmp_path, 1)["differences"] == []
+    assert run_json("diff", "--ranks", tmp_path, 2, "--exit-code", code=7)["different"]
+    reported = run_json("report", tmp_path)["versions"]
+    assert [len(one["differences"]) for one in reported] == [0, 2]
+    ran("diff", tmp_path, code=2)
+
+
+def test_a_difference_fails_the_save_if_asked(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path), on_difference="raise") as cluster:
+        states = [plain_state() for _ in range(3)]
+        states[2]["bn.running_mean"][1] = 1
+        states[0]["step"] = 6
+        assert [one.kind for one in cluster.save_all(states, step=1).record.differences] == ["buffer", "value"]
+        states[2]["model"]["b"][0] += 1
+        with pytest.raises(raystow.SaveFailed, match=r"rank 2 and ranks 0-1 differ in model\.b, element \[0\] alone"):
+            cluster.save_all(states, step=2)
+        assert len(raystow.open(tmp_path).versions()) == 1
+
+
+def test_what_may_differ_by_design_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Statistics of a batch norm, in a module and as plain tensors, and plain values."""
+    models = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    with LocalCluster("memory://by-design") as cluster:
+        for step in (1, 2):
+            for rank, model in enumerate(models):
+                model[1].running_var.fill_(rank + step)
+            states = [{**plain_state(), "model": model, "step": rank} for rank, model in enumerate(models)]
+            version = cluster.save_all(states, step=step)
+            assert {(one.name, one.kind) for one in version.record.differences} == {
+                ("model.1.running_var", "buffer"),
+                ("step", "value"),
+            }
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "reported once" in warning
+
+
+def test_hundreds_of_differing_tensors_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    with LocalCluster("memory://many") as cluster:
+        states = [{f"t{i:03}": torch.full((3,), float(rank)) for i in range(200)} for rank in range(2)]
+        version = cluster.save_all(states, step=1)
+    assert [one.name for one in version.record.differences] == [f"t{i:03}" for i in range(32)]
+    assert "and 29 more" in caplog.text
+
+
+def join_group(self: Rank, port: int) -> None:
+    import torch.distributed as dist
+
+    who = {"rank": self.checkpointer.rank, "world_size": self.checkpointer.world_size}
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", **who)
+
+
+def distribute(self: Rank) -> None:
+    """Set the state to a plain tensor, a replicated DTensor, and one sharded in two replicas."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    whole = torch.arange(401 * 515, dtype=torch.float32).reshape(401, 515)
+    self.state = {
+        "plain": whole.clone(),
+        "everywhere": distribute_tensor(whole, mesh, [Replicate(), Replicate()]),
+        "hybrid": distribute_tensor(whole, mesh, [Replicate(), Shard(0)]),
+    }
+
+
+def flip(self: Rank, name: str) -> None:
+    tensor = self.state[name]
+    local = getattr(tensor, "_local_tensor", tensor)
+    local.view(torch.int32)[5, 3] ^= 1
+
+
+def warnings_of(self: Rank) -> tuple[str, ...]:
+    return self.pending[-1].warnings
+
+
+@pytest.mark.usefixtures("cluster")
+def test_rank_0_is_warned_of_a_difference_on_ray(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2)
+    every(ranks, "set", plain_state)
+    ray.get(ranks[1].do.remote(lambda self: self.state["model"]["b"].zero_()))
+    every(ranks, "save", 1)
+    first, second = every(ranks, "do", lambda self: (self.pending[-1].result(60), self.pending.pop().warnings)[1])
+    assert any("rank 1 and rank 0 differ in model.b, from element [0] on" in warning for warning in first)
+    assert second == ()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("cluster")
+def test_flipped_bits_of_dtensors_are_found_on_ray(tmp_path: Path) -> None:
+    """A plain tensor, ``Replicate`` and hybrid shards of four processes, each of which has a flipped bit in turn."""
+    ranks = start(str(tmp_path), 4)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    every(ranks, "do", join_group, port)
+    every(ranks, "do", distribute)
+    every(ranks, "save", 1)
+    every(ranks, "fence")
+    assert ray.get(ranks[0].do.remote(warnings_of)) == ()
+    every(ranks, "result")
+    for step, (name, odd) in enumerate([("plain", 2), ("everywhere", 3), ("hybrid", 3)], start=2):
+        every(ranks, "do", distribute)
+        ray.get(ranks[odd].do.remote(flip, name))
+        every(ranks, "save", step)
+        version = every(ranks, "do", lambda self: (self.pending[-1].result(60), self.pending.pop().warnings))
+        record = raystow.open(tmp_path).versions()[-1].record
+        (difference,) = record.differences
+        first = (5 + (201 if name == "hybrid" else 0), 3)
+        assert (difference.name, difference.first, difference.elements) == (name, first, 1)
+        if name == "hybrid":
+            assert {*difference.odd, *difference.others} == {1, 3}  # the two holders
+        else:
+            assert (difference.odd, difference.odd_ranks, difference.other_ranks) == ((odd,), 1, 3)
+        (warning,) = version[0][1]
+        assert f"differ in {name}, element [{first[0]}, 3] alone" in warning
+        assert all(warnings == () for _, warnings in version[1:])
+    ray.get([rank.do.remote(lambda self: __import__("torch").distributed.destroy_process_group()) for rank in ranks])
