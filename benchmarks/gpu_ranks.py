@@ -12,13 +12,14 @@ bits.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,21 +40,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 OURS = "raystow deflate"
-CONTESTANTS = (OURS, DCP, TORCH_CHECKPOINTING)
+UNCOMPARED = "raystow, replicas not compared"
+CONTESTANTS = (OURS, UNCOMPARED, DCP, TORCH_CHECKPOINTING)
+LAYOUTS = ("fsdp2", "hsdp", "plain")
 BYTES = 256  # the vocabulary
 now = time.perf_counter
 
 
 class Ranked(Raystow):
-    """raystow in one of several ranks."""
+    """raystow in one of several ranks. ``compared``: see ``Checkpointer``."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, compared: str = "all") -> None:
         import raystow
 
         self._root = root
         rank, world = dist.get_rank(), dist.get_world_size()
+        codec = raystow.Compression("deflate")
         self.checkpointer = raystow.Checkpointer(
-            str(root), rank=rank, world_size=world, compression=raystow.Compression("deflate")
+            str(root), rank=rank, world_size=world, compression=codec, compare_replicas=compared
         )
 
 
@@ -71,16 +75,22 @@ class RankedDcp(Dcp):
 
 
 class Training:
-    """A GPT on all ranks: what ``gpu_save.window`` expects of a training."""
+    """A GPT on all ranks: what ``gpu_save.window`` expects of a training. ``layout``: "fsdp2" shards it over all ranks. With the
+    others each rank has all of it: "hsdp" as DTensors, "plain" as plain tensors."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
+    def __init__(self, size: Size, device: torch.device, layout: str) -> None:
         if device.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(device, priority=-5))
         torch.manual_seed(0)
         self.device, self.step, self._size = device, 0, size
         self._data = text(device)
         self._span = torch.arange(size.context + 1, device=device)
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._plain = layout == "plain"
+        world = dist.get_world_size()
+        if layout == "fsdp2":
+            mesh = init_device_mesh(device.type, (world,))
+        else:
+            mesh = init_device_mesh(device.type, (world, 1), mesh_dim_names=("replicate", "shard"))
         mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         with torch.device("meta"):
             self._model = GPT(size)
@@ -112,10 +122,13 @@ class Training:
             torch.cuda.synchronize(self.device)
 
     def state(self) -> State:
-        """Return weights and moments, DTensors, without copies."""
+        """Return weights and moments without copies."""
         named, of = dict(self._model.named_parameters()), self._optimizer.state
         moments = {what: {name: of[one][what] for name, one in named.items()} for what in ("exp_avg", "exp_avg_sq")}
-        return {"weights": {name: one.detach() for name, one in named.items()}, **moments}
+        state = {"weights": {name: one.detach() for name, one in named.items()}, **moments}
+        if self._plain:
+            state = {what: {name: one._local_tensor.detach() for name, one in of.items()} for what, of in state.items()}
+        return state
 
 
 def text(device: torch.device) -> Tensor:
@@ -132,11 +145,11 @@ def parts(state: State) -> list[Tensor]:
 class Rank:
     """One process of the training."""
 
-    def __init__(self, rank: int, world: int, address: str, device: str, size: Size) -> None:
+    def __init__(self, rank: int, world: int, address: str, device: str, size: Size, layout: str) -> None:
         host, port = address.split(":")
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
-        self._training = Training(size, device_named(device))
+        self._training = Training(size, device_named(device), layout)
         self._contestant = Contestant()
         self._group = dist.new_group(backend="gloo")
 
@@ -150,8 +163,9 @@ class Rank:
     def use(self, name: str, root: str) -> None:
         """End with the contestant before, and begin with one in a new folder."""
         self._contestant.close()
-        made = {OURS: Ranked, DCP: RankedDcp, TORCH_CHECKPOINTING: TorchCheckpointing}[name]
-        self._contestant = made(Path(root))
+        ranked = {OURS: Ranked, UNCOMPARED: functools.partial(Ranked, compared="off")}
+        made: dict[str, Callable[[Path], Contestant]] = {**ranked, DCP: RankedDcp, TORCH_CHECKPOINTING: TorchCheckpointing}
+        self._contestant = made[name](Path(root))
 
     def save(self, saves: int, every: int) -> dict[str, Any]:
         """Measure windows with and without a save."""
@@ -298,6 +312,7 @@ def main(
     context: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
     batch: Annotated[int, typer.Option(help="sequences of a micro-batch of a rank")] = 4,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a trial")] = "cuda",
+    layout: Annotated[str, typer.Option(help=f"of the state: {', '.join(LAYOUTS)}")] = "fsdp2",
 ) -> None:
     """Measure saves and restores of one training on several GPUs."""
     console, names = console_for_tables(), report.chosen(contestant, CONTESTANTS)
@@ -308,9 +323,9 @@ def main(
     environment = {"env_vars": {"PYTHONPATH": path}}
     ray.init(num_gpus=gpus, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20, runtime_env=environment)
     actor = ray.remote(num_gpus=1 if device == "cuda" else 0, num_cpus=0)(Rank)
-    group = [actor.remote(rank, world, "127.0.0.1:29541", device, size) for rank in range(world)]
+    group = [actor.remote(rank, world, "127.0.0.1:29541", device, size, layout) for rank in range(world)]
     results: dict[str, Any] = {**ray.get([one.about.remote() for one in group])[0], "saves": {}, "restores": {}}
-    results["settings"] = {"saves": saves, "every": every, "rounds": rounds, **vars(size)}
+    results["settings"] = {"saves": saves, "every": every, "rounds": rounds, "layout": layout, **vars(size)}
     for name in names:
         with tempfile.TemporaryDirectory(prefix="raystow-gpu-ranks-", dir=store) as root:
             try:

@@ -40,8 +40,8 @@ class _FirstElement:
 class DeviceRanges:
     """The ranges of one device. The kernels' tables are made once."""
 
-    def __init__(self, device: int, ranges: Sequence[ReplicaRange]) -> None:
-        self._device, self._ranges = torch.device("cuda", device), ranges
+    def __init__(self, device: torch.device, ranges: Sequence[ReplicaRange]) -> None:
+        self._device, self._ranges = device, ranges
         self._sizes = np.array([(one.nbytes, one.dtype.itemsize) for one in ranges], np.uint64).T
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device)

@@ -54,10 +54,12 @@ class ReplicaDigester:
         return DescribeReplicas(new, anew)
 
     def _on_device(self, device: int, ranges: list[ReplicaRange]) -> DeviceRanges:
+        import torch
+
         from ..gpu.replica_ranges import DeviceRanges
 
         if device not in self._devices or not self._devices[device].fits(ranges):
-            self._devices[device] = DeviceRanges(device, ranges)
+            self._devices[device] = DeviceRanges(torch.device("cuda", device), ranges)
         return self._devices[device]
 
 
