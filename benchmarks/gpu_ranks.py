@@ -163,8 +163,8 @@ class Rank:
     def use(self, name: str, root: str) -> None:
         """End with the contestant before, and begin with one in a new folder."""
         self._contestant.close()
-        ranked = {OURS: Ranked, UNCOMPARED: functools.partial(Ranked, compared="off")}
-        made: dict[str, Callable[[Path], Contestant]] = {**ranked, DCP: RankedDcp, TORCH_CHECKPOINTING: TorchCheckpointing}
+        made: dict[str, Callable[[Path], Contestant]] = {OURS: Ranked, DCP: RankedDcp, TORCH_CHECKPOINTING: TorchCheckpointing}
+        made[UNCOMPARED] = functools.partial(Ranked, compared="off")
         self._contestant = made[name](Path(root))
 
     def save(self, saves: int, every: int) -> dict[str, Any]:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 RANGE = 1 << 20
 """Bytes of the largest range, and of the largest tensor that all holders compare in every save."""
 
-Compared = Literal["all", "small", "off"]
-"""What a save compares: all tensors, small ones, or none."""
+Compared = Literal["all", "small", "off", "whole"]
+"""What is compared: in a save all tensors, small ones, or none; after a restore all tensors, by all holders at once."""
 
 _VALUE_GROUPS = 64  # groups of plain values, one for each key of the state's uppermost dict; others are in one group
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norms, of which each rank of DDP has its own
@@ -129,9 +129,9 @@ class ReplicaGroups:
         if compared != "off":
             for holders, pieces in self._small.items():
                 found.append(self._group(("small", holders), pieces))
-        if compared == "all":
+        if compared in ("all", "whole"):
             for (holders, writer), pieces in self._large.items():
-                if self._rank in comparing(holders or self._everyone, writer, save):
+                if compared == "whole" or self._rank in comparing(holders or self._everyone, writer, save):
                     found.append(self._group((writer, holders), pieces))
         return found
 

@@ -325,6 +325,7 @@ class Checkpointer:
         allow_unused: str | Sequence[str] = (),
         cast: bool = False,
         allow_uncommitted: bool = True,
+        verify_replicas: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Version | None:
         """Fill ``into`` from a version. Every rank calls this with the same ``version``, and all restore the same one.
@@ -342,6 +343,7 @@ class Checkpointer:
             cast: Whether to convert to the dtypes of ``into``; else another dtype is an error.
             allow_uncommitted: Whether the latest version may be a save that is not durable yet, or could not be uploaded, if all
                 of it is in the memory of the nodes.
+            verify_replicas: Whether to compare afterwards what the ranks hold of the same tensors; see ``docs/replicas.md``.
             progress: Called with the decoded bytes of each chunk, from several threads. None: rank 0 shows a progress bar in a
                 terminal or notebook, after two seconds.
 
@@ -352,7 +354,8 @@ class Checkpointer:
             StateError: Names, shapes or dtypes do not match, or memory is shared; or ``version`` is invalid, or another one
                 than on another rank.
             NotFound: There is no such version.
-            Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.
+            Damaged: The version is damaged, or with ``"latest"`` no version is whole; or ranks hold other bits of the same tensor
+                (``verify_replicas``). The content of ``into`` is undefined.
             Fenced: Another process has taken this rank.
             DeadlineExceeded: Another rank did not call, or did not read on, for ``timeout`` seconds.
         """
@@ -363,6 +366,8 @@ class Checkpointer:
         options = RestoreOptions(self.rank, self.world_size, names, cast)
         run = functools.partial(self._restores.run, self._startup.repository(), into, options)
         restored = run(asked=asked, allow_uncommitted=allow_uncommitted, progress=progress)
+        if verify_replicas and restored is not None:
+            self._restores.compare(into)
         self._restored = (START if restored is None else restored.step), asked == LATEST
         if self._recorder is not None:
             self._recorder.restored(*self._restored)
@@ -382,6 +387,7 @@ class Checkpointer:
         allow_unused: str | Sequence[str] = (),
         cast: bool = False,
         allow_uncommitted: bool = True,
+        verify_replicas: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Version | None:
         """Fill ``into`` from the latest version: ``restore`` without ``version``.
@@ -393,13 +399,15 @@ class Checkpointer:
             allow_unused: See ``restore``.
             cast: See ``restore``.
             allow_uncommitted: See ``restore``.
+            verify_replicas: See ``restore``.
             progress: See ``restore``.
 
         Returns:
             The version, or None if there is none.
         """
         restore = functools.partial(self.restore, into, allow_missing=allow_missing, allow_unused=allow_unused)
-        return restore(strict=strict, cast=cast, allow_uncommitted=allow_uncommitted, progress=progress)
+        restore = functools.partial(restore, strict=strict, cast=cast, verify_replicas=verify_replicas)
+        return restore(allow_uncommitted=allow_uncommitted, progress=progress)
 
     def prepare(self, state: State) -> None:
         """Prepare the first save of a state like this one, in the background.

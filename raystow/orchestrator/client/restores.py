@@ -17,6 +17,7 @@ from ..restore.agreement import ClusterAgreement
 from ..restore.fresh_start import FreshStart
 from ..restore.name_match import names_digest
 from ..restore.planner import RestoreOptions
+from .replica_check import check_replicas
 from .startup import Startup
 
 
@@ -32,6 +33,11 @@ class Restores:
     def __init__(self, startup: Startup, timeout: float) -> None:
         self._startup, self._timeout, self._numbers = startup, timeout, itertools.count(1)
         self.fresh = None
+
+    def compare(self, into: State) -> None:
+        """Compare what all ranks hold after a restore; see ``check_replicas``."""
+        number, member = next(self._numbers), self._startup.member
+        check_replicas(into, member, self._startup.port, number=number, timeout=self._timeout)
 
     def run(
         self,

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ...storage.coding.digest import stored_digest
 from ...storage.commit.catalog import Catalog
 from ...storage.commit.committer import outcome_in
-from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
+from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import VersionRecord
 from ...storage.log import about
@@ -80,7 +80,7 @@ class CoordinatorActor:
         self._opened: OpenedRepository | None = None
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()
-        self._reported: tuple[OpenedRepository | None, tuple[int, int, int]] = (None, (0, 0, 0))
+        self._reported: tuple[OpenedRepository | None, tuple[int, ...]] = (None, (0, 0, 0))
         self._restoring, self._recalling = asyncio.Lock(), asyncio.Lock()
         self._in_store: dict[EntryInfo, StoredEntry] = {}  # the entries that the store has, when all ranks voted last
         self._choices: tuple[object, dict[str, RestoreChoice]] = (None, {})  # by attempt, since this change of the rounds
@@ -203,6 +203,8 @@ class CoordinatorActor:
                 return await self._compare(request)
             case JournalVote():
                 return await self._replay(request)
+            case messages.CompareReplicas():
+                return await self._compare_restored(request)
             case RankReading():
                 at = await self._started()
                 async with self._restoring:
@@ -286,6 +288,19 @@ class CoordinatorActor:
         if not round.has_compared:
             return round.waits(report)
         return UnusedByAll(round.unused_by_all())
+
+    async def _compare_restored(self, request: messages.CompareReplicas) -> Message:
+        """Take what a rank holds after a restore. Returns what ranks hold differently, or questions."""
+        at = await self._started()
+        at.core.check_member(request)
+        round, rank = at.restored.take(request), request.rank
+        await self._tell(at)
+        if not await self._within(request.timeout, lambda: round.answer(rank) is not None):
+            what = f"ranks {sorted(round.missing)[:8]} have not compared what they hold after {request.timeout:.0f} s"
+            raise DeadlineExceeded(what, subject=self._uri, remedy="restore with verify_replicas=True on all ranks")
+        answer = round.answer(rank)
+        assert answer is not None
+        return answer
 
     async def _replay(self, vote: JournalVote) -> JournalChoice | RanksWarning:
         """Take a rank's vote on the step to replay to, and answer when all ranks have voted, or with ``RanksWarning``."""

@@ -20,6 +20,7 @@ from ...storage.runtime.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...workers.protocol.messages import (
     AskNextSave,
     Begin,
+    CompareReplicas,
     JournalVote,
     NextSave,
     RanksWarning,
@@ -40,6 +41,7 @@ from .save_schedule import SaveSchedule
 
 logger = logging.getLogger(__name__)
 
+MemberMessage = RankSaveRequest | AskNextSave | RestoreVote | UnusedNames | JournalVote | CompareReplicas
 _OPEN = 1024  # saves of a run that may be open at a time: each call looks at all of them
 _RESTORES = 16  # restores that the next version reports
 
@@ -111,7 +113,7 @@ class Coordinator:
             if rank not in attempt.delivered and (rank in attempt.ranks or missing):
                 self._abort(attempt, f"rank {rank} was restarted")
 
-    def check_member(self, message: RankSaveRequest | AskNextSave | RestoreVote | UnusedNames | JournalVote) -> None:
+    def check_member(self, message: MemberMessage) -> None:
         """Raise ``Fenced`` if another process has taken the rank of the one that sends a message, or another run the
         repository, and ``NotARepository`` if the process began with one that is gone."""
         rank, incarnation = message.rank, message.incarnation

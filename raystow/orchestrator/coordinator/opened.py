@@ -21,6 +21,7 @@ from ..journal.rounds import JournalRounds
 from ..restore.rounds import RestoreRounds
 from ..restore.version_cache import VersionCache
 from .attempts import Coordinator
+from .restored_replicas import RestoredReplicas
 from .segments import Segments
 from .upkeep import Upkeep
 
@@ -52,13 +53,14 @@ class OpenedRepository:
             repository, SYSTEM, self.known, is_current=current, on_fall_back=count_damage, member=self.core.member
         )
         self.replays = JournalRounds(SYSTEM, lambda: self.committer.rollbacks)
+        self.restored = RestoredReplicas(SYSTEM)
         self.segments = Segments(self.committer, SYSTEM)
         self.upkeep = Upkeep(self.committer)
 
     @property
-    def changes(self) -> tuple[int, int, int]:
+    def changes(self) -> tuple[int, ...]:
         """The number of changes that a waiting call may wait for."""
-        return self.core.changes, self.rounds.changes, self.replays.changes
+        return self.core.changes, self.rounds.changes, self.replays.changes, self.restored.changes
 
     @property
     def in_use(self) -> bool:

@@ -187,6 +187,29 @@ class AnswerReplicas(CoordinatorRequest[Acknowledged], frozen=True):
     answers: Column[ReplicaAnswer]
 
 
+class ReplicasCompared(Message, frozen=True):
+    """What ranks hold differently, as texts."""
+
+    differences: Column[Text]
+
+
+class CompareReplicas(CoordinatorRequest[ReplicasCompared | ReplicaQuestions], frozen=True):
+    """Reports what a rank holds after a restore, and then its answers. ``number``: of the comparison, among those of the process.
+    ``digests``: see ``RankFinished``."""
+
+    rank: int
+    world_size: WorldSize
+    incarnation: Incarnation
+    number: int
+    timeout: float
+    digests: Column[tuple[Digest, Digest]] = ()
+    answers: Column[ReplicaAnswer] = ()
+
+    @property
+    def wait(self) -> float:
+        return self.timeout
+
+
 class AwaitRanks(CoordinatorRequest[Acknowledged | ReplicaQuestions], frozen=True):
     """Asks for an answer when every rank of the attempt has finished. ``last_warning``: the number of the last one."""
 
