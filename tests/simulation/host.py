@@ -17,6 +17,7 @@ from raystow.storage.repository import create_repository
 from raystow.storage.retention.policy import Policy
 from raystow.workers.protocol.messages import Message, Ticket
 
+from . import payload
 from .invariants import Role
 from .journal import Violation
 
@@ -84,7 +85,9 @@ class Host:
         core = self._start()
         while True:
             while (attempt := core.next_commit()) is not None:
-                core.settled(attempt, self._commit(core.record(attempt)))
+                record = core.record(attempt)
+                self._check_differences(record)
+                core.settled(attempt, self._commit(record))
                 self._notify()
                 if attempt.phase is Phase.COMMITTED:
                     self._check_order(attempt)
@@ -182,6 +185,14 @@ class Host:
         for attempt in self._open():
             if attempt.phase is not Phase.READY and attempt.deadline <= self._clock.monotonic():
                 raise Violation("every attempt ends", f"{self.process} lets {attempt.attempt} live past its deadline")
+
+    def _check_differences(self, record: VersionRecord) -> None:
+        """Check that no rank is blamed that holds what others hold. A node that does not answer leaves a difference unnamed."""
+        odd = payload.odd_rank(record.step)
+        for difference in record.differences:
+            sides = {*difference.odd, *difference.others}
+            if odd not in sides or (len(sides) > 2 and difference.odd != (odd,)):
+                raise Violation("only ranks with other bits are blamed", f"{difference}, where rank {odd} has other bits")
 
     def _check_order(self, committed: Attempt) -> None:
         for attempt in self._open():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from raystow.storage.errors import ClusterError, RaystowError, StoreError
 from raystow.storage.format import keys
 from raystow.workers.protocol.messages import (
+    AnswerReplicas,
     AwaitRanks,
     Begin,
     Incarnation,
@@ -18,6 +19,7 @@ from raystow.workers.protocol.messages import (
     RankFinished,
     RankSaveFailed,
     RankSaveRequest,
+    ReplicaQuestions,
     SaveContents,
     Ticket,
 )
@@ -125,8 +127,10 @@ class Node:
         self.process.spawn(upload)
         reported = False
         try:
-            port.ask(RankFinished(ticket, self.rank, 0))
-            port.ask(AwaitRanks(ticket), self._warned)
+            held = payload.digests(self.rank, ticket.step)
+            port.ask(RankFinished(ticket, self.rank, 0, held.of(self.rank)))
+            while isinstance(asked := port.ask(AwaitRanks(ticket), self._warned), ReplicaQuestions):
+                port.ask(AnswerReplicas(ticket, tuple(map(held.answer, asked.questions))))
             port.ask(PartStaged(ticket, part.info))
             if not self.process.wait(lambda: bool(uploads), ticket.timeout):
                 raise ClusterError("a pack could not be stored in time")
