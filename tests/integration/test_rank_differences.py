@@ -86,7 +86,7 @@ def test_a_difference_fails_the_save_if_asked(tmp_path: Path) -> None:
         assert len(raystow.open(tmp_path).versions()) == 1
 
 
-def test_what_may_differ_by_design_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_may_differ_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     """Statistics of a batch norm, in a module and as plain tensors, and plain values."""
     models = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
