@@ -94,6 +94,12 @@ MAX_NUMBER = 10**9 - 1
 MAX_CHAIN = 12
 """Versions of a chain of deltas, the one that is read among them."""
 
+MAX_DIFFERENCES = 32
+"""Differences between ranks in a record."""
+
+MAX_SIDE = 64
+"""Ranks of each side of a difference in a record."""
+
 Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 """A name, a path, an address, or an explanation."""
 

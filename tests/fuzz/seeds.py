@@ -17,6 +17,7 @@ from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.format import keys, records, values
 from raystow.storage.format.manifest import Chunk, Fragment, Value
+from raystow.storage.format.replica_difference import ReplicaDifference
 from raystow.storage.format.root import Dropped, Entry, RolledBack, Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 
@@ -39,6 +40,7 @@ RECORD = VersionRecord(
     (FragmentInfo(0, 10, "ab" * 32, (0, 1), 3, 24, 20),),
     (PackInfo(0, "weights", 0, 20),),
     {"deflate": "asked for"},
+    differences=(ReplicaDifference("w", "tensor", (1,), (0,), 1, 1, "unknown", (3, 4), 1, 1),),
 )
 LIKE_NEW = replace(RECORD, fragments=(replace(RECORD.fragments[0], packs=1, stall=0.5),), packs=None)
 

@@ -210,8 +210,8 @@ class Checkpointer:
         changed. An operation that runs while its tensor is read counts only if it ends within twice the time of reading (up to
         2 s). Writes through ``.data``, ``numpy()``, ``from_numpy`` or DLPack, by ``fused=True`` optimizers, collectives, CUDA
         graphs, kernels and other processes do not count; of these only changes of a few compared elements are found.
-        Plain tensors and arrays must be equal on all ranks, which is compared, and are stored once; of a DTensor each rank stores its own shards;
-        plain values are stored for each rank.
+        Plain tensors and arrays must be equal on all ranks, as each save checks, and are stored once; of a DTensor each rank
+        stores its own shards; plain values are stored for each rank.
 
         Args:
             state: A dict with string or integer keys of objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers,

@@ -15,20 +15,20 @@ import numpy as np
 
 from ...state.chunk_info import RangeInfo
 from ...state.replica_digests import RangeDigest, first_difference
+from ...state.replica_groups import RANGE
 from ...storage.coding import dtypes
 from ...storage.errors import RaystowError
 from ...storage.format.replica_difference import (
     BUFFER,
     EACH,
     MAJORITY,
-    MAX_DIFFERENCES,
-    MAX_SIDE,
     MINORITY,
     TENSOR,
     UNKNOWN,
     VALUE,
     ReplicaDifference,
 )
+from ...storage.limits import MAX_DIFFERENCES, MAX_SIDE
 from ...workers.packing.held_digests import part_size
 from ...workers.protocol.messages import DescribedRange, ReplicaAnswer, ReplicaQuestion
 
@@ -64,7 +64,8 @@ class _DifferingGroup:
             return
         self.parts[rank] = answer
         if len(self.parts) == len(self.sides):
-            found = [np.frombuffer(one.parts, "<u4") for one in self.parts.values() if one.count == answer.count]
+            fitting = (one for one in self.parts.values() if one.count == answer.count and len(one.parts) % 4 == 0)
+            found = [np.frombuffer(one.parts, "<u4") for one in fitting]
             if len(found) > 1 and len({len(one) for one in found}) == 1:
                 step = part_size(answer.count)
                 parts = np.flatnonzero((np.stack(found) != found[0]).any(axis=0))[:MAX_DIFFERENCES].tolist()
@@ -161,8 +162,11 @@ def _first(info: RangeInfo, one: DescribedRange, other: DescribedRange) -> tuple
         itemsize = dtypes.dtype(info.dtype).itemsize
     except RaystowError:
         return None
+    nbytes = math.prod(info.extent) * itemsize
+    if not 0 < nbytes <= RANGE or len(info.offset) != len(info.extent):  # not what a rank compares
+        return None
     found = (RangeDigest(each.whole, each.first) for each in (one, other))
-    return first_difference(*found, nbytes=math.prod(info.extent) * itemsize, itemsize=itemsize)
+    return first_difference(*found, nbytes=nbytes, itemsize=itemsize)
 
 
 def _difference(found: list[tuple[RangeInfo, _Sides]]) -> ReplicaDifference:
@@ -189,7 +193,9 @@ def _difference(found: list[tuple[RangeInfo, _Sides]]) -> ReplicaDifference:
 
 def _place(info: RangeInfo, first: tuple[int, bool] | None) -> tuple[int, ...]:
     """The index of an element of a range in its tensor."""
-    number, index = 0 if first is None else first[0], list[int]()
+    if first is None:
+        return info.offset
+    number, index = first[0], list[int]()
     for size in reversed(info.extent):
         index.append(number % size)
         number //= size

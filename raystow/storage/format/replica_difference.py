@@ -5,15 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import Damaged
-from ..limits import MAX_DIMENSIONS, MAX_NAME, MAX_NUMBER
+from ..limits import MAX_DIMENSIONS, MAX_INTEGER, MAX_NAME, MAX_NUMBER, MAX_SIDE
 from . import records
 from .rank_spans import ranks_text
-
-MAX_DIFFERENCES = 32
-"""Differences that a record lists."""
-
-MAX_SIDE = 64
-"""Ranks of a side that a record lists."""
 
 MAJORITY, MINORITY, UNKNOWN, EACH = "majority", "minority", "unknown", "each"
 _STORED = (MAJORITY, MINORITY, UNKNOWN, EACH)
@@ -95,7 +89,7 @@ def parse(fields: records.Json, key: str) -> ReplicaDifference:
     """The difference of a record's object. Raises ``Damaged``."""
     ranks = {side: records.integers(fields, side, key, most=MAX_NUMBER) for side in ("odd", "others")}
     optional = ("first", "within", "elements")
-    first = records.integers(fields, "first", key, most=(1 << 63) - 1) if "first" in fields else ()
+    first = records.integers(fields, "first", key, most=MAX_INTEGER) if "first" in fields else ()
     found = records.parse(ReplicaDifference, fields, key, optional=optional, **ranks, first=first)
     long = len(found.name) > MAX_NAME or len(found.first) > MAX_DIMENSIONS or max(map(len, ranks.values())) > MAX_SIDE
     if long or found.stored not in _STORED or found.kind not in _KINDS:

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import Damaged
-from ..limits import MAX_FRAGMENT, MAX_NUMBER, MAX_ROWS
+from ..limits import MAX_DIFFERENCES, MAX_FRAGMENT, MAX_NUMBER, MAX_ROWS
 from . import keys, records, replica_difference, values
 from .json_text import shown
-from .replica_difference import MAX_DIFFERENCES, ReplicaDifference
+from .replica_difference import ReplicaDifference
 from .root import Entry
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -12,10 +13,13 @@ import numpy.typing as npt
 from ...state.planner import SavePlan
 from ...state.replica_digests import range_digest
 from ...state.replica_groups import ReplicaGroup, ReplicaRange, ValueGroup
+from ...storage.errors import Unsupported
 from ..protocol.messages import DescribeReplicas
 
 if TYPE_CHECKING:
     from ..gpu.replica_ranges import DeviceRanges
+
+logger = logging.getLogger(__name__)
 
 _Numbers = npt.NDArray[np.uint64]
 _DESCRIBED = 4096  # groups that the node worker may remember
@@ -27,6 +31,7 @@ class ReplicaDigester:
     def __init__(self) -> None:
         self._described: set[int] = set()  # the groups that the node worker knows
         self._devices: dict[int, DeviceRanges] = {}
+        self._refused = False  # by a GPU or its software, which is logged once
 
     def begin(self, plan: SavePlan) -> ReplicaDigests:
         """Begin to take the digests of a save on its GPUs."""
@@ -38,7 +43,13 @@ class ReplicaDigester:
         digests = ReplicaDigests(groups, values, ranges, by_device.pop(None, []))
         for device, numbers in by_device.items():
             assert device is not None
-            digests.add(numbers, self._on_device(device, [ranges[i] for i in numbers]).take(plan.ready[device]))
+            try:
+                digests.add(numbers, self._on_device(device, [ranges[i] for i in numbers]).take(plan.ready[device]))
+            except (ImportError, Unsupported) as error:
+                digests.leave_out(numbers)
+                if not self._refused:
+                    self._refused = True
+                    logger.warning("tensors of GPUs are not compared with those of other ranks: %s", error)
         return digests
 
     def news(self, groups: Iterable[ReplicaGroup | ValueGroup]) -> DescribeReplicas | None:
@@ -74,6 +85,7 @@ class ReplicaDigests:
         on_host: Sequence[int],
     ) -> None:
         self._groups, self._values, self._ranges, self.on_host = groups, values, ranges, on_host
+        self._left_out = set[int]()
         self._found = np.zeros((2, len(ranges)), np.uint64)
         self._pending = list[tuple[list[int], Callable[[], _Numbers]]]()
 
@@ -81,6 +93,11 @@ class ReplicaDigests:
     def groups(self) -> list[ReplicaGroup | ValueGroup]:
         """The groups that have digests."""
         return [*self._groups, *self._values]
+
+    def leave_out(self, numbers: Iterable[int]) -> None:
+        """Leave the groups of these ranges out, of which there are no digests."""
+        left_out = {id(self._ranges[number]) for number in numbers}
+        self._left_out |= {group.key for group in self._groups if any(id(one) in left_out for one in group.ranges)}
 
     def add(self, numbers: list[int], taken: Callable[[], _Numbers]) -> None:
         """Add the digests of these ranges, which a device takes: uint64 [2, ranges], once it has done so."""
@@ -102,7 +119,8 @@ class ReplicaDigests:
         found, first = dict[int, bytes](), 0
         for group in self._groups:
             last = first + len(group.ranges)
-            found[group.key] = self._found[:, first:last].astype("<u8").tobytes()
+            if group.key not in self._left_out:
+                found[group.key] = self._found[:, first:last].astype("<u8").tobytes()
             first = last
         for values in self._values:
             found[values.key] = np.array([values.digests] * 2, "<u8").tobytes()

@@ -8,6 +8,7 @@ import pytest
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import Damaged, Unsupported
 from raystow.storage.format import keys, records, values
+from raystow.storage.format.replica_difference import ReplicaDifference
 from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
 from raystow.storage.limits import MAX_CHAIN
@@ -62,6 +63,10 @@ def whole_record() -> VersionRecord:
         {"deflate": "asked for"},
         (RestoreInfo(7, 90, 1.5, 2, 3.25, {"memory": 20, "store": 4}), RestoreInfo(7, 90, 2.5, 2, 0.0)),
         {"exp_avg": "MantissaBits(5)"},
+        differences=(
+            ReplicaDifference("w", "tensor", (1,), (0, 2), 1, 2, "majority", (3, 4), 1, 1),
+            ReplicaDifference("step", "value", (1,), (0,), 1, 1, "each"),
+        ),
     )
 
 
@@ -74,10 +79,11 @@ def test_a_version_record_survives_dump_and_load():
 def test_a_record_without_stalls_and_restores_is_read():
     record = whole_record()
     fields = json.loads(record.dump())
-    del fields["restores"], fields["lossy"], fields["fragments"][0]["stall"]
+    del fields["restores"], fields["lossy"], fields["differences"], fields["fragments"][0]["stall"]
     assert "stall" not in fields["fragments"][1]  # an unknown stall is omitted: readers need not handle null
     old = VersionRecord.load(sealed(fields), record.key())
-    assert (old.restores, old.stall, old.lossy) == ((), None, {})
+    assert (old.restores, old.stall, old.lossy, old.differences) == ((), None, {}, ())
+    assert "differences" not in json.loads(old.dump())
 
 
 @pytest.mark.parametrize("wrong", [None, "x", -1, True, [1]])
@@ -89,6 +95,35 @@ def test_an_invalid_stall_or_restore_is_damage(wrong):
     for odd in (stalled, *restored, {**fields, "restores": wrong}, {**fields, "restores": [wrong]}):
         with pytest.raises(Damaged):
             VersionRecord.load(sealed(odd), record.key())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({name: None} for name in vars(whole_record().differences[0])),
+        *({"kind": "weight"}, {"stored": ""}, {"odd": [-1]}, {"others": [10**9]}, {"odd": [0] * 65}, {"name": "n" * 65537}),
+        *({"first": [0] * 65}, {"within": -1}, {"elements": True}, {"odd_ranks": "1"}),
+    ],
+    ids=str,
+)
+def test_an_invalid_difference_is_damage(wrong):
+    record = whole_record()
+    fields = json.loads(record.dump())
+    odd = {**fields, "differences": [{**fields["differences"][0], **wrong}]}
+    with pytest.raises(Damaged):
+        VersionRecord.load(sealed(odd), record.key())
+    with pytest.raises(Damaged, match="more than 32"):
+        VersionRecord.load(sealed({**fields, "differences": fields["differences"][:1] * 33}), record.key())
+
+
+def test_differences_name_both_sides():
+    tensor, value = whole_record().differences
+    alone = "rank 1 and ranks 0, 2 differ in w, element [3, 4] alone; the version has the bits of the majority, ranks 0, 2"
+    assert str(tensor) == alone
+    assert "w, from element [3, 4] on" in str(replace(tensor, elements=0))
+    assert "w, from one of 9 elements from [3, 4] on; without" in str(replace(tensor, elements=0, within=9, stored="unknown"))
+    assert "rank 1 and 6 more and ranks 0, 2" in str(replace(tensor, odd_ranks=7, stored="minority"))
+    assert str(value) == "rank 1 and rank 0 differ in step; the version has each rank's own"
 
 
 def test_unknown_fields_are_ignored():
