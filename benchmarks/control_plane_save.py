@@ -42,6 +42,9 @@ T = TypeVar("T")
 RANKS, TENSORS = 8, 1000
 _TICKET = Ticket(10**6, "0" * 16, 10**4, 600.0, 10**6)
 
+DIGESTS = tuple((group, 7) for group in range(6))
+"""Of the groups that each rank compares with all others: three of tensors, and three of plain values."""
+
 SAMPLE = 4
 """Nodes that write their fragment as Parquet."""
 
@@ -173,7 +176,7 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
     waiting = [asyncio.create_task(actor.answer(AwaitRanks(ticket))) for ticket in tickets]
     for ticket, (begins, node_report, _) in zip(tickets, reports, strict=True):
         for begin, covered in zip(begins, node_report.covered, strict=True):
-            await _call(actor.answer(RankFinished(ticket, begin.request.rank, covered)))
+            await _call(actor.answer(RankFinished(ticket, begin.request.rank, covered, DIGESTS)))
     await asyncio.gather(*waiting)
     for ticket, (_, node_report, _) in zip(tickets, reports, strict=True):
         await _call(actor.answer(PartStaged(ticket, node_report.info)))

@@ -37,7 +37,7 @@ RANGE = 1 << 20
 Compared = Literal["all", "small", "off", "whole"]
 """What is compared: in a save all tensors, small ones, or none; after a restore all tensors, by all holders at once."""
 
-_VALUE_GROUPS = 64  # groups of plain values, one for each key of the state's uppermost dict; others are in one group
+_VALUE_GROUPS = 16  # groups of plain values, one for each key of the state's uppermost dict; others are in one group
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norms, of which each rank of DDP has its own
 
 

@@ -19,13 +19,15 @@ def course_of(folder: Path, saves: int) -> growth.Course:
     """Save with retention in this process, and return the samples of its resources."""
     course: growth.Course = {}
     rng = np.random.default_rng(0)
-    state = {"w": rng.standard_normal(50_000), "b": rng.standard_normal(100)}
+    odd = np.array([-0.0, np.nan, 0.0]).view(np.uint64) | np.array([0, 0xABCDE, 0], np.uint64)  # a NaN with a payload
+    state = {"w": rng.standard_normal(50_000), "b": rng.standard_normal(100), "odd": odd.view(np.float64)}
     gc.freeze()  # otherwise each sample would scan objects of other tests
     with LocalCluster(str(folder), memory=32 << 20) as cluster:
         housekeeping = Housekeeping(cluster.committer, grace=0.0)
         for step in range(saves):
             state["w"][step % 1000 :: 1000] += 1
-            cluster.save({**state, "step": step}, step=step)
+            version = cluster.save_all([{**state, "step": step}] * 2, step=step)
+            assert version.record.differences == (), "two ranks hold the same bits"
             if step % 10 == 9:
                 housekeeping.run(Policy(keep_last=3))
             if step % max(1, saves // growth.SAMPLES) == 0:
