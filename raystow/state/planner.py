@@ -68,6 +68,7 @@ class Planner:
             self._last, self._key = last, key
         return last
 
+    @uncollected()
     def groups(self, plan: SavePlan) -> list[ReplicaGroup]:
         """The tensors that this rank compares with others. On the staging thread."""
         if self._compared == "off" or not plan.division.held:

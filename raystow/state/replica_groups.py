@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -139,8 +140,8 @@ class ReplicaGroups:
         if of not in self._made:
             ranges = [one for piece in pieces for one in self._ranges(piece)]
             ranges.sort(key=lambda one: (one.info.name, one.info.offset))
-            described = "\0".join(f"{one.info}" for one in ranges)
-            self._made[of] = ReplicaGroup(_key(f"{len(self._everyone)} {of}\0{described}"), tuple(ranges))
+            described = msgspec.msgpack.encode([one.info for one in ranges])
+            self._made[of] = ReplicaGroup(_key(f"{len(self._everyone)} {of}\0".encode() + described), tuple(ranges))
         return self._made[of]
 
     def _ranges(self, piece: HeldPiece) -> Iterator[ReplicaRange]:
@@ -177,8 +178,8 @@ def value_groups(values: Iterable[tuple[str, str, str]], own: Iterable[str], wor
     for around, rows in by_key.items():
         rows.sort()
         names = tuple(name for name, _ in rows)
-        key = _key("\0".join((f"values {world_size} {around}", *names)))
-        found.append(ValueGroup(key, names, tuple(_key(text) for _, text in rows)))
+        key = _key("\0".join((f"values {world_size} {around}", *names)).encode())
+        found.append(ValueGroup(key, names, tuple(_key(text.encode()) for _, text in rows)))
     return found
 
 
@@ -187,5 +188,5 @@ def combined(digests: npt.NDArray[np.uint64]) -> int:
     return int.from_bytes(stored_digest(digests.astype("<u8").tobytes())[:8], "little")
 
 
-def _key(text: str) -> int:
-    return int.from_bytes(stored_digest(text.encode())[:8], "little")
+def _key(described: bytes) -> int:
+    return int.from_bytes(stored_digest(described)[:8], "little")

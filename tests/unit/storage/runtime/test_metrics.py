@@ -18,6 +18,7 @@ COUNTED = (
     "step",
     "steps",
     "errors",
+    "differences",
     "in_flight",
     "in_a_row",
 )  # names of metrics without a unit
