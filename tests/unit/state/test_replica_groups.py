@@ -48,6 +48,7 @@ def sample_state(world: int) -> State:
         "small": torch.ones(33, 7, dtype=torch.bfloat16),
         "strided": torch.arange(530_000, dtype=torch.int16).reshape(530, 1000).t(),
         "array": np.arange(5000, dtype=np.uint8),
+        "scalar": torch.tensor(3.0),
         "odd": torch.full((3,), float("nan"), dtype=torch.float64),
         "shards": raystow.Box(torch.zeros(270_000), (540_000,), (0,), tuple(range(world))),
     }
