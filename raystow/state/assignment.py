@@ -36,7 +36,8 @@ class ChunkAssignment:
     """What one rank stores of its ``shards``. ``parts``: by the device that codes them (None: the node worker). ``sources``: by
     the number of a shard, the number of the shard that it seems to be derived from. ``coverage``: the coverage sums of the
     tensors that all ranks must have alike, and of those of which this rank is the first holder; ``owned_dtensors``: the DTensors
-    among the latter. ``plain_tensors``: the tensors that all ranks must have alike, with dtypes and shapes. ``held``: the pieces
+    among the latter. ``plain_tensors``: the tensors that all ranks must have alike, with dtypes and shapes, and with the tensors
+    that they are derived from. ``held``: the pieces
     of shards that several ranks have, those of derived shards included."""
 
     shards: tuple[Shard, ...]
@@ -87,7 +88,12 @@ def assign_chunks(
     replicated = total(term for shard, term in terms if not shard.holders)
     expected = total(term for shard, term in terms if shard.holders or rank == 0)
     owned_dtensors = tuple(shard.leaf.name for shard in shards if shard.first == rank)
-    plain_tensors = tuple(f"{shard.leaf.name} {shard.dtype} {list(shard.shape)}" for shard in shards if not shard.holders)
+    copied = {i: f" like {shards[source].leaf.name}" for i, source in derived.items()}
+    plain_tensors = tuple(
+        f"{shard.leaf.name} {shard.dtype} {list(shard.shape)}{copied.get(i, '')}"
+        for i, shard in enumerate(shards)
+        if not shard.holders
+    )
     return ChunkAssignment(shards, sources, parts, (replicated, expected), owned_dtensors, plain_tensors, tuple(held))
 
 

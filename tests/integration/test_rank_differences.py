@@ -104,6 +104,20 @@ def test_tensors_that_may_differ_are_named_once(caplog: pytest.LogCaptureFixture
     assert "reported once" in warning
 
 
+def test_a_copy_on_one_rank_alone_is_named() -> None:
+    """Ranks store one of two tensors if the other follows from it. Rank 1 has missed the broadcast of the rounded weights."""
+    masters = {str(i): torch.randn(4_000_000, generator=torch.Generator().manual_seed(i)) for i in range(3)}
+    states: list[State] = [
+        {"master": masters, "weights": {name: one.bfloat16() for name, one in masters.items()}} for _ in range(2)
+    ]
+    states[1]["weights"]["1"] = torch.ones(4_000_000).bfloat16()
+    with LocalCluster("memory://copy") as cluster:
+        with pytest.raises(raystow.SaveFailed, match=r"\[1\] hold other bits.*rank 0 has weights\.1 bfloat16 .* like master\.1"):
+            cluster.save_all(states, step=1)
+        states[1]["weights"]["1"] = masters["1"].bfloat16()
+        assert cluster.save_all(states, step=2).record.differences == ()
+
+
 def test_hundreds_of_differing_tensors_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     with LocalCluster("memory://many") as cluster:
         states = [{f"t{i:03}": torch.full((3,), float(rank)) for i in range(200)} for rank in range(2)]

@@ -11,7 +11,7 @@ from ...storage.commit.committer import Committer
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format import values
 from ...storage.format.capacity import check_record
-from ...storage.format.replica_difference import ReplicaDifference
+from ...storage.format.replica_difference import CAUSES, ReplicaDifference
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
@@ -215,6 +215,13 @@ class Attempt:
         if (covered := total(self.covered.values())) == self.expected:
             return ""
         found = differing(covered, self.expected, self.owned_dtensors)
+        texts = {rank: plain_tensors.get(rank, ()) for rank in self.covered}
+        if odd := [rank for rank, text in texts.items() if sorted(text) != sorted(texts[0])]:
+            # Each rank decides by the bits that it holds which tensors follow from others, and so which rank stores them.
+            return (
+                f"ranks {odd} hold other bits than rank 0 of tensors that follow from others on some ranks only"
+                f"{first_differences(plain_tensors, odd[0])}; {CAUSES}"
+            )
         whole = f"add up to the whole tensor {found[0]!r}" if len(found) == 1 else "add up to whole tensors"
         return f"the shards of all ranks do not {whole}: there is a gap or an overlap, or the ranks disagree on its placement"
 
