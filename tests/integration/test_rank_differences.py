@@ -69,8 +69,10 @@ def test_commands_show_what_ranks_held_differently(tmp_path: Path) -> None:
     assert [one["name"] for one in run_json("show", tmp_path)["differences"]] == ["model.b", "model.w"]
     assert run_json("diff", "--ranks", tmp_path, 1)["differences"] == []
     assert run_json("diff", "--ranks", tmp_path, 2, "--exit-code", code=7)["different"]
-    reported = run_json("report", tmp_path)["versions"]
+    page = tmp_path / "report.html"
+    reported = run_json("report", tmp_path, "-o", page)["versions"]
     assert [len(one["differences"]) for one in reported] == [0, 2]
+    assert "differ in model.w, from element [0, 0] on" in page.read_text()
     ran("diff", tmp_path, code=2)
 
 
