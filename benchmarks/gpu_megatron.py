@@ -1,4 +1,4 @@
-"""Measure Megatron-Core on two GPUs of one host: what a save costs the training, beside Megatron's own checkpoints.
+"""Measure Megatron-Core on two GPUs of one host: what a save costs the training, and what Megatron's own checkpoints cost.
 
 Two ranks train a GPT with ``DistributedOptimizer``, once with tensor and once with data parallelism. First they prove that a run
 whose ranks are killed resumes in the bits of an undisturbed one, and that the other layout restores the same state. Then saves

@@ -27,7 +27,7 @@ _POINTER, _TRACKER = "raystow.json", "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True)
-class Pointer:
+class CheckpointPointer:
     """The version that the folder of an iteration stands for."""
 
     repository: str
@@ -43,14 +43,14 @@ class Pointer:
         return open_repository(self.repository).version(self.version)
 
 
-def pointer_in(folder: str | os.PathLike[str]) -> Pointer | None:
+def pointer_in(folder: str | os.PathLike[str]) -> CheckpointPointer | None:
     """What the folder of an iteration stands for; None if Megatron itself has written it. ``Damaged`` for another content."""
     path = Path(folder, _POINTER)
     if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text())
-        return Pointer(str(content["repository"]), int(content["version"]))
+        return CheckpointPointer(str(content["repository"]), int(content["version"]))
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged("the file does not name a version", subject=str(path), remedy="delete it: it is written again") from error
 
@@ -76,7 +76,7 @@ def complete(folder: str | os.PathLike[str], uri: str, iteration: int | None = N
             asked = _iteration(repository.version(f"step:{iteration}"), name)
             wanted += [asked] if asked is not None else []
     for place, version in wanted:
-        Pointer(uri, version.id).write(Path(folder, place))
+        CheckpointPointer(uri, version.id).write(Path(folder, place))
     latest = newest[0].removeprefix("iter_")
     _replace(Path(folder, _TRACKER), str(int(latest)) if latest.isdecimal() else latest)
 

@@ -81,7 +81,7 @@ def _object(node: object) -> object:
     return tuple(_object(child) for child in node) if isinstance(node, tuple) else node
 
 
-def _marked(kind: str, *parts: Any) -> object:
+def _marked(kind: str, *parts: object) -> object:
     match kind, *parts:
         case "member", str(name), str(member):
             return _SAFE[name][member]  # type: ignore[index]
