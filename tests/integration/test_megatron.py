@@ -70,6 +70,14 @@ def load_each(training: Training, uris: list[str]) -> list[Any]:
     return found
 
 
+def load_and_save(training: Training, old: str, new: str) -> None:
+    import raystow.megatron
+
+    load_each(training, [old])
+    with raystow.Checkpointer(new) as checkpointer:
+        raystow.megatron.save(checkpointer, training.state(), step=training.step_number)
+
+
 def check_every_layout(cluster: Cluster, tmp_path: Path, saved: list[Layout], restored: list[Layout]) -> None:
     """Assert that each layout restores what each of the others has saved, bit for bit."""
     uris, expected = [], []
