@@ -222,7 +222,7 @@ def main(
     size = {"layers": 4, "hidden": 64} if cpu else {"layers": layers, "hidden": hidden, "length": 512, "vocabulary": 32_768}
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
-        small = {**size, "layers": 2}
+        small = size if cpu else {**size, "layers": 2, "hidden": 1024, "vocabulary": 8192}
         prove("TP2", {"tp": 2, **small}, {"dp": 2, **small}, folder)
         prove("DP2", {"dp": 2, **small}, {"tp": 2, **small}, folder)
         for name, layout in {"TP2": {"tp": 2}, "DP2": {"dp": 2}}.items():
