@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 
 from ...storage.errors import Damaged, NotARepository, NotFound
 from ...storage.repository import open_repository
+from ...storage.runtime.clock import SYSTEM
 from ...storage.versions.version import Version
 
 METRIC = "megatron_checkpoint"
@@ -36,7 +37,7 @@ class CheckpointPointer:
     def write(self, folder: Path) -> None:
         """Make the folder that of a complete checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_config(CheckpointingConfig("torch_dist"), str(folder))
+        _replace(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig("torch_dist"))))
         _replace(folder / _POINTER, json.dumps({"repository": self.repository, "version": self.version}))
 
     def open(self) -> Version:
@@ -87,7 +88,9 @@ def _iteration(version: Version, name: str) -> tuple[str, Version] | None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that other processes of the node may write or read now."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    """Write a file that other processes may write or read now, also on other nodes."""
+    if path.is_file() and path.read_text() == text:
+        return
+    draft = path.with_name(f"{path.name}.{SYSTEM.token()}")
     draft.write_text(text)
     draft.replace(path)
