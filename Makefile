@@ -2,13 +2,17 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv azurite demo test test-long lint test-frameworks test-s3 s3-suite byte-loops test-streams test-trackers test-gpu soak drills fuzz bench-control bench-restore bench-gpu kernels package picture docs cli-docs chromium clean
+.PHONY: help venv azurite demo test test-long lint test-frameworks test-megatron test-s3 s3-suite byte-loops test-streams test-trackers test-gpu soak drills fuzz bench-control bench-restore bench-gpu kernels package picture docs cli-docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 FRAMEWORKS := .venv-frameworks
 VERL := .venv-verl
+MEGATRON := .venv-megatron
+# Megatron-Core needs Python 3.12 or newer: PYTHON_MEGATRON, or the first of these that runs (pyenv's are in its own folders).
+PYTHON_MEGATRON ?= $(firstword $(foreach python,$(PYTHON) python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python3),\
+	$(if $(shell $(python) -c 'import sys; print(sys.version_info >= (3, 12) or "")' 2>/dev/null),$(python))))
 # A free port for S3, and one for Ceph's monitor, which also uses the port 1,000 above.
 PORTS := import socket; s = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]; a, b = (x.getsockname()[1] for x in s); \
 	print(a, b - 1000); socket.create_server(("127.0.0.1", b - 1000)).close()
@@ -81,9 +85,25 @@ MARK ?= not slow
 
 test-frameworks: export DS_ACCELERATOR := cpu
 test-frameworks: $(FRAMEWORKS)/ready $(VERL)/ready  ## tests with training frameworks, in environments of their own (MARK=slow: the slow ones)
+	@$(MAKE) --no-print-directory test-megatron
 	for env in $(FRAMEWORKS) $(VERL); do $$env/bin/python -m pytest tests/unit/project/test_public_docstrings.py || exit; done
 	$(FRAMEWORKS)/bin/python -m pytest -m "$(MARK)" tests/integration/test_torch*.py tests/integration/test_deepspeed*.py
 	$(VERL)/bin/python -m pytest -m "$(MARK)" tests/integration/test_verl.py tests/integration/test_peft.py
+
+ifneq ($(PYTHON_MEGATRON),)
+test-megatron: $(MEGATRON)/ready
+	$(MEGATRON)/bin/python -m pytest -m "$(MARK)" tests/integration/test_megatron*.py tests/unit/project/test_public_docstrings.py
+else
+test-megatron:
+	@echo "Skipped: tests with Megatron-Core need Python 3.12 or newer (PYTHON_MEGATRON=...)"
+endif
+
+# Without .venv below it, whose Python may be older.
+$(MEGATRON)/ready: pyproject.toml constraints.txt
+	$(PYTHON_MEGATRON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e ".[megatron]" hypothesis "moto[server]" pytest pytest-xdist pyyaml
+	touch $@
 
 # An environment on top of .venv: what these frameworks pin stays out of it, and torch and Ray are not installed twice.
 .venv-%/below: $(READY) pyproject.toml

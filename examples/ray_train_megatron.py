@@ -77,22 +77,21 @@ def train(config: dict[str, Any]) -> None:
             checkpointer.fence()  # a step waits until the tensors have been read
             optimizer.step()
             if step % EVERY == 0:
-                raystow.megatron.save(checkpointer, state(step), step=step, metrics={"loss": loss.item()})
-            ray.train.report({"loss": loss.item(), "step": step, "first": first})
+                torch.distributed.all_reduce(loss.detach())  # in place: the sum over all ranks
+                metrics = {"loss": loss.item() / checkpointer.world_size, "first": first}
+                raystow.megatron.save(checkpointer, state(step), step=step, metrics=metrics)
 
 
 if __name__ == "__main__":
-    uri, *numbers = sys.argv[1:]
-    steps, workers, tensor_parallel_size = (*map(int, numbers), *(10, 2, 1)[len(numbers) :])
+    uri = sys.argv[1] if "://" in sys.argv[1] else os.path.abspath(sys.argv[1])
+    steps, workers, tensor_parallel_size = (*map(int, sys.argv[2:]), *(10, 2, 1)[len(sys.argv) - 2 :])
     ray.init(log_to_driver=False)
-    result = TorchTrainer(
+    TorchTrainer(
         train,
-        train_loop_config={
-            "uri": uri if "://" in uri else os.path.abspath(uri),
-            "steps": steps,
-            "tensor_parallel": tensor_parallel_size,
-        },
+        train_loop_config={"uri": uri, "steps": steps, "tensor_parallel": tensor_parallel_size},
         scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=torch.cuda.is_available()),
         run_config=ray.train.RunConfig(failure_config=ray.train.FailureConfig(max_failures=3)),
     ).fit()
-    print(f"began at step {result.metrics['first']}, ended at step {result.metrics['step']}, loss {result.metrics['loss']:.4f}")
+    version = raystow.latest(uri)
+    assert version is not None
+    print(f"began at step {version.metrics['first']}, ended at step {version.step}, loss {version.metrics['loss']}")

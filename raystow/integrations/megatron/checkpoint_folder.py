@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 
 from ...storage.errors import Damaged, NotARepository, NotFound
 from ...storage.repository import open_repository
+from ...storage.runtime.clock import SYSTEM
 from ...storage.versions.version import Version
 
 METRIC = "megatron_checkpoint"
@@ -27,7 +28,7 @@ _POINTER, _TRACKER = "raystow.json", "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True)
-class Pointer:
+class CheckpointPointer:
     """The version that the folder of an iteration stands for."""
 
     repository: str
@@ -36,21 +37,21 @@ class Pointer:
     def write(self, folder: Path) -> None:
         """Make the folder that of a complete checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_config(CheckpointingConfig("torch_dist"), str(folder))
+        _replace(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig("torch_dist"))))
         _replace(folder / _POINTER, json.dumps({"repository": self.repository, "version": self.version}))
 
     def open(self) -> Version:
         return open_repository(self.repository).version(self.version)
 
 
-def pointer_in(folder: str | os.PathLike[str]) -> Pointer | None:
+def pointer_in(folder: str | os.PathLike[str]) -> CheckpointPointer | None:
     """What the folder of an iteration stands for; None if Megatron itself has written it. ``Damaged`` for another content."""
     path = Path(folder, _POINTER)
     if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text())
-        return Pointer(str(content["repository"]), int(content["version"]))
+        return CheckpointPointer(str(content["repository"]), int(content["version"]))
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged("the file does not name a version", subject=str(path), remedy="delete it: it is written again") from error
 
@@ -76,7 +77,7 @@ def complete(folder: str | os.PathLike[str], uri: str, iteration: int | None = N
             asked = _iteration(repository.version(f"step:{iteration}"), name)
             wanted += [asked] if asked is not None else []
     for place, version in wanted:
-        Pointer(uri, version.id).write(Path(folder, place))
+        CheckpointPointer(uri, version.id).write(Path(folder, place))
     latest = newest[0].removeprefix("iter_")
     _replace(Path(folder, _TRACKER), str(int(latest)) if latest.isdecimal() else latest)
 
@@ -87,7 +88,9 @@ def _iteration(version: Version, name: str) -> tuple[str, Version] | None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that other processes of the node may write or read now."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    """Write a file that other processes may write or read now, also on other nodes."""
+    if path.is_file() and path.read_text() == text:
+        return
+    draft = path.with_name(f"{path.name}.{SYSTEM.token()}")
     draft.write_text(text)
     draft.replace(path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -53,7 +52,7 @@ def replace_methods() -> None:
 
 
 def sharded_state_dict(
-    self: Any,
+    self: DistributedOptimizer,
     model_sharded_state_dict: ShardedStateDict = {},  # noqa: B006  as Megatron's
     is_loading: bool = False,
     sharding_type: str | None = None,
@@ -73,7 +72,10 @@ def sharded_state_dict(
 
 
 def flat_ranges(
-    self: Any, model_sharded_state_dict: ShardedStateDict, is_loading: bool = False, metadata: State | None = None
+    self: DistributedOptimizer,
+    model_sharded_state_dict: ShardedStateDict,
+    is_loading: bool = False,
+    metadata: State | None = None,
 ) -> ShardedStateDict:
     """The ranges of the weights and moments that this rank has, by the number of the parameter and the name of the tensor."""
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
@@ -93,7 +95,7 @@ def flat_ranges(
     return state
 
 
-def take_ranges(self: Any, state: ShardedStateDict) -> None:
+def take_ranges(self: DistributedOptimizer, state: ShardedStateDict) -> None:
     """Take the loaded ranges. They are in the memory of the optimizer already, unless it has made new tensors since."""
     with torch.no_grad():
         for number, (_, _, tensors) in enumerate(_tensors(self)):
@@ -103,7 +105,7 @@ def take_ranges(self: Any, state: ShardedStateDict) -> None:
     _separate_steps(self.optimizer)
 
 
-def _tensors(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
+def _tensors(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
     """Each parameter of which this rank has a range, the first element of that, and the optimizer's tensors of it by name."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
@@ -115,7 +117,7 @@ def _tensors(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, dict[str
                     yield parameter, ranges["param"].start, flat
 
 
-def _initialize(optimizer: Any) -> None:
+def _initialize(optimizer: DistributedOptimizer) -> None:
     """Create moments that are zero, as before the first step."""
     groups = [{**group, "step": 0} for group in optimizer.optimizer.param_groups]
     scale = {"grad_scaler": optimizer.grad_scaler.state_dict()} if optimizer.grad_scaler else {}
@@ -133,7 +135,7 @@ def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = step.clone()
 
 
-def _check(optimizer: Any) -> None:
+def _check(optimizer: DistributedOptimizer) -> None:
     problem = ""
     if optimizer.ddp_config.use_megatron_fsdp:
         problem = "uses Megatron-FSDP"

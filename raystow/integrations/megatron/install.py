@@ -9,12 +9,13 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 from megatron.training import async_utils, checkpointing, initialize, training
 from torch import distributed
@@ -24,10 +25,13 @@ from ...orchestrator.standalone.restore import restore
 from ...storage.errors import StateError
 from . import plain_objects
 from .async_saves import AsyncSave, AsyncSaves
-from .checkpoint_folder import METRIC, Pointer, complete, place_of, pointer_in
+from .checkpoint_folder import METRIC, CheckpointPointer, complete, place_of, pointer_in
 from .distributed_optimizer import FORMAT, FORMAT_KEY
 from .sharded_checkpoint import loading, save
 from .sharded_state import COMMON
+
+Wrapped: TypeAlias = Callable[..., Any]
+"""A function of Megatron, and what takes its place."""
 
 REPLACED = {
     checkpointing: ("dist_checkpointing", "_build_sharded_state_dict_metadata", "_load_base_checkpoint", "checkpoint_exists"),
@@ -37,7 +41,7 @@ REPLACED = {
 }
 """What is replaced in which module of Megatron."""
 
-_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+_REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     "ckpt_format": (lambda value: value != "torch_dist", "use --ckpt-format torch_dist"),
     "non_persistent_ckpt_type": (lambda value: value == "local", "use global: the node's memory has the newest version anyway"),
     "save_retain_interval": (lambda value: value is not None, "pass retention=raystow.Policy(...) to raystow.megatron.install"),
@@ -90,7 +94,7 @@ class _Versions:
     def __init__(self, uri: str | os.PathLike[str], options: dict[str, Any]) -> None:
         self._uri, self._options = uri, options
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(dist_checkpointing, name)
 
     @functools.cached_property
@@ -118,7 +122,7 @@ class _Versions:
 
         def name_version() -> None:
             if distributed.get_rank() == 0:
-                Pointer(self._checkpointer.uri, pending.result().id).write(Path(checkpoint_dir))
+                CheckpointPointer(self._checkpointer.uri, pending.result().id).write(Path(checkpoint_dir))
 
         if async_sharded_save:
             return AsyncSave(pending, [name_version])
@@ -133,7 +137,7 @@ class _Versions:
         *args: object,
         strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
         **kwargs: object,
-    ) -> Any:
+    ) -> StateDict:
         """Load the version that the files name."""
         pointer = pointer_in(checkpoint_dir)
         if pointer is None:
@@ -148,24 +152,24 @@ class _Versions:
             restore(pointer.repository, loaded.into, pointer.version, allow_missing=missing, allow_unused=unused)
         return loaded.result()
 
-    def load_common_state_dict(self, checkpoint_dir: str) -> Any:
+    def load_common_state_dict(self, checkpoint_dir: str) -> StateDict:
         """The common state alone: Megatron decides by it what it loads."""
         pointer = pointer_in(checkpoint_dir)
         if pointer is None:
             return dist_checkpointing.load_common_state_dict(checkpoint_dir)
         return plain_objects.decode(pointer.open().read(COMMON))
 
-    def build_sharded_state_dict_metadata(self, of_megatron: Callable[..., Any]) -> Callable[..., Any]:
+    def build_sharded_state_dict_metadata(self, of_megatron: Wrapped) -> Wrapped:
         @functools.wraps(of_megatron)
-        def build(*args: Any, **kwargs: Any) -> Any:
+        def build(*args: object, **kwargs: object) -> object:
             metadata = of_megatron(*args, **kwargs)
             return {**metadata, FORMAT_KEY: FORMAT} if FORMAT_KEY in metadata else metadata
 
         return build
 
-    def load_base_checkpoint(self, of_megatron: Callable[..., Any]) -> Callable[..., Any]:
+    def load_base_checkpoint(self, of_megatron: Wrapped) -> Wrapped:
         @functools.wraps(of_megatron)
-        def load(load_dir: str | None, args: Any, *more: Any, **kwargs: Any) -> Any:
+        def load(load_dir: str | None, args: Namespace, *more: object, **kwargs: object) -> object:
             if load_dir is not None:
                 complete(load_dir, self._address, getattr(args, "ckpt_step", None))
             if args.non_persistent_ckpt_type == "global":
@@ -177,18 +181,18 @@ class _Versions:
 
         return load
 
-    def checkpoint_exists(self, of_megatron: Callable[..., bool]) -> Callable[..., bool]:
+    def checkpoint_exists(self, of_megatron: Wrapped) -> Wrapped:
         @functools.wraps(of_megatron)
-        def exists(path: str | None) -> bool:
+        def exists(path: str | None) -> object:
             if path is not None:
                 complete(path, self._address)
             return of_megatron(path)
 
         return exists
 
-    def setup_model_and_optimizer(self, of_megatron: Callable[..., Any]) -> Callable[..., Any]:
+    def setup_model_and_optimizer(self, of_megatron: Wrapped) -> Wrapped:
         @functools.wraps(of_megatron)
-        def setup(*args: Any, **kwargs: Any) -> Any:
+        def setup(*args: object, **kwargs: object) -> object:
             check_arguments(training.get_args())
             checkpointer = self._checkpointer  # starts while the model is made
             model, optimizer, *rest = of_megatron(*args, **kwargs)
@@ -204,7 +208,7 @@ class _Versions:
         return os.fspath(self._uri)
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: Namespace) -> None:
     """``StateError`` for an argument of Megatron that is not supported."""
     for name, (refused, remedy) in _REFUSED.items():
         value = getattr(args, name, None)

@@ -6,8 +6,7 @@ are plain values, such as learning rates and steps, and go to the groups that ha
 
 from __future__ import annotations
 
-from typing import Any
-
+from megatron.core.dist_checkpointing.mapping import StateDict
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from ...state.tree import State
@@ -16,7 +15,7 @@ from ...storage.errors import StateError
 _EXPERTS = "is_expert_parallel"
 
 
-def regrouped(saved: Any, local: Any) -> Any:
+def regrouped(saved: StateDict, local: StateDict) -> StateDict:
     """The common state of the saved optimizers as that of the local ones. ``StateError`` if a local group has no counterpart."""
     of_saved, of_local = _chain(saved), _chain(local)
     if not of_saved or not of_local or len(of_saved) == len(of_local):
@@ -32,7 +31,7 @@ def regrouped(saved: Any, local: Any) -> Any:
     return made if len(made) > 1 else made[0]
 
 
-def _chain(state: Any) -> list[State]:
+def _chain(state: object) -> list[State]:
     if not isinstance(state, dict):
         return []
     numbers = [key for key in state if isinstance(key, int)]

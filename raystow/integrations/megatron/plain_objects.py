@@ -81,8 +81,8 @@ def _object(node: object) -> object:
     return tuple(_object(child) for child in node) if isinstance(node, tuple) else node
 
 
-def _marked(kind: str, *parts: Any) -> object:
-    match kind, *parts:
+def _marked(sort: str, *parts: object) -> object:
+    match sort, *parts:
         case "member", str(name), str(member):
             return _SAFE[name][member]  # type: ignore[index]
         case "bytes", bytes(content):
@@ -92,7 +92,8 @@ def _marked(kind: str, *parts: Any) -> object:
         case "path", str(path):
             return PurePath(path)
         case "object", str(name), dict(fields):
-            made: Any = object.__new__(_SAFE[name])
+            kind: Any = _SAFE[name]
+            made = kind.__new__(kind)
             vars(made).update({key: _object(child) for key, child in fields.items()})
             return made
-    raise ValueError(kind)
+    raise ValueError(sort)

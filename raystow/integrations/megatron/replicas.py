@@ -21,7 +21,7 @@ _ROW = np.dtype([("name", "<u8"), ("form", "<u8"), ("box", "<u8"), ("main", "<u8
 
 
 @dataclass(frozen=True)
-class Part:
+class ReplicaPart:
     """A box of a tensor. ``form``: dtype and shape of the tensor. ``main``: whether Megatron stores this one of its replicas."""
 
     name: str
@@ -38,7 +38,7 @@ class Replicas:
         self._asked = list[bytes]()
         self._holders: list[tuple[int, ...]] = []
 
-    def holders(self, parts: Sequence[Part], common: bytes, failure: Exception | None = None) -> list[tuple[int, ...]]:
+    def holders(self, parts: Sequence[ReplicaPart], common: bytes, failure: Exception | None = None) -> list[tuple[int, ...]]:
         """The ranks that have each part, ascending; none for a part whose main replica no rank has. Every rank calls this.
 
         ``common``: a digest of what must be equal on all ranks. ``failure``: why this rank cannot save. Raises ``StateError``
@@ -65,7 +65,7 @@ class Replicas:
         distributed.all_gather(found, here, group=self._group)
         return [one.numpy().tobytes() for one in found]
 
-    def _match(self, parts: Sequence[Part], table: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
+    def _match(self, parts: Sequence[ReplicaPart], table: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
         ranks, mains = defaultdict[tuple[int, int], set[int]](set), defaultdict[tuple[int, int], list[int]](list)
         forms, problem = dict[int, tuple[int, int]](), None
         for rank, rows in enumerate(table):
@@ -100,7 +100,7 @@ class Replicas:
         raise StateError(f"rank {rank} cannot save: {texts[rank]}", subject="the state")
 
 
-def _row(part: Part) -> tuple[int, int, int, bool]:
+def _row(part: ReplicaPart) -> tuple[int, int, int, bool]:
     return _number(part.name), _number(part.form), _number(part.box), part.main
 
 

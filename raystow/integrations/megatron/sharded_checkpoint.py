@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping
-from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from torch import distributed
 
 from ...orchestrator.client.checkpointer import Checkpointer
@@ -61,7 +60,7 @@ def save(
 
 def load(
     checkpointer: Checkpointer, sharded_state_dict: ShardedStateDict, version: VersionSelector = LATEST, *, strict: bool = True
-) -> Any:
+) -> StateDict | None:
     """Load a version into a sharded state of Megatron-Core. Every rank calls this.
 
     The tensors of the state are filled in place, from any layout. Pass the result to ``load_state_dict`` of model and optimizer,

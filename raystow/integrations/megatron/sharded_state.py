@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
@@ -20,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
+    StateDict,
     apply_factory_merges,
     is_main_replica,
 )
@@ -36,7 +36,7 @@ from ...storage.format.groups import WEIGHTS, group
 from . import plain_objects
 from .flat_range import FlatRange
 from .optimizer_groups import regrouped
-from .replicas import Part, Replicas
+from .replicas import ReplicaPart, Replicas
 
 COMMON = "common_state"
 """The name of the common state, also in Megatron's own checkpoints."""
@@ -45,7 +45,7 @@ CONTENT = "content_metadata"
 
 
 @dataclass(frozen=True)
-class StoredPart:
+class TensorPart:
     """A box of a stored tensor that this rank has. ``replica``: whether other ranks may have the same box."""
 
     name: str
@@ -57,24 +57,24 @@ class StoredPart:
     resizable: bool
 
     @property
-    def part(self) -> Part:
-        return Part(self.name, f"{self.local.dtype} {self.shape}", f"{self.offset} {tuple(self.local.shape)}", self.main)
+    def part(self) -> ReplicaPart:
+        return ReplicaPart(self.name, f"{self.local.dtype} {self.shape}", f"{self.offset} {tuple(self.local.shape)}", self.main)
 
     def box(self, ranks: tuple[int, ...] = ()) -> Box:
         return Box(self.local, self.shape, self.offset, ranks)
 
-    def within(self, shape: tuple[int, ...]) -> StoredPart | None:
+    def within(self, shape: tuple[int, ...]) -> TensorPart | None:
         """What lies in a tensor that was saved in another shape; None if nothing does."""
         extent = [min(size, end - low) for size, low, end in zip(self.local.shape, self.offset, shape, strict=True)]
         if min(extent, default=1) <= 0:
             return None
         local = self.local[tuple(slice(size) for size in extent)]
-        return StoredPart(self.name, shape, self.offset, local, self.main, self.replica, self.resizable)
+        return TensorPart(self.name, shape, self.offset, local, self.main, self.replica, self.resizable)
 
 
 def saved_tree(state: ShardedStateDict, replicas: Replicas) -> State:
     """The tree to save. Every rank calls this; ``StateError`` on all ranks if the state of one cannot be stored."""
-    parts, objects, common = list[StoredPart](), dict[str, torch.Tensor](), b""
+    parts, objects, common = list[TensorPart](), dict[str, torch.Tensor](), b""
     failure: Exception | None = None
     try:
         sharded, rest = save_preprocess(_copied(state), validate_access_integrity=False)
@@ -89,7 +89,7 @@ def saved_tree(state: ShardedStateDict, replicas: Replicas) -> State:
             objects[COMMON] = plain_objects.encode(rest, COMMON)
     except Exception as error:  # the other ranks wait for this one
         failure = error
-    alone = [Part(name, "", "", main=True) for name in objects]
+    alone = [ReplicaPart(name, "", "", main=True) for name in objects]
     shared = [part for part in parts if part.replica]
     holders = replicas.holders([*(part.part for part in shared), *alone], common, failure)
     ranks = dict(zip(map(id, shared), holders, strict=False))
@@ -108,12 +108,12 @@ class LoadedState:
     """A state of Megatron that is being loaded. ``into``: the tree to restore into; the tensors of the state are filled."""
 
     into: State
-    _sharded: Any = field(repr=False)
-    _common: Any = field(repr=False)
-    _local: Any = field(repr=False)
-    _factories: Any = field(repr=False)
+    _sharded: ShardedStateDict = field(repr=False)
+    _common: StateDict = field(repr=False)
+    _local: StateDict = field(repr=False)
+    _factories: ShardedStateDict = field(repr=False)
 
-    def result(self) -> Any:
+    def result(self) -> StateDict:
         """What ``dist_checkpointing.load`` returns: the common state with the loaded tensors and objects."""
         common = plain_objects.decode(self.into[COMMON])
         if "optimizer" in common and "optimizer" in self._common:
@@ -150,7 +150,7 @@ def loaded_state(state: ShardedStateDict, saved_shape: Callable[[str], tuple[int
     return LoadedState({**into, COMMON: AsSaved()}, sharded, common, local, factories)
 
 
-def _parts(leaf: ShardedBase) -> Iterator[StoredPart]:
+def _parts(leaf: ShardedBase) -> Iterator[TensorPart]:
     if isinstance(leaf, FlatRange):
         main = is_main_replica(leaf.replica_id)
         for tensor, (offset, _), local in leaf.parts():
@@ -162,16 +162,16 @@ def _parts(leaf: ShardedBase) -> Iterator[StoredPart]:
         raise StateError(f"a {type(leaf).__name__} cannot be stored", subject=leaf.key)
 
 
-def _part(tensor: ShardedTensor, at: tuple[int, ...], local: torch.Tensor, *, main: bool, replica: bool) -> StoredPart:
+def _part(tensor: ShardedTensor, at: tuple[int, ...], local: torch.Tensor, *, main: bool, replica: bool) -> TensorPart:
     """``at``: where ``local`` is in this rank's part of a tensor."""
     ahead = tensor.prepend_axis_num
     offset = (*tensor.global_offset[:ahead], *(low + o for low, o in zip(tensor.global_offset[ahead:], at, strict=True)))
-    return StoredPart(
+    return TensorPart(
         tensor.key, tuple(tensor.global_shape), offset, local[(None,) * ahead], main, replica, tensor.allow_shape_mismatch
     )
 
 
-def _copied(node: Any) -> Any:
+def _copied(node: ShardedStateDict) -> ShardedStateDict:
     """New dicts and lists with the same leaves: Megatron changes the containers that it gets."""
     if isinstance(node, dict):
         return {key: _copied(child) for key, child in node.items()}

@@ -19,7 +19,7 @@ import raystow
 from raystow.cli.app import COMMANDS
 
 MODULES = ("raystow", "raystow.dcp", "raystow.huggingface", "raystow.lightning", "raystow.ray_train", "raystow.trackers")
-FRAMEWORKS = "raystow.deepspeed", "raystow.torchtitan", "raystow.verl"
+FRAMEWORKS = "raystow.deepspeed", "raystow.megatron", "raystow.torchtitan", "raystow.verl"
 PAGES = sorted((Path(__file__).parents[3] / "docs" / "api").glob("*.md"))
 
 
