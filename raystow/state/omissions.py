@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..storage.format.manifest import parse_path
 from ..storage.versions.value_tree import part_text
@@ -164,7 +164,7 @@ class SavedState:
 
     def _metrics_left_out(self) -> Iterator[str]:
         """Modules with metrics of torchmetrics that are not persistent, as they are by default."""
-        torchmetrics: Any = sys.modules.get("torchmetrics")
+        torchmetrics = sys.modules.get("torchmetrics")
         for name, module in self._modules.items() if torchmetrics is not None else ():
             metrics = [one for one in module.modules() if isinstance(one, torchmetrics.Metric)]
             if any(one.update_called and not all(one._persistent.values()) for one in metrics):

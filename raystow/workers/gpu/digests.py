@@ -12,6 +12,7 @@ import torch
 from ...storage.coding.digest import SecretKeys
 from ...storage.runtime.batches import batches
 from . import kernel_args
+from .encode_request import Source
 from .kernels import word_kernels
 from .uploads import Uploads
 
@@ -72,7 +73,7 @@ class Digests:
         host_sums = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
         return host_sums[0] if self._keys is None else host_sums
 
-    def _batch(self, chunks: Any, width: int) -> _Batch:
+    def _batch(self, chunks: Sequence[tuple[int, int, int]], width: int) -> _Batch:
         numbers, addresses, sizes = zip(*chunks, strict=True)
         rows = np.zeros((len(numbers), kernel_args.COLUMNS), np.int64)
         rows[:, 0], rows[:, 1] = addresses, np.array(sizes) // width
@@ -86,5 +87,5 @@ class Digests:
         sums[:, batch.numbers] = got
 
 
-def _width(numbered: tuple[int, Any]) -> int:
-    return int(numbered[1].dtype.width)
+def _width(numbered: tuple[int, Source]) -> int:
+    return numbered[1].dtype.width

@@ -17,7 +17,8 @@ LARGE = torch.zeros(HOST_LEAST // 4)
 
 
 def planned(state: object, gpus: GpuCoding, monkeypatch: pytest.MonkeyPatch) -> SavePlan:
-    monkeypatch.setattr("raystow.state.planner._record_event", lambda device: SimpleNamespace(synchronize=lambda: None))
+    event = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: event))
     return plan_save(state, rank=0, world_size=1, gpus=gpus)
 
 

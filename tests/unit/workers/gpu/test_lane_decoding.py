@@ -114,7 +114,7 @@ def test_a_digest_mismatch_names_the_tensor() -> None:
     base = versions[1].bases.version(1)
     known = base.chunk("u8", rows_box := ((0,), found[1]["u8"].shape), near=0)
     assert known is not None
-    base._boxes[0]["u8", rows_box] = replace(known, raw_digest=known.raw_digest ^ 1)
+    base.manifest._boxes[0]["u8", rows_box] = replace(known, raw_digest=known.raw_digest ^ 1)
     with pytest.raises(Damaged, match=r"'u8', bytes .* decoded bytes do not match .*'u8' of version 2 is a delta to it"):
         read(versions[1], {"u8": rows_box})
 
