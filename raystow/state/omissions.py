@@ -164,9 +164,9 @@ class SavedState:
 
     def _metrics_left_out(self) -> Iterator[str]:
         """Modules with metrics of torchmetrics that are not persistent, as they are by default."""
-        torchmetrics = sys.modules.get("torchmetrics")
-        for name, module in self._modules.items() if torchmetrics is not None else ():
-            metrics = [one for one in module.modules() if isinstance(one, torchmetrics.Metric)]
+        kind = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+        for name, module in self._modules.items():
+            metrics = [one for one in module.modules() if isinstance(one, kind)]
             if any(one.update_called and not all(one._persistent.values()) for one in metrics):
                 yield name
 

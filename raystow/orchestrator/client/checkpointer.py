@@ -492,7 +492,6 @@ class Checkpointer:
         return open_store(address)
 
     def _plan(self, tree: object, *, planner: Planner | None = None, save: int = 1) -> SavePlan:
-        """Return the plan of a save. Without ``planner`` it prepares saves of a state like this one."""
         return plan_save(tree, rank=self.rank, world_size=self.world_size, gpus=self._gpus.coding(), planner=planner, save=save)
 
     def _check_open(self) -> None:
