@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import raystow
 
 pytest.importorskip("megatron.core", reason="make test-frameworks installs Megatron-Core in an environment of its own")
 
+from helpers.polling import wait_until
 from helpers.s3_server import free_port
 
 from integration.megatron_ranks import Layout, Training, new_ranks, replace_cuda, run, whole
@@ -156,8 +158,11 @@ def test_a_state_that_would_be_mixed_up_is_refused_on_all_ranks(cluster: Cluster
     assert list(raystow.latest(str(tmp_path / "run")).read("w").ravel()) == [0.0] * 4  # type: ignore[union-attr]
 
 
-def pretrain(address: str, folder: Path, uri: object, *arguments: str, ranks: int = 2) -> tuple[list[str], str]:
-    """Run Megatron's own training loop, and return the losses of rank 0 and its output."""
+def pretrain(
+    address: str, folder: Path, uri: object, *arguments: str, ranks: int = 2, kill_after: Path | None = None
+) -> tuple[list[str], str]:
+    """Run Megatron's own training loop, and return the losses of rank 0 and its output. ``kill_after``: a file; all ranks are
+    killed when it is there."""
     port, running = free_port(), []
     for rank in range(ranks):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
@@ -166,9 +171,13 @@ def pretrain(address: str, folder: Path, uri: object, *arguments: str, ranks: in
         command = [sys.executable, str(SCRIPT), str(uri), "--train-iters", "6", *arguments]
         with open(folder / f"output-{rank}", "w") as output:
             running.append(subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output))
+    if kill_after is not None:
+        wait_until(lambda: kill_after.exists() or running[0].poll() is not None, f"there is {kill_after}", 300)
+        for process in running:
+            process.kill()
     codes = [process.wait(300) for process in running]
     outputs = [(folder / f"output-{rank}").read_text() for rank in range(ranks)]
-    assert codes == [0] * ranks, outputs[0][-3000:] + outputs[-1][-3000:]
+    assert codes == [0 if kill_after is None else -signal.SIGKILL] * ranks, outputs[0][-3000:] + outputs[-1][-3000:]
     return re.findall("^loss .*", outputs[0], re.MULTILINE), outputs[0]
 
 
@@ -186,6 +195,20 @@ def test_megatrons_loop_resumes_on_new_nodes(cluster: Cluster, tmp_path: Path) -
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["iter_0000004", "iter_0000006"]
     assert [version.step for version in raystow.open(uri).versions()] == [2, 4, 6]
+
+
+@pytest.mark.slow
+def test_megatrons_loop_resumes_after_its_ranks_were_killed(cluster: Cluster, tmp_path: Path) -> None:
+    address, folder, uri = cluster.address, tmp_path / "checkpoints", tmp_path / "run"
+    steps = ["--train-iters", "60"]
+    undisturbed, _ = pretrain(address, tmp_path, "", *steps)
+    saving = [*steps, "--save", str(folder), "--save-interval", "2", "--async-save", "--use-persistent-ckpt-worker"]
+    begun, _ = pretrain(address, tmp_path, uri, *saving, kill_after=folder / "latest_checkpointed_iteration.txt")
+    ended, output = pretrain(address, tmp_path, uri, *saving, "--load", str(folder))
+    (first,) = re.findall(r"successfully loaded checkpoint .* at iteration (\d+)", output)
+    assert begun == undisturbed[: len(begun)]
+    assert ended == undisturbed[int(first) :]
+    assert 0 < int(first) <= len(begun)
 
 
 @pytest.mark.long
