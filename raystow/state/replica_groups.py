@@ -61,6 +61,11 @@ class ReplicaRange:
         return self.shard.format
 
     @property
+    def on_host(self) -> bool:
+        """Whether its words are in host memory."""
+        return self.shard.device is None
+
+    @property
     def address(self) -> int | None:
         """The device address of its words; None if they are not contiguous."""
         place = self.shard.place
