@@ -33,6 +33,10 @@ class _FirstElement:
     def address(self) -> int | None:
         return self.of.address
 
+    @property
+    def on_host(self) -> bool:
+        return self.of.on_host
+
     def gather(self) -> torch.Tensor:
         return self.of.gather().reshape(-1).view(torch.uint8)[: self.nbytes].clone()
 
