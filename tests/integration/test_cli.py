@@ -22,6 +22,7 @@ from raystow import __version__
 from raystow.cli import output
 from raystow.cli.checks import hardware, software
 from raystow.orchestrator.export import safetensors_file, version_files
+from raystow.orchestrator.export.output_dir import LocalFolder
 from raystow.storage.errors import Damaged, UnsafeStore
 from raystow.storage.format import values
 from raystow.storage.repository import create_repository, open_repository
@@ -236,8 +237,8 @@ def test_restore_accepts_an_empty_folder(run_folder: Path, tmp_path: Path) -> No
 def test_a_failed_restore_leaves_no_files(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int
 ) -> None:
-    def write_index_and_stop(path: Path, content: object) -> None:
-        assert len(list(path.parent.iterdir())) == 2  # both tensor files are written
+    def write_index_and_stop(folder: LocalFolder, name: str, content: object) -> None:
+        assert len(list(folder.path.iterdir())) == 2  # both tensor files are written
         raise stop
 
     monkeypatch.setattr(version_files, "write_json", write_index_and_stop)
@@ -274,8 +275,7 @@ def test_a_failed_write_names_the_output(run_folder: Path, tmp_path: Path) -> No
 def test_a_damaged_version_is_not_restored(own_folder: Path, tmp_path: Path) -> None:
     flip_byte(next(own_folder.glob("versions/00000002-*/optimizer-*.pack")))
     result = run("restore", own_folder, "--output", tmp_path / "out")
-    assert result.exit_code == 3
-    assert "optimizer-" in result.stderr
+    assert (result.exit_code, "optimizer-" in result.stderr) == (3, True)
     assert not (tmp_path / "out").exists()
     assert run("restore", own_folder, "--output", tmp_path / "out", 1).exit_code == 0
 

@@ -211,7 +211,8 @@ def test_a_failed_save_is_logged_by_one_rank(tmp_path: Path) -> None:
         logging.getLogger("raystow").addHandler(handler)
         with contextlib.suppress(raystow.SaveFailed):
             self.checkpointer.save(self.state, step=1).result(60)
-        self.checkpointer.close()
+        with contextlib.suppress(raystow.SaveFailed):  # once more, of the last save
+            self.checkpointer.close()
         logging.getLogger("raystow").removeHandler(handler)
         return lines
 
