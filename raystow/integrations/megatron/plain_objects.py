@@ -92,7 +92,7 @@ def _marked(sort: str, *parts: object) -> object:
         case "path", str(path):
             return PurePath(path)
         case "object", str(name), dict(fields):
-            kind: Any = _SAFE[name]
+            kind: type[object] = _SAFE[name]
             made = kind.__new__(kind)
             vars(made).update({key: _object(child) for key, child in fields.items()})
             return made

@@ -43,9 +43,18 @@ def save(repository: Repository, nodes: int, tensors: int = 2) -> Version:
     return committer.commit(replace(record, world_size=nodes, fragments=tuple(infos), packs=None))
 
 
+Keep = Callable[[int], None]
+
+
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_manifest, "KEPT", 5)
+def keep(monkeypatch: pytest.MonkeyPatch) -> Keep:
+    """Sets the number of rows from which on a manifest is large."""
+    return lambda rows: monkeypatch.setattr(stored_manifest, "KEPT", rows)
+
+
+@pytest.fixture
+def large(keep: Keep) -> None:
+    keep(5)
 
 
 @pytest.mark.parametrize(
@@ -63,17 +72,15 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["tensors", "contents", "values", "values of no rank", "read", "read a part", "verify", "rewrite", "packs"],
 )
-def test_a_large_manifest_says_what_a_small_one_says(
-    look: Callable[[Repository, Version], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_manifest_says_what_a_small_one_says(look: Callable[[Repository, Version], object], keep: Keep) -> None:
     repository = memory_repository()
     version = save(repository, 4)
     small = look(repository, repository.version(version))
-    monkeypatch.setattr(stored_manifest, "KEPT", 5)
+    keep(5)
     assert look(repository, repository.version(version)) == small
 
 
-def test_each_walk_reads_a_large_manifest_again(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_walk_reads_a_large_manifest_again(repository: Repository, keep: Keep) -> None:
     version, read, get = save(repository, 3), list[str](), repository.store.get
 
     def noted(key: str, *, max_bytes: int) -> bytes:
@@ -83,7 +90,7 @@ def test_each_walk_reads_a_large_manifest_again(repository: Repository, monkeypa
     script(repository.store, get=noted)
     fragments = [keys.fragment(version.id, version.attempt, node) for node in range(3)]
     for kept, expected in ((36, fragments), (35, 2 * fragments)):
-        monkeypatch.setattr(stored_manifest, "KEPT", kept)
+        keep(kept)
         read.clear()
         opened = repository.version(version)
         assert [info.node for _ in range(2) for info, _ in opened.walk()] == 2 * [0, 1, 2]
