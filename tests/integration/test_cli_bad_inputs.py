@@ -215,12 +215,17 @@ def test_an_unprintable_output_path_is_escaped(base: Path, tmp_path: Path) -> No
     assert (tmp_path / "out\udcff" / "weights.safetensors").is_file()
 
 
+@pytest.mark.parametrize("address", ["s3:bucket/x", "s3//bucket/x", "$RUN/x", "hdfs://bucket/x"])
+@pytest.mark.parametrize("words", [("restore", "-o"), ("export", "--hf")])
+def test_a_mistyped_target_is_refused(base: Path, tmp_path: Path, words: tuple[str, str], address: str) -> None:
+    ran(words[0], str(base / "good"), words[1], address, code=2)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("address", ["s3://bucket/x", "s3:bucket/x", "s3//bucket/x", "file:///x", "$RUN/x"])
 @pytest.mark.parametrize(
     "words",
     [
-        ("restore", "@good", "-o"),
-        ("export", "@good", "--hf"),
         ("export", "@good", "--torch"),
         ("export", "@good", "--hf", "out", "--files"),
         ("report", "@good", "-o"),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystow.storage.errors import ProtocolError
+from raystow.storage.retention.export_rule import Export
 from raystow.storage.retention.policy import Policy
 from raystow.workers.protocol.codec import MessagePart
 from raystow.workers.protocol.messages import MESSAGES, Message, RestoreChoice, decode, encode
@@ -22,6 +23,8 @@ POLICY = st.builds(Policy, keep_last=st.none() | st.integers(1, 9), keep_best=st
 st.register_type_strategy(int, st.integers(0, 2**63 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False))
 st.register_type_strategy(Policy, POLICY)
+EXPORT = st.builds(Export, uri=st.just("s3://bucket/x"), when=st.integers(1, 9) | st.sampled_from(["best", "pin:a"]))
+st.register_type_strategy(Export, EXPORT)
 st.register_type_strategy(Mapping, lambda table: st.dictionaries(*map(st.from_type, get_args(table)), max_size=3))
 
 

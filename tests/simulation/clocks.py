@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
@@ -71,6 +72,14 @@ class Serially:
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         return map(function, items)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future = Future[Any]()
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
     def shutdown(self, **_: object) -> None:
         """Do nothing: no work is pending."""

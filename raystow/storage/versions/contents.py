@@ -104,7 +104,7 @@ class Contents:
 
 def contents(fragments: Iterable[Fragment], subject: str) -> Contents:
     """Sum up fragments. Raises ``Damaged`` as ``TensorSums``."""
-    tensors, rounded, planes, values = TensorSums(subject), dict[str, Rounded](), _Planes(), set[str]()
+    tensors, rounded, planes, values = TensorSums(subject), dict[str, Rounded](), _Planes(subject), set[str]()
     for fragment in fragments:
         tensors.add(fragment.chunks)
         for name, one in fragment.rounded.items():
@@ -119,6 +119,7 @@ def contents(fragments: Iterable[Fragment], subject: str) -> Contents:
 class _Planes:
     """Counts by codec."""
 
+    subject: str
     counts: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0]))
 
     def add(self, chunks: Iterable[Chunk]) -> None:
@@ -126,9 +127,11 @@ class _Planes:
             if chunk.derivation is not None:
                 self._note(DERIVED, chunk.nbytes, 0)
                 continue
-            coding = chunk.coding
-            for codec, stored in zip(coding.codecs, coding.stored, strict=True):
-                self._note(codec, chunk.nbytes // len(coding.codecs), stored)
+            codecs, sizes = chunk.coding.codecs, chunk.coding.stored
+            if not codecs or len(codecs) != len(sizes):
+                raise Damaged(f"a chunk of {chunk.name!r} has {len(codecs)} codecs for {len(sizes)} planes", subject=self.subject)
+            for codec, stored in zip(codecs, sizes, strict=True):
+                self._note(codec, chunk.nbytes // len(codecs), stored)
 
     def sums(self) -> dict[str, PlaneSum]:
         return {codec: PlaneSum(*of) for codec, of in self.counts.items()}

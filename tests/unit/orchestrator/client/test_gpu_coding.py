@@ -63,9 +63,7 @@ def test_ranks_with_and_without_a_gpu_cut_alike(cuda: Cuda) -> None:
 @pytest.mark.parametrize(
     ("options", "codec"), [({}, "cpu"), ({}, "ans"), ({"host": "cpu"}, "auto"), ({"process": "node"}, "auto")]
 )
-def test_the_host_is_coded_by_the_cpu_where_the_gpu_cannot(
-    options: dict[str, str], codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_is_coded_by_the_cpu_where_the_gpu_cannot(options: dict[str, str], codec: str, cuda: Cuda) -> None:
     cuda(is_initialized=True)
     assert GpuCodingChoice(Compression(codec, **options), codec).coding() == GpuCoding(codec != "cpu")
 

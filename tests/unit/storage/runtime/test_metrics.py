@@ -10,6 +10,7 @@ from raystow.workers import ray_metrics as exported
 
 UNITS = ("_seconds", "_bytes", "_ratio")
 COUNTED = (
+    "exports",
     "saves",
     "versions",
     "attempts",
