@@ -55,6 +55,8 @@ def regular_file(path: Path, flags: int = os.O_RDONLY, *, buffering: int = -1) -
         StateError: It is no regular file.
         OSError: It cannot be opened.
     """
+    if "\0" in os.fspath(path):
+        raise StateError("a path cannot contain a zero byte", subject=repr(os.fspath(path)))
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     try:
         regular = stat.S_ISREG(os.fstat(descriptor).st_mode)  # of the open file, which cannot be exchanged
