@@ -167,6 +167,7 @@ PRINTING = {
     "demo": ("demo", "--store", "NEW"),
     "doctor": ("doctor",),
     "keygen": ("keygen", "NEW"),
+    "log": ("log", "RUN"),
     "ls": ("ls", "RUN"),
     "show": ("show", "RUN"),
     "diff": ("diff", "RUN", "1", "2"),
