@@ -128,7 +128,7 @@ class _Planes:
                 self._note(DERIVED, chunk.nbytes, 0)
                 continue
             codecs, sizes = chunk.coding.codecs, chunk.coding.stored
-            if not codecs or len(codecs) != len(sizes):
+            if len(codecs) != len(sizes):  # both are empty for chunks that an earlier version has
                 raise Damaged(f"a chunk of {chunk.name!r} has {len(codecs)} codecs for {len(sizes)} planes", subject=self.subject)
             for codec, stored in zip(codecs, sizes, strict=True):
                 self._note(codec, chunk.nbytes // len(codecs), stored)
