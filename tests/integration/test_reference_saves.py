@@ -47,6 +47,7 @@ def test_frozen_tensors_are_stored_once_over_many_saves(uri: str) -> None:
         assert all(version.bytes < 0.03 * whole for version in versions[1:])
         assert {version.entry.bases for version in versions[1:]} == {(1,)}
         assert set(references(versions[-1])) == {f"model.{name}" for name in FROZEN}
+        assert {*versions[-1].tensors()} == {*versions[0].tensors()}
         assert "whole" in versions[17].record.coding, "the series of deltas ended, but frozen tensors were not stored again"
         for step in (0, 1, 17, 19):
             assert restores(versions[step], lora(step))
