@@ -39,20 +39,25 @@ class Uploads:
     def words(self, sources: Sequence[Source]) -> list[torch.Tensor]:
         """Return the words of chunks in host memory, uint8 each, on the device when the current stream has come so far."""
         copies, filling = list[torch.Tensor](), deque[tuple[Bytes, int, Future[None] | None]]()
-        for source in sources:
-            words = source.host_words()
-            if words.flags.c_contiguous and (flat := torch.from_numpy(words.reshape(-1).view(np.uint8))).is_pinned():
-                filling.append((flat.numpy(), -1, None))
-            else:
-                if sum(slot >= 0 for _, slot, _ in filling) == _SLOTS:
+        try:
+            for source in sources:
+                words = source.host_words()
+                if words.flags.c_contiguous and (flat := torch.from_numpy(words.reshape(-1).view(np.uint8))).is_pinned():
+                    filling.append((flat.numpy(), -1, None))
+                else:
+                    while sum(slot >= 0 for _, slot, _ in filling) == _SLOTS:
+                        copies.append(self._send(*filling.popleft()))
+                    slot = self._free_slot()
+                    place = self._slot(slot)[: source.nbytes]
+                    filling.append((place, slot, _threads().submit(_fill, words, place)))
+                while filling and (filling[0][2] is None or filling[0][2].done()):
                     copies.append(self._send(*filling.popleft()))
-                slot = self._free_slot()
-                place = self._slot(slot)[: source.nbytes]
-                filling.append((place, slot, _threads().submit(_fill, words, place)))
-            while filling and (filling[0][2] is None or filling[0][2].done()):
+            while filling:
                 copies.append(self._send(*filling.popleft()))
-        while filling:
-            copies.append(self._send(*filling.popleft()))
+        finally:  # after an error, no thread may write into a slot that the next call fills
+            for _, _, filled in filling:
+                if filled is not None:
+                    filled.exception()
         return copies
 
     def close(self) -> None:
