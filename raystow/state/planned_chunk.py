@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..storage.coding import dtypes
 from ..storage.coding.kernels import Bytes
 from ..storage.format.boxes import Box
 from ..storage.format.manifest import path_text
 from .chunk_info import ChunkInfo, DerivedChunk
-from .chunks import Cut
 from .lossy import rounded_chunk
 from .lossy.tensor_values import words_of
-from .shards import Shard
-from .tree import Elements
+from .shard_range import ShardRange
 
 if TYPE_CHECKING:
     import torch
@@ -27,12 +24,10 @@ _path_text = functools.lru_cache(maxsize=1 << 14)(path_text)
 
 
 @dataclass(frozen=True)
-class PlannedChunk:
+class PlannedChunk(ShardRange):
     """A chunk that this rank stores. ``device``: the CUDA device that codes it; None: the node worker
     does. ``group``: its group of packs."""
 
-    shard: Shard
-    cut: Cut
     device: int | None
     group: str
 
@@ -41,27 +36,8 @@ class PlannedChunk:
         return self.cut.box
 
     @property
-    def nbytes(self) -> int:
-        return self.cut.nbytes
-
-    @property
     def name(self) -> str:
         return self.shard.leaf.name
-
-    @property
-    def dtype(self) -> dtypes.DType:
-        return self.shard.format
-
-    @property
-    def on_host(self) -> bool:
-        """Whether its words are in host memory."""
-        return self.shard.device is None
-
-    @property
-    def origin(self) -> int | None:
-        """The device address of its words; None if they are not contiguous, or in host memory."""
-        place = None if self.on_host else self.shard.place
-        return None if place is None else place + self.cut.start
 
     @property
     def address(self) -> int | None:
@@ -76,7 +52,7 @@ class PlannedChunk:
 
     def host_words(self) -> npt.NDArray[np.void]:
         """Its words in host memory."""
-        words: npt.NDArray[np.void] = self._bits()
+        words: npt.NDArray[np.void] = self.bits
         return words
 
     def gather(self, uploaded: torch.Tensor | None = None) -> torch.Tensor:
@@ -84,7 +60,7 @@ class PlannedChunk:
         copy of its words in host memory, uint8, which is used up."""
         if uploaded is not None:
             return uploaded if self.shard.rule is None else self._round(uploaded.view(words_of(self.dtype.itemsize)))
-        words: torch.Tensor = self._bits()
+        words: torch.Tensor = self.bits
         if self.shard.rule is None:
             return words.contiguous()
         import torch
@@ -98,9 +74,6 @@ class PlannedChunk:
         rows, first = words.reshape(-1, extent[-1]), self.shard.offset[-1] + offset[-1]
         made, self.shard.findings[self.box] = rounded_chunk.rounded(rule, rows, self.dtype.name, first)
         return made
-
-    def _bits(self) -> Elements:
-        return self.shard.bits[tuple(slice(a, a + n) for a, n in zip(*self.box, strict=True)) + (...,)]
 
     @property
     def identity(self) -> object:
@@ -123,7 +96,7 @@ class PlannedChunk:
     def copy(self, out: Bytes) -> None:
         if not out.size:
             return
-        source = self._bits()
+        source = self.bits
         if isinstance(source, np.ndarray):
             np.copyto(out.view(source.dtype).reshape(source.shape), source)
         else:

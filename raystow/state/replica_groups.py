@@ -20,14 +20,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..storage.coding import dtypes
 from ..storage.coding.digest import stored_digest
 from ..storage.coding.kernels import Bytes
 from .assignment import HeldPiece
 from .chunk_info import RangeInfo
 from .chunks import Cut, cuts_of_extent
-from .shards import Shard
-from .tree import Elements
+from .shard_range import ShardRange
 
 if TYPE_CHECKING:
     import torch
@@ -43,46 +41,25 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch
 
 
 @dataclass(frozen=True)
-class ReplicaRange:
+class ReplicaRange(ShardRange):
     """Contiguous elements of a shard, in row-major order. As a source of digests it has the properties of a chunk."""
 
-    shard: Shard
-    cut: Cut
     info: RangeInfo
 
     @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return self.cut.nbytes
-
-    @property
-    def dtype(self) -> dtypes.DType:
-        """The type of its words."""
-        return self.shard.format
-
-    @property
-    def on_host(self) -> bool:
-        """Whether its words are in host memory."""
-        return self.shard.device is None
-
-    @property
     def address(self) -> int | None:
-        """The device address of its words; None if they are not contiguous."""
-        place = self.shard.place
-        return None if place is None else place + self.cut.start
+        """``origin``: nothing is rounded."""
+        return self.origin
 
     def gather(self) -> torch.Tensor:
         """A contiguous copy of its words, made on the current stream of the device."""
-        words: torch.Tensor = self._bits()
+        words: torch.Tensor = self.bits
         return words.contiguous()
 
     def bytes(self) -> Bytes:
         """Its bytes, of a shard in host memory."""
-        words = np.ascontiguousarray(self._bits())
+        words = np.ascontiguousarray(self.bits)
         return words.reshape(-1).view(np.uint8)
-
-    def _bits(self) -> Elements:
-        return self.shard.bits[tuple(slice(a, a + n) for a, n in zip(*self.cut.box, strict=True)) + (...,)]
 
 
 @dataclass(frozen=True)
