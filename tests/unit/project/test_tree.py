@@ -85,6 +85,20 @@ def test_any_is_used_sparingly() -> None:
     assert count <= MOST_ANY
 
 
+def test_no_number_is_drawn_from_default_generators() -> None:
+    """They are those of the training, whose resume must end in the same bits."""
+    drawing = {"bernoulli", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm"}
+    in_place = {"bernoulli_", "exponential_", "normal_", "random_", "uniform_"}
+    calls = [
+        (str(path), node)
+        for path, source in sources().items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in drawing | in_place
+    ]
+    assert "raystow/workers/gpu/codec_choice.py" in {path for path, _ in calls}
+    assert [f"{path}:{node.lineno}" for path, node in calls if "generator" not in {word.arg for word in node.keywords}] == []
+
+
 def test_packages_of_npm_are_pinned_exactly() -> None:
     """Those that the Makefile installs."""
     packages = [
