@@ -106,7 +106,7 @@ def _compared(target: Target, before: Version, after: Version, found: list[Diffe
     with contextlib.ExitStack() as stack:
         for version in (before, after):
             stack.enter_context(target.repository.lease(version))
-        advance = stack.enter_context(progress_bar("comparing", work(after, found), quiet=quiet))
+        advance = stack.enter_context(progress_bar("comparing", work(found), quiet=quiet))
         return compare(before, after, found, advance)
 
 
@@ -132,7 +132,7 @@ def _print_summary(counts: dict[Change, int], values: dict[Change, list[str]]) -
 
 def _cells(one: Difference, deep: bool) -> list[str]:
     what = one.how or ("layout differs" if one.changed is None else one.what.value)
-    chunks = f"{len(one.boxes)}/{one.chunks}" if one.boxes else "-"
+    chunks = f"{one.suspect}/{one.chunks}" if one.suspect else "-"
     changed = size(one.changed) if one.changed is not None else f"<= {size(one.nbytes)}"
     share = f"{_percent(one.changed, one.nbytes)} %" if one.changed is not None and one.nbytes else "-"
     return [one.name, what, *([] if deep else [chunks]), changed, share, *([_distance(one)] if deep else [])]
@@ -162,7 +162,7 @@ def _fields(one: Difference) -> dict[str, object]:
         "dtype": one.dtype,
         "bytes": one.nbytes,
         "chunks": one.chunks,
-        "changed_chunks": len(one.boxes) if one.boxes else None,
+        "changed_chunks": one.suspect or None,
         "changed_bytes": one.changed,
         "share": None if one.changed is None else ratio(one.changed, one.nbytes),
         "changed_elements": deviation.elements if deviation else None,

@@ -134,4 +134,4 @@ def _torch_file(to: Path, version: Version, *, quiet: bool) -> ExportReport:
 
     with progress_bar(f"version {version.id}", version.raw, quiet=quiet) as advance:
         write_torch_file(to, version, advance)
-    return ExportReport(str(real_path(to)), [ExportedFile(to.name, len(version.chunks), version.raw)])
+    return ExportReport(str(real_path(to)), [ExportedFile(to.name, len(version.tensors()), version.raw)])

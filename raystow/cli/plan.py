@@ -48,7 +48,7 @@ def plan(
     chosen = target.version(version)
     ranks = world or chosen.world_size
     made = plan_world(chosen, ranks, per_node=per_node, whole=replicated)
-    assumption, passed_on = _WHOLE if replicated else _SPLIT, sum(node.passed_on for node in made.nodes)
+    assumption, passed_on = _WHOLE if replicated else _SPLIT, round(sum(node.passed_on for node in made.nodes))
     seconds = made.seconds(Rates(peer=peer_rate, store=rate))
     reach = None
     if version == LATEST:
@@ -105,7 +105,7 @@ def _reach_text(reach: JournalReach) -> str:
 
 def _fields(reads: Reads) -> dict[str, object]:
     fields = fields_of(reads)
-    return {"bytes": fields.pop("nbytes"), **fields, "needed": round(reads.needed)}
+    return {"bytes": fields.pop("nbytes"), **fields, "needed": round(reads.needed), "passed_on": round(reads.passed_on)}
 
 
 def _spread(title: str, reads: Sequence[Reads]) -> list[list[str]]:

@@ -39,7 +39,7 @@ def restore(
         plan = plan_version_folder(chosen, limit=max_file_size)
         with output.new(plan.plan) as folder, progress_bar(f"version {chosen.id}", plan.raw, quiet=json) as advance:
             plan.write(folder, advance)
-    directory, plain = output.shown, len(chosen.values())
+    directory, plain = output.shown, chosen.contents.values
     mapped = [placed for file in plan.files for placed in file.tensors if placed.mapped]
     if json:
         emit(

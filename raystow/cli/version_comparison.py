@@ -9,14 +9,15 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from ..orchestrator.export.slabs import TensorBox, boxes_of, read_slab
+from ..orchestrator.export.slabs import TensorBox, boxes_of, read_slab, slabs
 from ..orchestrator.export.version_files import value_texts
 from ..storage.coding import dtypes
 from ..storage.coding.dtypes import DType
 from ..storage.coding.kernels import Bytes
-from ..storage.format.boxes import Box
 from ..storage.format.manifest import Chunk
-from ..storage.runtime.batches import batches
+from ..storage.format.rank_spans import RankSet
+from ..storage.versions.contents import TensorSum
+from ..storage.versions.matched_rows import matched_rows
 from ..storage.versions.version import Version
 from .output import dimensions
 
@@ -57,8 +58,8 @@ class Difference:
 
     ``how``: its old and new dtype or shape if they differ. ``nbytes``: raw bytes in the later version, of a removed tensor in the
     earlier one. ``changed``: bytes that differ or, until they are read, of the chunks that may differ; None if manifests cannot
-    tell. ``boxes``: the chunks that may have changed; None if the boxes differ. ``deviation``: the result of a comparison of the
-    bytes.
+    tell. ``suspect``: the number of chunks that may have changed; None if the boxes differ. ``work``: raw bytes to read to
+    compare them. ``deviation``: the result of a comparison of the bytes.
     """
 
     name: str
@@ -68,7 +69,8 @@ class Difference:
     chunks: int
     how: str = ""
     changed: int | None = 0
-    boxes: tuple[Box, ...] | None = ()
+    suspect: int | None = 0
+    work: int = 0
     deviation: Deviation | None = None
 
     @property
@@ -84,15 +86,17 @@ class Difference:
 
 def differences(before: Version, after: Version) -> list[Difference]:
     """Compare all tensors of two versions by the digests in their manifests."""
-    old, new = before.tensors(), after.tensors()
+    old, new = before.contents.tensors, after.contents.tensors
+    same = {name: _Pairs() for name in old.keys() & new.keys() if _layout(old[name]) == _layout(new[name])}
+    for a, b in matched_rows(before, after, same):
+        same[b.name].add(a, b, proven=_proof(before, a) == _proof(after, b))
     found = []
     for name in sorted(old.keys() | new.keys()):
         if name not in new or name not in old:
-            what, version = (Change.REMOVED, before) if name not in new else (Change.ADDED, after)
-            info = version.tensors()[name]
-            found.append(Difference(name, what, info.dtype, info.nbytes, len(version.chunks[name]), changed=info.nbytes))
+            what, one = (Change.REMOVED, old[name]) if name not in new else (Change.ADDED, new[name])
+            found.append(Difference(name, what, one.dtype, one.raw, one.chunks, changed=one.raw))
         else:
-            found.append(_difference(name, before, after))
+            found.append(_difference(name, old[name], new[name], same.get(name)))
     return found
 
 
@@ -105,7 +109,7 @@ def changed_values(before: Version, after: Version) -> dict[Change, list[str]]:
     """Return the names of plain values that were added, removed or changed."""
     old, new = value_texts(before), value_texts(after)
     if before.world_size != after.world_size:  # the ranks are not comparable, only the set of texts
-        old, new = ({name: {text: set[int]() for text in texts} for name, texts in of.items()} for of in (old, new))
+        old, new = ({name: {text: RankSet() for text in texts} for name, texts in of.items()} for of in (old, new))
     return {
         Change.ADDED: sorted(new.keys() - old.keys()),
         Change.REMOVED: sorted(old.keys() - new.keys()),
@@ -113,21 +117,39 @@ def changed_values(before: Version, after: Version) -> dict[Change, list[str]]:
     }
 
 
-def _difference(name: str, before: Version, after: Version) -> Difference:
-    old, new, rows = before.tensors()[name], after.tensors()[name], after.chunks[name]
-    pairs = ((old.dtype, new.dtype), (dimensions(old.shape), dimensions(new.shape)))
-    if how := ", ".join(f"{a} -> {b}" for a, b in pairs if a != b):
-        return Difference(name, Change.CHANGED, new.dtype, new.nbytes, len(rows), how, new.nbytes)
-    known = {chunk.box: chunk for chunk in before.chunks[name]}
-    if known.keys() != {chunk.box for chunk in rows}:
-        return Difference(name, Change.LAYOUT, new.dtype, new.nbytes, len(rows), changed=None, boxes=None)
-    differ = {chunk.box for chunk in rows if chunk.raw_digest != known[chunk.box].raw_digest}
-    may = [chunk for chunk in rows if chunk.box in differ or _proof(before, known[chunk.box]) != _proof(after, chunk)]
-    what = Change.CHANGED if differ else Change.LAYOUT if may else Change.SAME
-    boxes, nbytes = tuple(chunk.box for chunk in may), sum(chunk.nbytes for chunk in may)
-    return Difference(
-        name, what, new.dtype, new.nbytes, len(rows), changed=None if what is Change.LAYOUT else nbytes, boxes=boxes
-    )
+def _layout(one: TensorSum) -> tuple[object, ...]:
+    """Equal if two tensors can have the same boxes."""
+    return one.shape, one.dtype, one.chunks
+
+
+@dataclass
+class _Pairs:
+    """Counts the chunks of a tensor that have the same box in both versions, those whose digests differ, and those that may have
+    changed, with their bytes."""
+
+    number: int = 0
+    different: int = 0
+    suspect: int = 0
+    nbytes: int = 0
+
+    def add(self, before: Chunk, after: Chunk, *, proven: bool) -> None:
+        differs = before.raw_digest != after.raw_digest
+        self.number += 1
+        self.different += differs
+        if differs or not proven:
+            self.suspect += 1
+            self.nbytes += after.nbytes
+
+
+def _difference(name: str, old: TensorSum, new: TensorSum, pairs: _Pairs | None) -> Difference:
+    looks = ((old.dtype, new.dtype), (dimensions(old.shape), dimensions(new.shape)))
+    if how := ", ".join(f"{a} -> {b}" for a, b in looks if a != b):
+        return Difference(name, Change.CHANGED, new.dtype, new.raw, new.chunks, how, new.raw)
+    if pairs is None or pairs.number != new.chunks:
+        return Difference(name, Change.LAYOUT, new.dtype, new.raw, new.chunks, changed=None, suspect=None, work=new.raw)
+    what = Change.CHANGED if pairs.different else Change.LAYOUT if pairs.suspect else Change.SAME
+    changed = None if what is Change.LAYOUT else pairs.nbytes
+    return Difference(name, what, new.dtype, new.raw, new.chunks, changed=changed, suspect=pairs.suspect, work=pairs.nbytes)
 
 
 def _proof(version: Version, chunk: Chunk) -> tuple[object, ...]:
@@ -145,7 +167,7 @@ def compare(
         before: The earlier version.
         after: The later version.
         found: The result of ``differences``.
-        progress: Called with bytes that were compared; their sum is ``work(after, found)``.
+        progress: Called with bytes that were compared; their sum is ``work(found)``.
         slab: Bytes of each version that are compared at a time.
 
     Returns:
@@ -156,11 +178,11 @@ def compare(
     """
     sums: dict[str, Deviation] = {}
     readers = before.reader(), after.reader()
-    for boxes in batches(_boxes(after, found, slab), lambda box: box.nbytes, slab):
+    for boxes in slabs(_boxes(before, after, found, slab), slab):
         nbytes = sum(box.nbytes for box in boxes)
         old, new = np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
-        read_slab(before, readers[0], boxes, old)
-        read_slab(after, readers[1], boxes, new)
+        read_slab(readers[0], boxes, old, place=0)
+        read_slab(readers[1], boxes, new, place=1)
         end = 0
         for box in boxes:
             bytes_of_box = slice(end, end + box.nbytes)
@@ -171,9 +193,9 @@ def compare(
     return [_settled(one, sums.get(one.name, Deviation())) if one.comparable else one for one in found]
 
 
-def work(after: Version, found: Sequence[Difference]) -> int:
+def work(found: Sequence[Difference]) -> int:
     """Return the raw bytes of each version that ``compare`` compares."""
-    return sum(box.nbytes for box in _boxes(after, found, SLAB))
+    return sum(one.work for one in found if one.comparable)
 
 
 def deviate(old: Bytes, new: Bytes, format: DType, *, block: int = _BLOCK) -> Deviation:
@@ -204,15 +226,13 @@ def _distance(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> tuple[f
     return (float(apart[finite].max()) if finite.any() else None), int(apart.size - np.count_nonzero(finite))
 
 
-def _boxes(after: Version, found: Sequence[Difference], slab: int) -> Iterator[TensorBox]:
+def _boxes(before: Version, after: Version, found: Sequence[Difference], slab: int) -> Iterator[TensorBox]:
     """The chunks of each tensor that may have changed; where their boxes differ, boxes of whole rows."""
-    for one in found:
-        if not one.comparable:
-            continue
-        if one.boxes is not None:
-            yield from (TensorBox(one.name, one.dtype, box, is_chunk=True) for box in one.boxes)
-        else:
-            yield from (box for box in boxes_of(one.name, after.tensors()[one.name], slab) if box.nbytes)
+    suspects = {one.name for one in found if one.comparable and one.suspect}
+    for a, b in matched_rows(before, after, suspects) if suspects else ():
+        if a.raw_digest != b.raw_digest or _proof(before, a) != _proof(after, b):
+            yield TensorBox(b.name, b.dtype, b.box, ([a], [b]))
+    yield from boxes_of([before, after], [one.name for one in found if one.comparable and one.suspect is None], slab)
 
 
 def _settled(one: Difference, deviation: Deviation) -> Difference:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ...storage.format.manifest import Chunk
+from ...storage.format.selection import Sought
 from ...storage.versions.version import TensorInfo, Version
 
 
@@ -22,10 +24,11 @@ def tied_weights(config: Path, version: Version, weights: Mapping[str, TensorInf
     Returns:
         Nothing if Transformers is not installed, or does not know the model: files with all names are loaded, too.
     """
+    shared = [[name for name in names if name in weights] for names in _shared_names(config)]
+    rows = version.rows({prefix + name: Sought(tensor=True) for names in shared if len(names) > 1 for name in names})
     first: dict[str, str] = {}
-    for names in _shared_names(config):
-        kept, *others = [name for name in names if name in weights] or [""]
-        first |= {name: kept for name in others if _content(version, prefix + name) == _content(version, prefix + kept)}
+    for kept, *others in filter(None, shared):
+        first |= {name: kept for name in others if _content(rows[prefix + name]) == _content(rows[prefix + kept])}
     return first
 
 
@@ -51,7 +54,6 @@ def _shared_names(config: Path) -> list[list[str]]:
     return list(names.values())
 
 
-def _content(version: Version, name: str) -> object:
+def _content(rows: Sequence[Chunk]) -> object:
     """What two tensors of a version have in common only if they have the same elements. Digests of 64 bits do not prove that."""
-    rows = version.chunks[name]
     return rows[0].dtype, rows[0].shape, {(row.box, row.proof) for row in rows}

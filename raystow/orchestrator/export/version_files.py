@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -17,12 +16,12 @@ from ...storage.coding.digest import stored_digest
 from ...storage.coding.kernels import Bytes
 from ...storage.errors import StateError
 from ...storage.format import values
+from ...storage.format.rank_spans import RankSet
 from ...storage.object_store import Buffer
-from ...storage.runtime.batches import batches
 from ...storage.versions.version import Version
 from .output_folder import FilePlan, OutputFolder
 from .safetensors_file import SafetensorsFile
-from .slabs import TensorBox, boxes_of, read_slab
+from .slabs import TensorBox, boxes_of, read_slab, slabs
 
 SLAB = 128 << 20
 """Bytes that are decoded into memory before they are written."""
@@ -67,11 +66,9 @@ def write_file(
     def content() -> Iterator[Buffer]:
         reader, buffer = version.reader(), np.empty(SLAB, np.uint8)
         targets = {names.get(tensor.name, tensor.name): tensor.info for tensor in file.tensors}
-        saved = {name: replace(info, dtype=version.chunks[name][0].dtype) for name, info in targets.items()}
-        boxes = (box for name, info in saved.items() for box in boxes_of(name, info, SLAB // 2))
         yield header
-        for slab in batches(boxes, lambda box: box.nbytes, SLAB):
-            read_slab(version, reader, slab, buffer, progress)
+        for slab in slabs(boxes_of([version], targets, SLAB // 2), SLAB):
+            read_slab(reader, slab, buffer, progress)
             end = 0
             for box in slab:
                 start, end = end, end + box.nbytes
@@ -113,7 +110,7 @@ def write_index(folder: OutputFolder, parts: Sequence[SafetensorsFile]) -> None:
 def plain_values(version: Version) -> dict[str, object]:
     """Return the content of ``values.json``: ``values`` of rank 0, and ``by_rank`` those that differ between ranks."""
     by_rank = {
-        name: [{"ranks": sorted(ranks), "value": json.loads(text)} for text, ranks in found.items()]
+        name: [{"ranks": [*ranks], "value": json.loads(text)} for text, ranks in found.items()]
         for name, found in value_texts(version).items()
         if len(found) > 1
     }
@@ -127,12 +124,12 @@ def plain_values(version: Version) -> dict[str, object]:
     }
 
 
-def value_texts(version: Version) -> dict[str, dict[str, set[int]]]:
+def value_texts(version: Version) -> dict[str, dict[str, RankSet]]:
     """Return for each plain value its encoded texts, and for each text the ranks that saved it."""
-    found: dict[str, dict[str, set[int]]] = {}
-    for fragment in version.fragments:
+    found: dict[str, dict[str, RankSet]] = {}
+    for fragment in version.manifest.select({}):
         for row in fragment.values:
-            found.setdefault(row.name, {}).setdefault(row.text, set()).update(row.ranks)
+            found.setdefault(row.name, {}).setdefault(row.text, RankSet()).add(row.ranks)
     return found
 
 

@@ -77,7 +77,7 @@ def refuse_wrapped(names: Iterable[str], prefix: str) -> None:
 
 def _prefixes(version: Version, name: str) -> list[str]:
     """The prefixes that a tensor's name has as an element of each mapping around it, the outermost first."""
-    path = parse_path(version.chunks[name][0].path)
+    path = parse_path(version.contents.tensors[name].path)
     keys = [str(part[1] if isinstance(part, tuple) else part) for part in path]
     return ["".join(f"{key}." for key in keys[:depth]) for depth in range(len(keys))]
 

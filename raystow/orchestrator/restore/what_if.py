@@ -6,9 +6,10 @@ Assumption: a tensor that was saved in several boxes along a dimension is split 
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 from ...storage.errors import StateError
 from ...storage.format.boxes import Box
@@ -18,9 +19,11 @@ from ...storage.versions.version import Version
 from .plan import Rates
 
 MOST_RANKS = 1 << 17
-MOST_READS = 1 << 24
-"""Chunks that all ranks of a plan read, of 100 bytes each."""
-_Share = dict[int, float]  # number of a chunk -> the part of its elements that is needed
+MOST_READS = 1 << 27
+"""Chunks that all ranks of a plan read: they take an hour of CPU."""
+MOST_READS_OF_A_NODE = 1 << 24
+"""Those of them that one node saved: they take 100 bytes each."""
+_Share = dict[int, float]  # number of a chunk in its fragment -> the part of its elements that is needed
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,14 @@ class Reads:
     """Reads of a rank or node: ``nbytes`` are stored bytes. ``needed``: bytes of the needed elements. ``passed_on``:
     bytes that another node reads from the store."""
 
-    nbytes: int
-    chunks: int
-    requests: int
-    needed: float
-    passed_on: int = 0
+    nbytes: int = 0
+    chunks: int = 0
+    requests: int = 0
+    needed: float = 0.0
+    passed_on: float = 0.0
+
+    def __add__(self, other: Reads) -> Reads:
+        return Reads(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
@@ -61,49 +67,49 @@ def plan_world(
 ) -> WorldPlan:
     """The plan for ``world_size`` ranks, ``per_node`` of them on each node. ``whole``: every rank reads every tensor whole.
 
-    Of a chunk that several nodes want, each is taken to read an equal part from the store. Reads the manifest, and raises what
-    reading it raises. Memory: the manifest, and some 100 bytes for each chunk of each rank.
+    Of a chunk that several nodes want, each is taken to read an equal part from the store. Reads the manifest twice, and raises
+    what reading it raises. Memory: one fragment, and some 100 bytes for each of its chunks and each rank that reads it.
 
     Raises:
-        StateError: There are more than ``MOST_RANKS`` ranks, or together they would read more than ``most_reads`` chunks.
+        StateError: There are more than ``MOST_RANKS`` ranks, or together they would read more than ``most_reads`` chunks, or
+            ``MOST_READS_OF_A_NODE`` that one node saved.
     """
     if world_size > MOST_RANKS:
         raise StateError(f"no plan is made for {world_size} ranks", subject=repr(version), remedy=f"use up to {MOST_RANKS}")
-    chunks = [chunk for rows in version.chunks.values() for chunk in rows]
-    numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
-    shares: list[_Share] = [{} for _ in range(world_size)]
-    reads = 0
-    for rows in version.chunks.values():
-        for chunk, wanted in _wanted(rows, world_size, None if whole else _split(rows)):
-            if (reads := reads + len(wanted)) > most_reads:
-                what = f"{world_size} ranks would read more than {most_reads} chunks"
+    tensors, reader, left = version.contents.tensors, version.reader(), most_reads
+    ranks, nodes, store = [Reads()] * world_size, [Reads()] * -(-world_size // per_node), Reads()
+    for _, fragment in version.walk():
+        shares, reads = defaultdict[int, _Share](dict), 0
+        for number, chunk in enumerate(fragment.chunks):
+            wanted = _wanted(chunk, world_size, None if whole else tensors[chunk.name].split)
+            if (reads := reads + len(wanted)) > min(left, MOST_READS_OF_A_NODE):
+                most = f"{most_reads} chunks" if reads > left else f"{MOST_READS_OF_A_NODE} chunks of node {fragment.node}"
+                what = f"{world_size} ranks would read more than {most}"
                 raise StateError(what, subject=repr(version), remedy="plan for fewer ranks")
             for rank, part in wanted.items():
-                shares[rank][numbers[id(chunk)]] = part
-    nodes = [_together(shares[first : first + per_node]) for first in range(0, world_size, per_node)]
-    askers = Counter(number for node in nodes for number in node)
-    reader = version.reader()
-    return WorldPlan(
-        tuple(_reads(reader, chunks, share) for share in shares),
-        tuple(_reads(reader, chunks, share, askers) for share in nodes),
-        _reads(reader, chunks, _together(nodes)),
-    )
+                shares[rank][number] = part
+        left -= reads
+        groups = defaultdict[int, list[_Share]](list)
+        for rank, share in shares.items():
+            groups[rank // per_node].append(share)
+            ranks[rank] += _reads(reader, fragment.chunks, share)
+        together = {node: _together(group) for node, group in groups.items()}
+        askers = Counter(number for share in together.values() for number in share)
+        for node, share in together.items():
+            nodes[node] += _reads(reader, fragment.chunks, share, askers)
+        store += _reads(reader, fragment.chunks, _together(together.values()))
+    return WorldPlan(tuple(ranks), tuple(nodes), store)
 
 
-def _split(rows: Sequence[Chunk]) -> int | None:
-    """The first dimension along which a tensor was saved in several boxes."""
-    return next((dim for dim in range(len(rows[0].shape)) if len({row.offset[dim] for row in rows}) > 1), None)
-
-
-def _wanted(rows: Sequence[Chunk], world_size: int, dim: int | None) -> Iterator[tuple[Chunk, Mapping[int, float]]]:
-    """For each chunk of a tensor the part that each rank needs."""
-    for row in rows:
-        if dim is None:
-            yield row, dict.fromkeys(range(world_size), 1.0)
-        elif 0 not in row.extent:
-            step, first, size = -(-row.shape[dim] // world_size), row.offset[dim], row.extent[dim]
-            ranks = range(first // step, (first + size - 1) // step + 1)
-            yield row, {r: (min(first + size, (r + 1) * step) - max(first, r * step)) / size for r in ranks}
+def _wanted(row: Chunk, world_size: int, dim: int | None) -> Mapping[int, float]:
+    """The part of a chunk that each rank needs. ``dim``: the dimension along which the tensor is split."""
+    if dim is None:
+        return dict.fromkeys(range(world_size), 1.0)
+    if 0 in row.extent:
+        return {}
+    step, first, size = -(-row.shape[dim] // world_size), row.offset[dim], row.extent[dim]
+    ranks = range(first // step, (first + size - 1) // step + 1)
+    return {r: (min(first + size, (r + 1) * step) - max(first, r * step)) / size for r in ranks}
 
 
 def _together(shares: Iterable[_Share]) -> _Share:
@@ -129,4 +135,4 @@ def _reads(reader: PackReader, chunks: Sequence[Chunk], share: _Share, askers: M
         needed[key] = max(size * part, needed.get(key, 0.0))
         passed[key] = max(size * (1 - 1 / askers[number]) if askers else 0.0, passed.get(key, 0.0))
     requests = sum(1 + len(list(run.bases)) for run in runs)
-    return Reads(sum(run.nbytes for run in runs), len(share), requests, sum(needed.values()), round(sum(passed.values())))
+    return Reads(sum(run.nbytes for run in runs), len(share), requests, sum(needed.values()), sum(passed.values()))

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..coding import dtypes
@@ -23,13 +23,16 @@ _NAME = operator.attrgetter("name")
 
 @dataclass
 class TensorSum:
-    """A tensor. ``chunks``, ``held``, ``stored``: its rows, their elements and stored bytes. ``measure``: what their boxes
-    count."""
+    """A tensor. ``split``: the first dimension along which it was saved in several boxes. ``chunks``, ``held``, ``stored``: its
+    rows, their elements and stored bytes. ``measure``: what their boxes count."""
 
+    path: str
     shape: tuple[int, ...]
     dtype: str
     kind: str
     group: str
+    offset: tuple[int, ...]
+    split: int | None = None
     chunks: int = 0
     held: int = 0
     stored: int = 0
@@ -65,10 +68,12 @@ class TensorSums:
             first = rows[0]
             found = self.sums.get(name)
             if found is None:
-                found = self.sums[name] = TensorSum(first.shape, first.dtype, first.kind, first.group)
+                found = self.sums[name] = TensorSum(first.path, first.shape, first.dtype, first.kind, first.group, first.offset)
             for row in rows:
                 if row.shape != found.shape or row.dtype != found.dtype or row.kind != found.kind:
                     raise Damaged(f"rows of {name!r} disagree on shape, dtype or kind", subject=self._subject)
+                if found.split != 0 and row.offset != found.offset:
+                    found.split = min(_split(row.offset, found.offset), len(row.shape) if found.split is None else found.split)
                 found.held += math.prod(row.extent)
                 found.stored += row.stored
             found.chunks += len(rows)
@@ -113,6 +118,10 @@ def contents(fragments: Iterable[Fragment], subject: str) -> Contents:
         values.update(value.name for value in fragment.values if 0 in value.ranks)
     tensors.check()
     return Contents(dict(sorted(tensors.sums.items())), dict(sorted(rounded.items())), planes.sums(), len(values))
+
+
+def _split(offset: Sequence[int], other: Sequence[int]) -> int:
+    return next(axis for axis, pair in enumerate(zip(offset, other, strict=True)) if pair[0] != pair[1])
 
 
 @dataclass

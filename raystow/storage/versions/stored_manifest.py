@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import Damaged
@@ -18,7 +18,7 @@ from ..limits import MAX_FRAGMENT
 from ..runtime.bounded_map import bounded_map
 from ..runtime.gc_pause import uncollected
 from ..runtime.memory_budget import MemoryBudget
-from .tensor_index import Finder, Seeker
+from .tensor_index import Finder, Seeker, by_first_rank
 
 KEPT = 1 << 17
 """Rows of a manifest that stay in memory: about 200 MiB. Of a larger one, fragments are read one after the other."""
@@ -41,20 +41,34 @@ class StoredManifest:
         """The manifest, each fragment checked against its digest in the record. All of it is in memory: see ``walk``."""
         return tuple(self._kept(info) for info in self.record.fragments)
 
-    def walk(self) -> Iterator[tuple[FragmentInfo, Fragment]]:
-        """The fragments one after the other, in the order of their keys. A manifest of more than ``KEPT`` rows is not kept, and
-        read again by each walk."""
-        infos = sorted(self.record.fragments, key=self.key)
+    def walk(self, *, by_rank: bool = False) -> Iterator[tuple[FragmentInfo, Fragment]]:
+        """The fragments one after the other, in the order of their keys, or of their ranks. A manifest of more than ``KEPT`` rows
+        is not kept, and read again by each walk."""
+        infos = by_first_rank(self.record.fragments) if by_rank else sorted(self.record.fragments, key=self.key)
         if self.is_small:
             found = {info.node: fragment for info, fragment in zip(self.record.fragments, self.fragments, strict=True)}
             yield from ((info, found[info.node]) for info in infos)
             return
+        for info, data in self._read_ahead(infos):
+            with _parsed.taking(info.memory):
+                fragment = self._parse(info, data)
+            yield info, fragment
+
+    def select(self, sought: Mapping[str, Sought]) -> Iterator[Fragment]:
+        """All plain values and at least the sought rows, in one fragment after the other, in the order of their ranks. No other
+        rows of a large manifest become objects."""
+        if self.is_small:
+            yield from (fragment for _, fragment in self.walk(by_rank=True))
+            return
+        for info, data in self._read_ahead(by_first_rank(self.record.fragments)):
+            with _parsed.taking(info.memory):
+                found = self._select(info, data, sought)
+            yield Fragment(info.node, tuple(found.chunks), tuple(found.values))
+
+    def _read_ahead(self, infos: Iterable[FragmentInfo]) -> Iterator[tuple[FragmentInfo, bytes]]:
         with ThreadPoolExecutor(_AHEAD, "raystow-walk") as pool:
-            read = bounded_map(pool, self.data, infos, cost=lambda info: info.size, limit=_AHEAD_BYTES)
-            for info, data in zip(infos, read, strict=True):
-                with _parsed.taking(info.memory):
-                    fragment = self._parse(info, data)
-                yield info, fragment
+            read = bounded_map(pool, lambda info: (info, self.data(info)), infos, cost=lambda info: info.size, limit=_AHEAD_BYTES)
+            yield from read
 
     @functools.cached_property
     def is_small(self) -> bool:
@@ -114,8 +128,7 @@ class StoredManifest:
 
         def rows(info: FragmentInfo, sought: Mapping[str, Sought]) -> Selection:
             with _parsed.taking(info.memory):
-                selection = select(self.data(info), info.node, self.key(info), sought)
-            self._check_packs(info, selection.packs)
+                selection = self._select(info, self.data(info), sought)
             self._note_packs(info, selection.packs)
             return selection
 
@@ -127,6 +140,11 @@ class StoredManifest:
             fragment = self._parse(info, self.data(info))
         self._note_packs(info, fragment.packs)
         return fragment
+
+    def _select(self, info: FragmentInfo, data: bytes, sought: Mapping[str, Sought]) -> Selection:
+        selection = select(data, info.node, self.key(info), sought)
+        self._check_packs(info, selection.packs)
+        return selection
 
     def _parse(self, info: FragmentInfo, data: bytes) -> Fragment:
         key = self.key(info)
@@ -159,14 +177,6 @@ class StoredManifest:
     def data(self, info: FragmentInfo) -> bytes:
         """The bytes of a fragment, checked against their digest."""
         return self._read(self.key(info), info.size, info.digest, MAX_FRAGMENT)
-
-    def rows_of(self, name: str) -> Sequence[Chunk]:
-        """The rows of one tensor. No others become objects."""
-        found, sought = list[Chunk](), {name: Sought(tensor=True)}
-        for info in self.record.fragments:
-            with _parsed.taking(info.memory):
-                found += select(self.data(info), info.node, self.key(info), sought).chunks
-        return found
 
 
 _parsed = MemoryBudget(2 << 30)  # bytes of fragments that all threads of this process parse at a time

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,6 +22,11 @@ from .value_tree import RankValues, containers
 
 _AT_ONCE = 8  # fragments read in parallel
 _SAMPLE = 16  # fragments, evenly spread, read to locate a tensor
+
+
+def by_first_rank(fragments: Iterable[FragmentInfo]) -> list[FragmentInfo]:
+    """The fragments in the order of their ranks, as the parts of a tensor mostly are. Nodes have other numbers in each save."""
+    return sorted(fragments, key=lambda info: (min(info.ranks, default=0), info.node))
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Finder:
         seeker: Seeker,
         raw: int = -1,
     ) -> None:
-        self._fragments = sorted(fragments, key=lambda info: (min(info.ranks, default=0), info.node))
+        self._fragments = by_first_rank(fragments)
         self._read_one, self._seeker, self._raw = read, seeker, raw
         self._unread = set(range(len(fragments)))
         self._open: dict[str, Sought] = {}

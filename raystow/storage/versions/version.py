@@ -23,6 +23,7 @@ from ..format.boxes import Box
 from ..format.manifest import SCALAR, TENSOR, Chunk, Fragment, Value, parse_path
 from ..format.rank_parts import rank_of
 from ..format.root import Entry
+from ..format.selection import Sought
 from ..format.signature import Trust
 from ..format.version_record import FragmentInfo, PackInfo, VersionRecord
 from ..limits import MAX_CHAIN, MAX_RECORD
@@ -182,9 +183,9 @@ class Version:
         """All of the manifest, in memory."""
         return self.manifest.fragments
 
-    def walk(self) -> Iterator[tuple[FragmentInfo, Fragment]]:
+    def walk(self, *, by_rank: bool = False) -> Iterator[tuple[FragmentInfo, Fragment]]:
         """The fragments one after the other; see ``StoredManifest.walk``."""
-        return self.manifest.walk()
+        return self.manifest.walk(by_rank=by_rank)
 
     @property
     def packs(self) -> Iterator[PackInfo]:
@@ -223,7 +224,7 @@ class Version:
 
     @functools.cached_property
     def chunks(self) -> dict[str, list[Chunk]]:
-        """The manifest's chunk rows by tensor name."""
+        """The manifest's chunk rows by tensor name. All of them are in memory: see ``rows``."""
         rows: dict[str, list[Chunk]] = {}
         for fragment in self.fragments:
             for chunk in fragment.chunks:
@@ -234,6 +235,16 @@ class Version:
         for name, same in rows.items():
             self.check_covered(name, same)
         return rows
+
+    def rows(self, sought: Mapping[str, Sought]) -> Mapping[str, Sequence[Chunk]]:
+        """The rows of tensors, at least those that overlap what is sought. A name that the version lacks has none."""
+        if self.manifest.is_small or not sought:
+            return {name: self.chunks.get(name, []) for name in sought}
+        found: dict[str, list[Chunk]] = {name: [] for name in sought}
+        for fragment in self.manifest.select(sought):
+            for chunk in fragment.chunks:
+                found[chunk.name].append(chunk)
+        return found
 
     def check_covered(self, name: str, rows: Sequence[Chunk]) -> None:
         """Raise ``Damaged`` unless the rows cover the tensor; so no absurd shape is allocated."""
@@ -282,7 +293,7 @@ class Version:
 
     def value_rows(self, rank: int) -> Iterator[Value]:
         """The value rows that ``values(rank)`` decodes."""
-        rows = (row for _, fragment in self.walk() for row in fragment.values)
+        rows = (row for fragment in self.manifest.select({}) for row in fragment.values)
         if rank < self.world_size:
             yield from (row for row in rows if rank in row.ranks)
             return
@@ -306,26 +317,28 @@ class Version:
         """
         if not isinstance(name, str):
             raise refused("name", name, "the name of a value or container")
-        rows = [row for part in self.fragments for row in part.values if beneath(name, parse_path(row.path)) is not None]
-        tensors = [
-            (path, chunks)
-            for tensor, chunks in self.chunks.items()
-            if tensor.startswith(f"{name}.") and (path := beneath(name, parse_path(chunks[0].path))) is not None
-        ]
-        if name in self.chunks or any(rank_of(path[-1]) is None for path, _ in tensors) or not (rows or tensors):
-            what = f"version {self.id} holds {'a container of tensors' if rows else 'no plain value'} {name!r}"
-            raise StateError(what, remedy="values() lists the names of plain values, read() reads tensors")
         found: dict[int, dict[Path, object]] = defaultdict(dict)
-        for row in rows:
-            path, value = beneath(name, parse_path(row.path)), values.loads(row.text)
-            assert path is not None
-            for rank in row.ranks:
-                found[rank][path] = value
-        for path, chunks in tensors:
-            owner = rank_of(path[-1])
-            assert owner is not None
-            found[owner][path[:-1]] = self.assemble(chunks[0].name, chunks)
+        tensors: dict[tuple[int, Path], list[Chunk]] = defaultdict(list)
+        for part in self.manifest.select({name: Sought(tensor=True, beneath=True)}):
+            for row in part.values:
+                if (path := beneath(name, parse_path(row.path))) is not None:
+                    value = values.loads(row.text)
+                    for rank in row.ranks:
+                        found[rank][path] = value
+            for chunk in part.chunks:
+                if f"{chunk.name}.".startswith(f"{name}.") and (path := beneath(name, parse_path(chunk.path))) is not None:
+                    if (owner := rank_of(path[-1]) if path else None) is None:
+                        raise self._no_value(name, "a container of tensors" if path else "no plain value")
+                    tensors[owner, path[:-1]].append(chunk)
+        for (owner, path), rows in tensors.items():
+            found[owner][path] = self.assemble(rows[0].name, rows)
+        if not found:
+            raise self._no_value(name, "no plain value")
         return {rank: nested(parts) for rank, parts in sorted(found.items())}
+
+    def _no_value(self, name: str, instead: str) -> StateError:
+        remedy = "values() lists the names of plain values, read() reads tensors"
+        return StateError(f"version {self.id} holds {instead} {name!r}", remedy=remedy)
 
     def read(self, name: str, index: Index | None = None) -> Any:
         """Read a tensor or a part of it. Reads only the chunks that overlap.
@@ -344,7 +357,7 @@ class Version:
         """
         if not isinstance(name, str):
             raise refused("name", name, "a name that tensors() or values() lists")
-        rows = self.chunks.get(name) if self.manifest.is_small else self.manifest.rows_of(name)
+        rows = self.rows({name: Sought(tensor=True)})[name]
         if not rows:
             plain = self.values(self.world_size)
             if name in plain:

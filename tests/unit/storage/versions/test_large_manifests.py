@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.builders import empty_record, memory_repository, rows_and_pack
+from helpers.large_versions import LITTLE, ROWS, keep_rows, peak_of, save
 from helpers.scripted_store import script
 from msgspec import structs
 
@@ -18,30 +18,10 @@ from raystow.storage.commit.committer import Committer
 from raystow.storage.copies.copy import plan_copy
 from raystow.storage.errors import Damaged
 from raystow.storage.format import keys
-from raystow.storage.format.manifest import Fragment, Value
+from raystow.storage.format.manifest import Fragment
 from raystow.storage.repository import Repository, open_repository
 from raystow.storage.retention import rewrite
-from raystow.storage.versions import stored_manifest
 from raystow.storage.versions.version import Version
-
-ROWS = 6
-
-
-def save(repository: Repository, nodes: int, tensors: int = 2) -> Version:
-    """Commit a version whose tensors have ``ROWS`` rows on each node, and whose ranks have a value each."""
-    record = empty_record(committer := Committer(repository, "me"))
-    whole = np.arange(nodes * ROWS * 4, dtype=np.float32).reshape(nodes * ROWS, 4)
-    infos = []
-    for node in range(nodes):
-        boxes = [((node * ROWS + row, 0), (1, 4)) for row in range(ROWS)]
-        rows, data = rows_and_pack({f"t{number}": (whole, boxes) for number in range(tensors)})
-        values = (Value("rank", '["rank"]', str(node), (node,)),)
-        fragment = Fragment(node, tuple(structs.replace(row, node=node) for row in rows), values)
-        repository.store.put(keys.pack(record.id, record.attempt, node, "weights", 0), [data])
-        repository.store.put(keys.fragment(record.id, record.attempt, node), [stored := fragment.dump()])
-        infos.append(fragment.info(stored, [node]))
-    return committer.commit(replace(record, world_size=nodes, fragments=tuple(infos), packs=None))
-
 
 Keep = Callable[[int], None]
 
@@ -49,7 +29,7 @@ Keep = Callable[[int], None]
 @pytest.fixture
 def keep(monkeypatch: pytest.MonkeyPatch) -> Keep:
     """Sets the number of rows from which on a manifest is large."""
-    return lambda rows: monkeypatch.setattr(stored_manifest, "KEPT", rows)
+    return lambda rows: keep_rows(monkeypatch, rows)
 
 
 @pytest.fixture
@@ -64,13 +44,18 @@ def large(keep: Keep) -> None:
         lambda repository, version: version.contents,
         lambda repository, version: version.values(2),
         lambda repository, version: version.values(99),
+        lambda repository, version: version.per_rank("rank"),
+        lambda repository, version: version.per_rank("epoch"),
         lambda repository, version: version.read("t1").tolist(),
         lambda repository, version: version.read("t0", np.s_[5:9, 1]).tolist(),
         lambda repository, version: repository.verify(version),
         lambda repository, version: rewrite.plan(version, None).sampled(),
         lambda repository, version: [pack.size for pack in version.packs],
     ],
-    ids=["tensors", "contents", "values", "values of no rank", "read", "read a part", "verify", "rewrite", "packs"],
+    ids=[
+        *("tensors", "contents", "values", "values of no rank", "values of each rank", "equal values"),
+        *("read", "read a part", "verify", "rewrite", "packs"),
+    ],
 )
 def test_a_large_manifest_says_what_a_small_one_says(look: Callable[[Repository, Version], object], keep: Keep) -> None:
     repository = memory_repository()
@@ -134,20 +119,34 @@ def test_a_large_version_is_copied(tmp_path: Path, repository: Repository) -> No
     assert open_repository(str(tmp_path / "replica")).verify(copied).packs == 4
 
 
+@pytest.fixture(scope="module")
+def worlds() -> dict[int, Repository]:
+    """Return repositories with a version of many rows each, by the number of its nodes."""
+    found = {nodes: memory_repository() for nodes in (2, 8)}
+    for nodes, repository in found.items():
+        save(repository, nodes, tensors=64)
+    return found
+
+
 @pytest.mark.usefixtures("large")
-def test_memory_does_not_grow_with_the_nodes() -> None:
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda version: verify_sizes(version),
+        lambda version: version.contents,
+        lambda version: version.values(2),
+        lambda version: version.per_rank("rank"),
+        lambda version: sum(pack.size for pack in version.packs),
+    ],
+    ids=["verify", "contents", "values", "values of each rank", "packs"],
+)
+def test_memory_does_not_grow_with_the_nodes(look: Callable[[Version], object], worlds: dict[int, Repository]) -> None:
     """Of four times as many nodes, the record and the fragments that are read ahead are in memory."""
 
     def peak(nodes: int) -> int:
-        repository = memory_repository()
-        version = repository.version(save(repository, nodes, tensors=40))
+        version = worlds[nodes].latest()
+        assert version is not None
         _ = version.record
-        tracemalloc.start()
-        try:
-            assert verify_sizes(version).chunks == nodes * ROWS * 40
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        return peak_of(lambda: look(version))
 
-    few = peak(6)
-    assert peak(24) < 1.5 * few
+    assert peak(8) - peak(2) < 6 * ROWS * 64 * LITTLE
