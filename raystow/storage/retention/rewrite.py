@@ -284,7 +284,10 @@ class Rewriting:
 
     def _former(self, chunk: Chunk) -> Bytes | None:
         """The elements of the same chunk in the base, if there is one."""
-        if self.base is None or (same := self.base.chunk(chunk.name, chunk.box, near=chunk.node)) is None:
+        if self.base is None:
+            return None
+        same = self.base.chunk(chunk.name, chunk.box, near=self.version.manifest.first_rank(chunk.node))
+        if same is None:
             return None
         return _elements(self.base, same) if (same.shape, same.dtype) == (chunk.shape, chunk.dtype) else None
 

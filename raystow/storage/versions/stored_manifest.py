@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,7 +45,7 @@ class StoredManifest:
     def walk(self, *, by_rank: bool = False) -> Iterator[tuple[FragmentInfo, Fragment]]:
         """The fragments one after the other, in the order of their keys, or of their ranks. A manifest of more than ``KEPT`` rows
         is not kept, and read again by each walk."""
-        infos = by_first_rank(self.record.fragments) if by_rank else sorted(self.record.fragments, key=self.key)
+        infos = self._by_rank if by_rank else sorted(self.record.fragments, key=self.key)
         if self.is_small:
             found = {info.node: fragment for info, fragment in zip(self.record.fragments, self.fragments, strict=True)}
             yield from ((info, found[info.node]) for info in infos)
@@ -60,7 +61,7 @@ class StoredManifest:
         if self.is_small:
             yield from (fragment for _, fragment in self.walk(by_rank=True))
             return
-        for info, data in self._read_ahead(by_first_rank(self.record.fragments)):
+        for info, data in self._read_ahead(self._by_rank):
             with _parsed.taking(info.memory):
                 found = self._select(info, data, sought)
             yield Fragment(info.node, tuple(found.chunks), tuple(found.values))
@@ -100,12 +101,25 @@ class StoredManifest:
                 yield PackInfo(info.node, group, number, end)
 
     def chunk(self, name: str, box: Box, *, near: int) -> Chunk | None:
-        """The chunk of a tensor that has just this box; ``near``: the node in whose fragment it should stand, or near it."""
-        found = self._rows(near).get((name, box)) if near in self._infos else None
-        nodes = iter(() if found is not None else sorted(self._infos, key=lambda node: abs(node - near)))
-        while found is None and (node := next(nodes, None)) is not None:
-            found = self._rows(node).get((name, box))
-        return found
+        """The chunk of a tensor that has just this box; ``near``: the rank in whose fragment it should stand, or near it."""
+        found = (self._rows(node).get((name, box)) for node in self._nodes_near(near))
+        return next(filter(None, found), None)
+
+    def first_rank(self, node: int) -> int:
+        """The lowest rank of a node's fragment."""
+        return min(self._infos[node].ranks, default=0)
+
+    def _nodes_near(self, rank: int) -> Iterator[int]:
+        """The nodes, first those with the nearest ranks."""
+        at = max(0, bisect_right(self._by_rank, rank, key=lambda info: min(info.ranks, default=0)) - 1)
+        if self._by_rank:
+            yield self._by_rank[at].node
+        others = sorted(range(len(self._by_rank)), key=lambda place: abs(place - at))
+        yield from (self._by_rank[place].node for place in others[1:])
+
+    @functools.cached_property
+    def _by_rank(self) -> list[FragmentInfo]:
+        return by_first_rank(self.record.fragments)
 
     @functools.cached_property
     def _infos(self) -> dict[int, FragmentInfo]:

@@ -197,7 +197,7 @@ class Version:
         return self.manifest.pack_size(node, group, number)
 
     def chunk(self, name: str, box: Box, *, near: int) -> Chunk | None:
-        """The chunk of a tensor that has just this box; ``near``: the node in whose fragment it should stand, or near it."""
+        """The chunk of a tensor that has just this box; ``near``: the rank in whose fragment it should stand, or near it."""
         return self.manifest.chunk(name, box, near=near)
 
     def finder(self, seeker: Seeker) -> Finder:
@@ -460,7 +460,8 @@ class Bases:
         """The base of a chunk, and the row there with the same elements."""
         assert chunk.coding.base is not None
         base = self.version(chunk.coding.base)
-        found = base.chunk(chunk.source, chunk.box, near=chunk.node)
+        near = self._version.manifest.first_rank(chunk.node)  # nodes have other numbers there
+        found = base.chunk(chunk.source, chunk.box, near=near)
         if found is None or (found.shape, found.dtype) != (chunk.shape, chunk.words.name):
             box = f"{chunk.source!r}, {chunk.offset} + {chunk.extent}"
             what = f"has no chunk of just {box}, to which version {self._version.id} is a delta"

@@ -19,6 +19,7 @@ from raystow.storage.copies.copy import plan_copy
 from raystow.storage.errors import Damaged
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import Fragment
+from raystow.storage.format.selection import Sought
 from raystow.storage.repository import Repository, open_repository
 from raystow.storage.retention import rewrite
 from raystow.storage.versions.version import Version
@@ -80,6 +81,23 @@ def test_each_walk_reads_a_large_manifest_again(repository: Repository, keep: Ke
         opened = repository.version(version)
         assert [info.node for _ in range(2) for info, _ in opened.walk()] == 2 * [0, 1, 2]
         assert sorted(key for key in read if key.endswith(".parquet")) == sorted(expected)
+
+
+@pytest.mark.usefixtures("large")
+def test_the_base_of_a_chunk_is_sought_by_rank(repository: Repository) -> None:
+    """Nodes are numbered as they come, in each save anew."""
+    base, read, get = save(repository, 5), list[str](), repository.store.get
+    version = repository.version(save(repository, 5, first=2, base=base.id))
+    chunks = [row for row in version.rows({"t1": Sought(tensor=True)})["t1"] if row.node == 4]
+    assert (len(chunks), version.record.fragments[2].node) == (ROWS, 4)
+
+    def noted(key: str, *, max_bytes: int) -> bytes:
+        read.append(key)
+        return get(key, max_bytes=max_bytes)
+
+    script(repository.store, get=noted)
+    assert all(version.bases.referenced(chunk)[1].node == 2 for chunk in chunks)
+    assert [key for key in read if key.endswith(".parquet")] == [keys.fragment(base.id, base.attempt, 2)]
 
 
 @pytest.mark.usefixtures("large")
