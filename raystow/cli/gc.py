@@ -32,7 +32,8 @@ def gc(
     Example:  raystow gc s3://bucket/runs/llama --dry-run
     """
     repository = open_repository(uri)
-    plan = repository.plan_collection(grace=grace)
+    with progress_bar("listing", None, quiet=json, of_bytes=False) as advance:
+        plan = repository.plan_collection(grace=grace, progress=advance)
     scraps = len(plan.scraps) + len(plan.unfinished)
     objects, nbytes = sum(g.objects for g in plan.due), sum(g.nbytes for g in plan.due)
     if not json:

@@ -20,9 +20,9 @@ from .output import err
 
 
 @contextlib.contextmanager
-def progress_bar(title: str, total: int, *, quiet: bool, of_bytes: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show a bar for ``total`` bytes or objects while the block runs, unless ``quiet``; yields a function that any thread may
-    call with what was done."""
+def progress_bar(title: str, total: int | None, *, quiet: bool, of_bytes: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show a bar for ``total`` bytes or objects, or for an unknown number, while the block runs, unless ``quiet``; yields a
+    function that any thread may call with what was done."""
     with _bar(quiet=quiet, of_bytes=of_bytes) as progress:
         task = progress.add_task(title, total=total)
         yield lambda done: progress.update(task, advance=done)

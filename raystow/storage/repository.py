@@ -248,12 +248,19 @@ class Repository(Catalog):
         """
         return retention.plan_compaction(self, ids)
 
-    def plan_collection(self, *, grace: float = collect.GRACE, dropped_only: bool = False) -> CollectionPlan:
+    def plan_collection(
+        self,
+        *,
+        grace: float = collect.GRACE,
+        dropped_only: bool = False,
+        progress: Callable[[int], None] = lambda objects: None,
+    ) -> CollectionPlan:
         """Plan the deletion of objects that belong to no version. Changes nothing before ``execute()`` is called.
 
         Args:
             grace: Seconds for which dropped versions and idle attempts are left alone. With 0, a save under way may fail.
             dropped_only: Do not look for objects of failed attempts, which takes a listing of all objects.
+            progress: Called with the number of objects that were listed, many at a time.
 
         Returns:
             The plan.
@@ -262,7 +269,7 @@ class Repository(Catalog):
             StateError: ``grace`` is invalid.
             Damaged: The root is damaged, so garbage cannot be distinguished from versions.
         """
-        return collect.plan(self, grace=grace, dropped_only=dropped_only)
+        return collect.plan(self, grace=grace, dropped_only=dropped_only, progress=progress)
 
 
 def open_repository(

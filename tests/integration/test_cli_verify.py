@@ -313,10 +313,23 @@ def test_verify_checks_versions_on_s3(s3_uri: str, tmp_path: Path) -> None:
 # Progress bar
 
 
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Return the terminal on which progress is shown."""
+    shown = io.StringIO()
+    monkeypatch.setattr(progress, "err", Console(file=shown, force_terminal=True, width=100))
+    return shown
+
+
+def test_a_collection_shows_how_many_objects_it_has_listed(folder: Path, screen: io.StringIO) -> None:
+    objects = sum(path.is_file() for path in (folder / "versions").rglob("*"))
+    assert run("gc", folder, "--dry-run").exit_code == 0
+    assert "listing" in screen.getvalue()
+    assert f"{objects}/?" in screen.getvalue()
+
+
 @pytest.mark.parametrize("words", [("--all",), ("--all", "--deep")])
-def test_the_progress_bar_counts_versions(folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
-    screen = io.StringIO()
-    monkeypatch.setattr(progress, "err", Console(file=screen, force_terminal=True, width=100))
+def test_the_progress_bar_counts_versions(folder: Path, screen: io.StringIO, words: tuple[str, ...]) -> None:
     result = run("verify", folder, *words)
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 4  # the bar is not on stdout

@@ -83,11 +83,14 @@ class Objects:
     modified: float = -math.inf
 
     @staticmethod
-    def of(infos: Iterable[ObjectInfo]) -> Objects:
-        """Count objects, of which there may be hundreds of thousands."""
+    def of(infos: Iterable[ObjectInfo], progress: Progress) -> Objects:
+        """Count objects, of which there may be hundreds of thousands. ``progress``: see ``CollectionPlan.execute``."""
         count, nbytes, modified = 0, 0, -math.inf
         for info in infos:
             count, nbytes, modified = count + 1, nbytes + info.size, max(modified, info.modified)
+            if count % _BATCH == 0:
+                progress(_BATCH)
+        progress(count % _BATCH)
         return Objects(count, nbytes, modified)
 
 
@@ -192,18 +195,20 @@ class CollectionPlan:
             self.catalog.register.update(change)
 
 
-def plan(catalog: Catalog, *, grace: float = GRACE, dropped_only: bool = False) -> CollectionPlan:
+def plan(
+    catalog: Catalog, *, grace: float = GRACE, dropped_only: bool = False, progress: Progress = lambda objects: None
+) -> CollectionPlan:
     """See ``Repository.plan_collection``."""
     if type(grace) not in (int, float) or not 0 <= grace < math.inf:
         raise refused("grace", grace, "seconds, 0 or more")
-    return _plan_dropped(catalog, grace) if dropped_only else _plan_all(catalog, grace)
+    return (_plan_dropped if dropped_only else _plan_all)(catalog, grace, progress)
 
 
-def _plan_all(catalog: Catalog, grace: float) -> CollectionPlan:
+def _plan_all(catalog: Catalog, grace: float, progress: Progress) -> CollectionPlan:
     """Look through the whole repository, with one listing of all objects."""
     store, now = catalog.store, catalog.now()
     # The root is read after the listing, so what is committed meanwhile is not taken for garbage.
-    found = {attempt: Objects.of(infos) for attempt, infos in scan.attempts(store)}
+    found = {attempt: Objects.of(infos, progress) for attempt, infos in scan.attempts(store)}
     root = catalog.root()
     listed = {(entry.id, entry.attempt) for entry in root.listed}
     # An attempt may be noted and have no objects: the last collection died before its end.
@@ -217,14 +222,14 @@ def _plan_all(catalog: Catalog, grace: float) -> CollectionPlan:
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)), tuple(scraps), unfinished)
 
 
-def _plan_dropped(catalog: Catalog, grace: float) -> CollectionPlan:
+def _plan_dropped(catalog: Catalog, grace: float, progress: Progress) -> CollectionPlan:
     """Look at dropped versions and segments only: fast enough for after each commit."""
     root, store = catalog.root(), catalog.store
     if not root.dropped and root.next_segment == 1:
         return CollectionPlan(catalog, ())
     now = catalog.now()
     found = (
-        ((d.id, d.attempt), Objects.of(store.list(keys.prefix(d.id, d.attempt)) if now - d.at >= grace else ()))
+        ((d.id, d.attempt), Objects.of(store.list(keys.prefix(d.id, d.attempt)) if now - d.at >= grace else (), progress))
         for d in root.dropped
     )
     garbage = [*_segments(store, root, now), *_judged(root, now, found)]
