@@ -1,4 +1,5 @@
-"""Measure what reads the whole manifest of a large version: verification, ``show``, a copy, thinning. Each in its own process.
+"""Measure what reads the whole manifest of a large version: verification, ``show``, a copy, thinning, a comparison (with itself),
+a plan for as many ranks, and one pass of an export. Each in its own process.
 
 See ``synthetic_version``: packs have 16 bytes for each chunk, so the CPU is that of the manifest, without coding and digests of
 tensors.
@@ -19,13 +20,17 @@ from control_plane_save import RANKS, TENSORS
 from report import peak_memory
 from synthetic_version import Replica, build, opened
 
+from raystow.cli.version_comparison import differences
+from raystow.orchestrator.restore.what_if import plan_world
 from raystow.storage.checks.verify import verify_sizes
 from raystow.storage.copies.transfer import copy_objects
+from raystow.storage.format.selection import Sought
 from raystow.storage.retention import rewrite
 from raystow.storage.runtime.clock import SYSTEM
+from raystow.storage.versions.stored_manifest import KEPT
 from raystow.storage.versions.version import Version
 
-OPERATIONS = "verify", "show", "cp", "thin"
+OPERATIONS = "verify", "show", "cp", "thin", "diff", "plan", "pass"
 
 
 def large_manifest(nodes: int, operations: Sequence[str] = OPERATIONS) -> dict[str, Any]:
@@ -49,6 +54,8 @@ def _measure(pipe: Connection, operation: str, folder: Path, nodes: int, packs: 
     replica = Replica(folder / "replica", nodes, packs)
     version = repository.latest()
     assert version is not None
+    if operation == "pass":
+        _ = version.contents  # read before
     store.requests.clear()
     store.nbytes, before = 0, peak_memory()
     start, wall = time.process_time(), time.perf_counter()
@@ -66,5 +73,12 @@ def _operate(operation: str, version: Version, replica: Replica) -> None:
     elif operation == "cp":
         copy_objects(version, replica)
         verify_sizes(Version(replica, version.entry, version.repository_id))
+    elif operation == "diff":
+        differences(version, Version(version.store, version.entry, version.repository_id))
+    elif operation == "plan":
+        plan_world(version, version.world_size, per_node=RANKS)
+    elif operation == "pass":
+        names = list(version.contents.tensors)[: KEPT // version.world_size]
+        version.rows({name: Sought(tensor=True) for name in names})
     else:
         rewrite.plan(version, None, weights_only=True, recode=False).execute(SYSTEM.token())

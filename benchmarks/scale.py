@@ -101,12 +101,15 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 def main(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
     folder: Annotated[Path | None, typer.Option(help="parent folder of the local store, which is deleted at the end")] = None,
+    walked: Annotated[int, typer.Option(min=1, help="nodes of the version whose rows are all read")] = WALKED,
+    note: Annotated[str, typer.Option(help="what else the machine does, for the result file")] = "",
     saves: Annotated[int, typer.Option(min=1, help="saves per number of nodes; the most expensive counts")] = 3,
 ) -> None:
     """Measure the coordinator, the planning of restores, and the removal of a version."""
     console = Console(width=150)
     about: dict[str, Any] = {
         **report.about("raystow", "ray", "torch", "pyarrow"),
+        "note": note,
         "saves": saves,
         "node": {"ranks": RANKS, "tensors of each rank": TENSORS},
     }
@@ -116,7 +119,7 @@ def main(
     results["planning"] = {str(nodes): planning(3, nodes) for nodes in NODES[1:]}
     results["verification"] = verification(NODES[-1])
     results["upkeep"] = {str(nodes): upkeep(nodes, PACKS) for nodes in NODES[1:]}
-    results["manifest"] = large_manifest(WALKED)
+    results["manifest"] = large_manifest(walked)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         worlds = [(live, nodes) for nodes in (1, NODES[-1]) for live in (1, MANY)]
         results["commits"] = [

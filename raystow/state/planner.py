@@ -151,6 +151,11 @@ class SavePlan:
         return sum(len(part.pieces) + len(part.followers) for part in self.parts.values())
 
     @property
+    def text(self) -> int:
+        """At least the characters of their names and paths: a path contains the parts of the name."""
+        return 2 * sum(len(piece.name) for piece in (*self.pieces, *(follower.piece for follower in self.followers)))
+
+    @property
     def nbytes(self) -> int:
         """Raw bytes that this rank stores."""
         return sum(piece.nbytes for piece in self.pieces)

@@ -16,7 +16,7 @@ import numpy as np
 from ..._version import __version__
 from ...storage.coding import kernels
 from ...storage.format import capacity
-from ...storage.limits import MAX_DEPTH, MAX_NAME, MAX_ROWS
+from ...storage.limits import MAX_DEPTH, MAX_NAME, MAX_ROWS, MAX_TEXT
 from .finding import Finding, damaged, ok, warning
 
 TIMEOUT = 20.0
@@ -130,8 +130,9 @@ def bounds() -> Finding:
     """Return what a version and a repository hold at most, in the user's terms."""
     version = f"a version: about {capacity.RANKS:,} ranks, 8 on a node"
     node = f"a node: {MAX_ROWS:,} chunks and plain values, in chunks of 4 MiB {MAX_ROWS >> 18} TiB"
+    texts = f"their names and texts: {MAX_TEXT >> 30} GiB"
     names = f"a name: {MAX_NAME:,} characters, {MAX_DEPTH} parts"
-    return ok("; ".join((version, node, names, f"a repository: about {capacity.VERSIONS:,} versions")))
+    return ok("; ".join((version, node, texts, names, f"a repository: about {capacity.VERSIONS:,} versions")))
 
 
 CHECKS = {

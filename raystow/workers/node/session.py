@@ -214,7 +214,7 @@ class Session:
         self._attempt = attempt
         self._connection.send(AttemptJoined(request.save, attempt.id, attempt.name))
         tell, warn = (functools.partial(call, request.save) for call in (self.tell, self._warn))
-        attempt.join(request.rank, message.values, tell, warn, chunks=message.chunks)
+        attempt.join(request.rank, message.values, tell, warn, chunks=message.chunks, text=message.text)
         self._send_base_digests()
 
     def _note_digests(self, attempt: NodeAttempt, message: ChunkDigests) -> None:

@@ -22,7 +22,7 @@ from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StoreError
 from ...storage.format.manifest import Chunk, Value
 from ...storage.format.root import Entry
-from ...storage.limits import MAX_ROWS
+from ...storage.limits import MAX_ROWS, MAX_TEXT
 from ...storage.log import about
 from ...storage.object_store import ObjectStore
 from ...storage.runtime import background
@@ -106,7 +106,7 @@ class NodeAttempt:
         self._on_warning: dict[int, Callable[[str], None]] = {}
         self._ended: tuple[Outcome, Sequence[str]] | None = None
         self._reported = False  # to the coordinator, that everything is stored
-        self._coded = self._rows = self._planned = 0
+        self._coded = self._rows = self._planned = self._text = 0
         self.raw = 0
         """Raw bytes of the chunks that have been packed."""
         self.over = False
@@ -123,17 +123,24 @@ class NodeAttempt:
         on_warning: Callable[[str], None] = lambda text: None,
         *,
         chunks: int = 0,
+        text: int = 0,
     ) -> None:
-        """Add a rank with its value rows (name, path, JSON text) and the number of ``chunks`` that it will add. ``on_warning``:
-        receives problems while the save goes on."""
+        """Add a rank with its value rows (name, path, JSON text), the number of ``chunks`` that it will add, and the length of
+        their names and paths. ``on_warning``: receives problems while the save goes on."""
         with self._lock:
             self._ranks.add(rank)
             self._on_warning[rank] = on_warning
             self._planned += chunks
+            self._text += text
             for row in values:
+                if row not in self._values:
+                    self._text += sum(map(len, row))
                 self._values.setdefault(row, []).append(rank)
         self.on_end(on_end)
         self._check_rows(self._planned)
+        if self._text > MAX_TEXT:
+            what = f"the names and plain values of this node's chunks take more than {MAX_TEXT >> 20} MiB"
+            self.fail(f"{what}: save on more nodes, or give tensors shorter names")
 
     def on_end(self, listener: Listener) -> None:
         """Call the listener with the outcome, at once if the attempt has ended."""

@@ -171,7 +171,7 @@ class Staging:
         from_host = any(piece.on_host for device in devices for piece in plan.parts[device].pieces)
         coding = {choice.codec: choice.why + _FROM_HOST * from_host for choice in choices}
         contents = SaveContents(*plan.coverage, plan.owned_dtensors, new, coding)
-        self.connection.post(BeginSave(order.request, contents, plan.values, plan.chunks))
+        self.connection.post(BeginSave(order.request, contents, plan.values, plan.chunks, plan.text))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
         compared = self._replicas.begin(plan)
         at_host = host is not None or bool(compared.on_host)

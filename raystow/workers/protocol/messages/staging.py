@@ -73,12 +73,13 @@ class SessionOpened(Message, frozen=True):
 
 
 class BeginSave(Message, frozen=True):
-    """A training process begins a save, of so many ``chunks``."""
+    """A training process begins a save, of so many ``chunks``, whose names and paths have at least ``text`` characters."""
 
     request: RankSaveRequest
     contents: SaveContents
     values: Values
     chunks: int = 0
+    text: int = 0
 
 
 class RawChunk(MessagePart, frozen=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +14,64 @@ from helpers.local_cluster import LocalCluster
 
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.state import planner
+from raystow.state.planner import plan_save
+from raystow.storage import limits
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import SaveFailed, StateError
 from raystow.storage.format import capacity
 from raystow.storage.format.root import Dropped, Root, Segment
 from raystow.storage.format.version_record import FragmentInfo, VersionRecord
-from raystow.storage.limits import MAX_FRAGMENT, MAX_ROWS
+from raystow.storage.limits import MAX_DEPTH, MAX_DIGITS, MAX_FRAGMENT, MAX_ITEMS, MAX_NAME, MAX_RECORD, MAX_ROWS
 from raystow.workers.packing import attempt
 
 TOKEN = "f" * 16
+
+
+def planned(state: Any) -> object:
+    return plan_save(state, rank=0, world_size=1)
+
+
+def inside(depth: int) -> object:
+    """A value inside of so many lists."""
+    found: object = 1
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+AT_BEGIN: dict[str, Callable[[], object]] = {
+    "MAX_RECORD": lambda: capacity.check_record(1, 1, ["x" * (MAX_RECORD + 1)]),
+    "MAX_ITEMS": lambda: capacity.check_record(1, MAX_ITEMS, ()),
+    "MAX_ROOT": lambda: capacity.check_root(Root("r" * 32, versions=(entry(1),) * capacity.VERSIONS)),
+    "MAX_NAME": lambda: planned({"w" * (MAX_NAME + 1): 1}),
+    "MAX_DEPTH": lambda: planned({"w": inside(MAX_DEPTH)}),
+    "MAX_DIGITS": lambda: planned({"w": 1 << 4 * MAX_DIGITS}),
+}
+"""What exceeds a bound, as early as the save begins."""
+
+WHEN_RANKS_JOIN = {"MAX_ROWS", "MAX_TEXT"}
+"""Bounds of a node: see ``test_a_node_with_too_many_rows_fails_when_a_rank_joins``."""
+
+NEVER_EXCEEDED = {
+    **dict.fromkeys(("MAX_FRAGMENT", "MAX_CELLS", "MAX_PAGES", "MAX_FOOTER"), "follow from the rows and their texts"),
+    **dict.fromkeys(("MAX_CHUNK", "MAX_STORED_CHUNK"), "plans cut tensors into chunks of 16 MiB"),
+    **dict.fromkeys(("MAX_TENSOR", "MAX_DIMENSIONS", "MAX_INTEGER", "MAX_TIME", "MAX_NUMBER"), "more than torch or time has"),
+    **dict.fromkeys(("MAX_DIFFERENCES", "MAX_SIDE"), "the coordinator lists no more"),
+    "MAX_CHAIN": "retention and saves plan no longer chains",
+    **dict.fromkeys(("MAX_MARKER", "MAX_SIGNATURE"), "of fixed content"),
+    **dict.fromkeys(("MAX_SEGMENT", "MAX_SEGMENTS"), "of the step journal, not of a save"),
+}
+
+
+def test_each_bound_is_checked_when_a_save_begins_or_is_never_exceeded() -> None:
+    assert {name for name in vars(limits) if name.startswith("MAX_")} == AT_BEGIN.keys() | WHEN_RANKS_JOIN | NEVER_EXCEEDED.keys()
+
+
+@pytest.mark.parametrize("bound", AT_BEGIN)
+def test_what_exceeds_a_bound_is_refused_with_a_remedy(bound: str) -> None:
+    with pytest.raises((SaveFailed, StateError)) as raised:
+        AT_BEGIN[bound]()
+    assert raised.value.remedy
 
 
 def test_a_record_is_not_larger_than_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:

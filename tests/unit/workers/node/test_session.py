@@ -105,7 +105,7 @@ class FakeAttempt:
     on_end: Any = None
     ended: list[str] = field(default_factory=list)
 
-    def join(self, rank: int, values: list[Any], on_end: Any, on_warning: Any, *, chunks: int) -> None:
+    def join(self, rank: int, values: list[Any], on_end: Any, on_warning: Any, *, chunks: int, text: int) -> None:
         self.on_end = on_end
 
     def add(self, rank: int, chunks: list[tuple[Any, np.ndarray]], done: Callable[[], None]) -> None:

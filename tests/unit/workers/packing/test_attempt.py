@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import DeadlineExceeded, SaveFailed
+from raystow.storage.limits import MAX_ROWS, MAX_TEXT
 from raystow.storage.runtime.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.tier import MemoryTier
-from raystow.workers.packing import attempt as attempts
 from raystow.workers.packing import chunk_writer
 from raystow.workers.packing import packer as packing
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome, draft
@@ -75,7 +75,14 @@ def test_a_rank_that_joins_too_late_gets_the_error() -> None:
     assert [str(outcome) for outcome in heard] == ["given up"]
 
 
-def test_a_node_with_too_many_rows_fails_when_a_rank_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("declared", "what"),
+    [
+        ({"chunks": MAX_ROWS // 2}, f"more than {MAX_ROWS:,} chunks and plain values"),
+        ({"text": MAX_TEXT // 2 - 3}, "names and plain values of this node's chunks take more than 1024 MiB"),
+    ],
+)
+def test_a_node_with_too_many_rows_fails_when_a_rank_joins(declared: dict[str, int], what: str) -> None:
     failed, told = list[str](), threading.Event()
 
     class Waiting(GivenUp):
@@ -87,16 +94,15 @@ def test_a_node_with_too_many_rows_fails_when_a_rank_joins(monkeypatch: pytest.M
             failed.append(reason)
             told.set()
 
-    monkeypatch.setattr(attempts, "MAX_ROWS", 10)
     with ThreadPoolExecutor(1) as pool:
         port: Any = Waiting()
         shared = Executors(pool, pool, pool, MemoryBudget())
         attempt = NodeAttempt(MemoryStore("many"), port, TICKET, shared, OptimizerWatch("memory://many"))
-        attempt.join(0, [("step", "[]", "1")], lambda outcome, _: None, chunks=5)
+        attempt.join(0, [("step", "[]", "1")], lambda outcome, _: None, **declared)
         assert not failed
-        attempt.join(1, [("step", "[]", "1")], lambda outcome, _: None, chunks=5)  # the ranks share the value's row
+        attempt.join(1, [("step", "[]", "1")], lambda outcome, _: None, **declared)  # the ranks share the value's row
         assert len(failed) == 1
-    assert "more than 10 chunks and plain values" in failed[0]
+    assert what in failed[0]
 
 
 def test_a_chunk_that_cannot_be_coded_holds_up_no_other() -> None:
