@@ -36,7 +36,7 @@ class Request:
 
 
 class BaseChunks(Protocol):
-    """Finds the chunks of earlier versions that a version needs."""
+    """Finds the chunks of earlier versions that a version needs: ``Bases``, whose module imports this one."""
 
     def run(self, chunk: Chunk) -> ByteRun:
         """What must be fetched for a chunk that is a delta."""
