@@ -63,12 +63,12 @@ NEVER_EXCEEDED = {
 }
 
 
-def test_each_bound_is_checked_when_a_save_begins_or_is_never_exceeded() -> None:
+def test_each_bound_is_checked_early_or_never_exceeded() -> None:
     assert {name for name in vars(limits) if name.startswith("MAX_")} == AT_BEGIN.keys() | WHEN_RANKS_JOIN | NEVER_EXCEEDED.keys()
 
 
 @pytest.mark.parametrize("bound", AT_BEGIN)
-def test_what_exceeds_a_bound_is_refused_with_a_remedy(bound: str) -> None:
+def test_a_save_above_a_bound_is_refused_with_a_remedy(bound: str) -> None:
     with pytest.raises((SaveFailed, StateError)) as raised:
         AT_BEGIN[bound]()
     assert raised.value.remedy
