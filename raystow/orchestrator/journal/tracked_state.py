@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,10 @@ class TrackedState:
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
+        for one in optimizers:
+            if (closure := inspect.signature(one.step).parameters.get("closure")) and closure.default is closure.empty:
+                what = "each step needs a closure, which cannot be replayed"
+                raise StateError(what, subject=type(one).__name__, remedy="use no journal with this optimizer")
         self._model = model
         self._weights = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._weights.items()}
