@@ -12,10 +12,10 @@ from ...state.object_places import is_object
 from ...state.rng import Rng
 from ...state.state_object import load_object
 from ...storage.errors import StateError
+from ...storage.format.values import PLAIN
 
 _RECORDED = torch.nn.Module | torch.optim.Optimizer | Rng
 """Classes of objects whose state is recorded otherwise."""
-_REMEDY = "put it in a dict, which is filled in place"
 
 
 class Members:
@@ -58,7 +58,10 @@ def check(name: str, value: object) -> None:
     """Raise ``StateError`` for an object that a restore cannot change in place."""
     if isinstance(value, torch.Tensor | np.ndarray | dict | list) or is_object(value):
         return
-    raise StateError(f"a {type(value).__name__} cannot change in place", subject=name, remedy=_REMEDY)
+    remedy = "give its class state_dict() and load_state_dict(), or put what it consists of in a dict"
+    if isinstance(value, (*PLAIN, tuple, np.generic)):
+        remedy = "put it in a dict, which is filled in place"
+    raise StateError(f"a {type(value).__name__} cannot change in place", subject=name, remedy=remedy)
 
 
 def _objects(node: object, path: str) -> Iterator[tuple[str, object]]:

@@ -138,7 +138,7 @@ class Run:
         """
         total = integer("total", total, least=0)
         if self._begun:
-            raise StateError("steps() has begun already", remedy="make another Run")
+            raise StateError("steps() has begun already", remedy="call it once, for all epochs, or make another Run")
         self._begun = True
         with self._checkpointer:
             members = Members(self._shared, self._per_rank)

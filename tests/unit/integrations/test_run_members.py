@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import raystow
@@ -95,6 +97,12 @@ def test_models_and_optimizers_are_found_wherever_they_are() -> None:
 def test_values_that_cannot_change_in_place_are_refused(value: object) -> None:
     with pytest.raises(StateError, match=r"^steps: a \w+ cannot change in place \(put it in a dict"):
         check("steps", value)
+
+
+@pytest.mark.parametrize("value", [np.random.default_rng(), torch.Generator(), deque([1]), {1}, DataLoader([1])])
+def test_other_values_need_a_state_dict(value: object) -> None:
+    with pytest.raises(StateError, match=r"^loader: a \w+ cannot change in place \(give its class state_dict\(\)"):
+        check("loader", value)
 
 
 @pytest.mark.parametrize("value", [{}, [], torch.zeros(1), np.zeros(1), Counter(), torch.nn.Linear(1, 1), raystow.Rng()])
