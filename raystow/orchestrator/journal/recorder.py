@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...state import value_text
 from ...storage.errors import RaystowError, StateError
 from ...storage.log import about
 from ...storage.runtime import background
@@ -197,6 +198,7 @@ class StepRecorder:
         entry.after, entry.values = self.digester.take(whole=entry.whole), text
         entry.groups = [hyper_parameters(optimizer) for optimizer in self.state.optimizers]
         entry.buffers = {name: buffer.clone() for name, buffer in self.state.buffers().items()}
+        entry.module_values = value_text.dumps(self.state.module_values(), what="model.state_dict()")
         entry.mark_ready()
         info = EntryInfo(identity.repository, identity.rank, identity.world_size, step, previous, self._lineage)
         with self._changed:

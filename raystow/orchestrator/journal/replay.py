@@ -154,6 +154,7 @@ class Replayer:
                 if name not in buffers or buffers[name].shape != value.shape:
                     raise StateError(f"the buffer {name} was recorded, and the model has none of its shape")
                 buffers[name].copy_(value)
+        self._state.load_module_values(decoded.module_values)
         after = {rank: entry.header.after for rank, entry in decoded.entries.items()}
         differs, residue = self._compare(decoded, after, whole=decoded.entry.header.whole, moment="after")
         if differs is not None:
