@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 class Checkpointing(TrainerCallback):
     """Save every so many optimizer steps and when a node will be removed, and resume from a version.
 
-    Saved are weights, optimizer, learning rate scheduler, the Trainer's state, and random generators. The numbers that
-    the Trainer logged last become the version's metrics: a step is saved after its evaluation. Pass ``save_strategy="no"`` to the
-    arguments, or the Trainer saves files as well. Works with plain tensors and DTensors: a single device, or DDP, whose fp16
-    gradient scale is not saved; and with DeepSpeed's ZeRO 1, 2 and 3, if ``resume`` is called before each training.
+    Saved are weights, optimizer, learning rate scheduler, gradient scaler, the Trainer's state, and random generators. The
+    numbers that the Trainer logged last become the version's metrics: a step is saved after its evaluation. Pass
+    ``save_strategy="no"`` to the arguments, or the Trainer saves files as well. Works with plain tensors and DTensors: a single
+    device, or DDP; and with DeepSpeed's ZeRO 1, 2 and 3, if ``resume`` is called before each training.
 
     Args:
         checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
@@ -148,6 +148,9 @@ class Checkpointing(TrainerCallback):
         if self._restored is not None:
             scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
             scheduler.load_state_dict(self._restored["trainer"]["scheduler"])
+            scaler, scale = _scaler(parts), self._restored["trainer"].get("scaler")
+            if scaler is not None and scale:
+                scaler.load_state_dict(scale)
             self._load_trainer_state(args, state)
         TrainingProgress(self._progress(state, control, parts)).check()
 
@@ -231,13 +234,18 @@ class Checkpointing(TrainerCallback):
         self._checkpointer.save(training, step=state.global_step, metrics=metrics)
 
     def _progress(self, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> State:
-        """The states of the Trainer, its callbacks and the learning rate schedule."""
+        """The states of the Trainer, its callbacks, the learning rate schedule and the gradient scaler."""
         stateful = [part for part in (*self._others, control) if isinstance(part, ExportableState)]
         state.stateful_callbacks.update(TrainerState(stateful_callbacks=stateful).stateful_callbacks)
         scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
         fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
         fields["log_history"] = log_of(state.log_history)
-        return {"state": fields, "scheduler": scheduler.state_dict()}
+        scaler = _scaler(parts)
+        return {
+            "state": fields,
+            "scheduler": scheduler.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+        }
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Record and save the last step, and wait for it as ``Checkpointer.wait``. Remove the folder of ``resume``."""
@@ -252,6 +260,11 @@ class Checkpointing(TrainerCallback):
 def _unwrapped(optimizer: object) -> torch.optim.Optimizer:
     """The optimizer inside the wrapper of accelerate."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _scaler(parts: Mapping[str, object]) -> torch.amp.GradScaler | None:
+    """The gradient scaler of fp16, which accelerate gives to the optimizer."""
+    return getattr(parts["optimizer"], "scaler", None)
 
 
 def _write(folder: Path, model: torch.nn.Module | None, state: Mapping[str, object]) -> None:
