@@ -94,7 +94,7 @@ def changed(structure: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("structure", ["grown", "cast", "none", "tuples", "kinds"])
 @pytest.mark.parametrize("around", [lambda state: state, raystow.PerRank], ids=["", "per-rank"])
-def test_what_has_changed_its_structure_comes_back(structure: str, around: Any) -> None:
+def test_values_of_another_structure_come_back(structure: str, around: Any) -> None:
     """As a restore of a version does: nothing is broadcast, cast, or left as it was."""
     state, recorded = changed(structure)
     text = value_text.dumps(Members({"own": {"state": around(recorded)}}, {}).values())
