@@ -21,6 +21,7 @@ from transformers.trainer_callback import ExportableState
 
 from ..orchestrator.client.checkpointer import Checkpointer
 from ..orchestrator.journal.journal import Journal
+from ..state.optimizers import unwrapped_optimizer
 from ..state.per_rank import PerRank
 from ..state.rng import Rng
 from ..state.tree import State
@@ -103,7 +104,7 @@ class Checkpointing(TrainerCallback):
         if trainer.is_deepspeed_enabled:
             found = self._resume_engine(trainer, version, parts)
         else:
-            optimizer = _unwrapped(trainer.create_optimizer())
+            optimizer = unwrapped_optimizer(trainer.create_optimizer())
             found = self._checkpointer.restore({"model": trainer.model, "optim": optimizer, **parts}, version)
         self._restored = None if found is None else {"trainer": progress.value, "rng": Rng().state_dict()}
         if self._journaled:
@@ -143,7 +144,7 @@ class Checkpointing(TrainerCallback):
         if self._engine is not None:
             self._engine.begun()
         if self._optimizer is not None:
-            _unwrapped(parts["optimizer"]).load_state_dict(self._optimizer)
+            unwrapped_optimizer(parts["optimizer"]).load_state_dict(self._optimizer)
             self._optimizer = None
         if self._restored is not None:
             scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
@@ -230,7 +231,7 @@ class Checkpointing(TrainerCallback):
             return
         if getattr(args, "hf_deepspeed_config", None) is not None:
             raise StateError("the engine of DeepSpeed is not known", remedy="call resume(trainer) before trainer.train")
-        training = {"model": parts["model"], "optim": _unwrapped(parts["optimizer"]), **own}
+        training = {"model": parts["model"], "optim": unwrapped_optimizer(parts["optimizer"]), **own}
         self._checkpointer.save(training, step=state.global_step, metrics=metrics)
 
     def _progress(self, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> State:
@@ -255,11 +256,6 @@ class Checkpointing(TrainerCallback):
         finally:
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _unwrapped(optimizer: object) -> torch.optim.Optimizer:
-    """The optimizer inside the wrapper of accelerate."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _scaler(parts: Mapping[str, object]) -> torch.amp.GradScaler | None:

@@ -13,6 +13,7 @@ import torch
 
 from ...state import value_text
 from ...state.modules import ModuleState, may_have_values, plain_names, unwrapped
+from ...state.optimizers import unwrapped_optimizer
 from ...state.tree import State
 from ...storage.errors import StateError
 
@@ -37,8 +38,8 @@ class TrackedState:
     """
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = tuple(optimizers)
-        for one in optimizers:
+        self.optimizers = tuple(map(unwrapped_optimizer, optimizers))
+        for one in self.optimizers:
             if (closure := inspect.signature(one.step).parameters.get("closure")) and closure.default is closure.empty:
                 what = "each step needs a closure, which cannot be replayed"
                 raise StateError(what, subject=type(one).__name__, remedy="use no journal with this optimizer")

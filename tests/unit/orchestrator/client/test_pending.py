@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers.polling import wait_until
 from helpers.saves import Cluster, save, saves, subscribers
 
@@ -58,9 +60,12 @@ def test_a_fence_gives_up_reading_after_the_timeout() -> None:
     assert not in_flight.wait_until_read(given_up.append)
 
 
-def test_a_closed_rank_fences_no_optimizer() -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda one: one, lambda one: Accelerator(cpu=True).prepare_optimizer(one)], ids=["plain", "accelerate"]
+)
+def test_a_closed_rank_fences_no_optimizer(wrap: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
-    optimizer, steps, in_flight = torch.optim.SGD([weight]), list[int](), saves(0.01)
+    optimizer, steps, in_flight = wrap(torch.optim.SGD([weight])), list[int](), saves(0.01)
     in_flight.guard(optimizer, lambda: steps.append(1))
     optimizer.step()
     in_flight.close(log=True)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers.journal_port import BoxPort, EntryBox, snapshot
 from torch import nn
 
@@ -203,6 +204,24 @@ def test_values_too_long_for_an_entry_are_refused() -> None:
         journal.replay()
         with pytest.raises(StateError, match="values of 101000002 bytes cannot be recorded"):
             journal.record(1, "x" * 101_000_000)
+
+
+def test_steps_of_an_optimizer_of_accelerate_are_recorded() -> None:
+    def trained(steps: range) -> bytes:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = Accelerator(cpu=True).prepare_optimizer(torch.optim.Adam(model.parameters()))
+        journal = box.journal(model, optimizer)
+        journal.replay()
+        for number in steps:
+            model(torch.ones(4)).square().sum().backward()
+            optimizer.step()
+            journal.record(number)
+        journal.close()
+        return snapshot(model, optimizer.optimizer)
+
+    box = EntryBox()
+    assert trained(range(1, 4)) == trained(range(0))
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
