@@ -65,7 +65,9 @@ def test_a_fence_gives_up_reading_after_the_timeout() -> None:
 )
 def test_a_closed_rank_fences_no_optimizer(wrap: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
-    optimizer, steps, in_flight = wrap(torch.optim.SGD([weight])), list[int](), saves(0.01)
+    optimizer, steps, in_flight = torch.optim.SGD([weight]), list[int](), saves(0.01)
+    if accelerated:
+        optimizer = Accelerator(cpu=True).prepare_optimizer(optimizer)
     in_flight.guard(optimizer, lambda: steps.append(1))
     optimizer.step()
     in_flight.close(log=True)
