@@ -21,6 +21,7 @@ from transformers.trainer_callback import ExportableState
 
 from ..orchestrator.client.checkpointer import Checkpointer
 from ..orchestrator.journal.journal import Journal
+from ..state.optimizers import unwrapped_optimizer
 from ..state.per_rank import PerRank
 from ..state.rng import Rng
 from ..state.tree import State
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
 class Checkpointing(TrainerCallback):
     """Save every so many optimizer steps and when a node will be removed, and resume from a version.
 
-    Saved are weights, optimizer, learning rate scheduler, the Trainer's state, and random generators. The numbers that
-    the Trainer logged last become the version's metrics: a step is saved after its evaluation. Pass ``save_strategy="no"`` to the
-    arguments, or the Trainer saves files as well. Works with plain tensors and DTensors: a single device, or DDP, whose fp16
-    gradient scale is not saved; and with DeepSpeed's ZeRO 1, 2 and 3, if ``resume`` is called before each training.
+    Saved are weights, optimizer, learning rate scheduler, gradient scaler, the Trainer's state, and random generators. The
+    numbers that the Trainer logged last become the version's metrics: a step is saved after its evaluation. Pass
+    ``save_strategy="no"`` to the arguments, or the Trainer saves files as well. Works with plain tensors and DTensors: a single
+    device, or DDP; and with DeepSpeed's ZeRO 1, 2 and 3, if ``resume`` is called before each training.
 
     Args:
         checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
@@ -103,7 +104,7 @@ class Checkpointing(TrainerCallback):
         if trainer.is_deepspeed_enabled:
             found = self._resume_engine(trainer, version, parts)
         else:
-            optimizer = _unwrapped(trainer.create_optimizer())
+            optimizer = unwrapped_optimizer(trainer.create_optimizer())
             found = self._checkpointer.restore({"model": trainer.model, "optim": optimizer, **parts}, version)
         self._restored = None if found is None else {"trainer": progress.value, "rng": Rng().state_dict()}
         if self._journaled:
@@ -143,11 +144,14 @@ class Checkpointing(TrainerCallback):
         if self._engine is not None:
             self._engine.begun()
         if self._optimizer is not None:
-            _unwrapped(parts["optimizer"]).load_state_dict(self._optimizer)
+            unwrapped_optimizer(parts["optimizer"]).load_state_dict(self._optimizer)
             self._optimizer = None
         if self._restored is not None:
             scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
             scheduler.load_state_dict(self._restored["trainer"]["scheduler"])
+            scaler, scale = _scaler(parts), self._restored["trainer"].get("scaler")
+            if scaler is not None and scale:
+                scaler.load_state_dict(scale)
             self._load_trainer_state(args, state)
         TrainingProgress(self._progress(state, control, parts)).check()
 
@@ -227,17 +231,22 @@ class Checkpointing(TrainerCallback):
             return
         if getattr(args, "hf_deepspeed_config", None) is not None:
             raise StateError("the engine of DeepSpeed is not known", remedy="call resume(trainer) before trainer.train")
-        training = {"model": parts["model"], "optim": _unwrapped(parts["optimizer"]), **own}
+        training = {"model": parts["model"], "optim": unwrapped_optimizer(parts["optimizer"]), **own}
         self._checkpointer.save(training, step=state.global_step, metrics=metrics)
 
     def _progress(self, state: TrainerState, control: TrainerControl, parts: Mapping[str, object]) -> State:
-        """The states of the Trainer, its callbacks and the learning rate schedule."""
+        """The states of the Trainer, its callbacks, the learning rate schedule and the gradient scaler."""
         stateful = [part for part in (*self._others, control) if isinstance(part, ExportableState)]
         state.stateful_callbacks.update(TrainerState(stateful_callbacks=stateful).stateful_callbacks)
         scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
         fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
         fields["log_history"] = log_of(state.log_history)
-        return {"state": fields, "scheduler": scheduler.state_dict()}
+        scaler = _scaler(parts)
+        return {
+            "state": fields,
+            "scheduler": scheduler.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+        }
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Record and save the last step, and wait for it as ``Checkpointer.wait``. Remove the folder of ``resume``."""
@@ -249,9 +258,9 @@ class Checkpointing(TrainerCallback):
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _unwrapped(optimizer: object) -> torch.optim.Optimizer:
-    """The optimizer inside the wrapper of accelerate."""
-    return getattr(optimizer, "optimizer", optimizer)
+def _scaler(parts: Mapping[str, object]) -> torch.amp.GradScaler | None:
+    """The gradient scaler of fp16, which accelerate gives to the optimizer."""
+    return getattr(parts["optimizer"], "scaler", None)
 
 
 def _write(folder: Path, model: torch.nn.Module | None, state: Mapping[str, object]) -> None:

@@ -58,6 +58,22 @@ class ModuleState:
         changing = [name for name in self.changing if self.tree[name].is_cuda or self.tree[name].nbytes > SMALL]
         return {**self.tree, **{name: self.tree[name].detach().clone() for name in changing}} if changing else self.tree
 
+    def values(self) -> State:
+        """The entries that are no parameters or buffers: of metrics, and what ``get_extra_state`` returns."""
+        return {name: value for name, value in self.tree.items() if name not in self.own}
+
+    def load_values(self, values: Mapping[str, object]) -> None:
+        """Load what ``values`` returned. Tensors go to the devices of those that are there."""
+        import torch
+
+        state = dict[str, object]()
+        for name, plain in self._plain.items():
+            if plain in values and plain not in self.own:
+                value, own = values[plain], self._state[name]
+                moves = isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
+                state[name] = value.to(own.device) if moves else value  # type: ignore[attr-defined]
+        self.module.load_state_dict(state, strict=False)
+
     def names(self) -> dict[int, str]:
         """The plain name of each parameter by its ``id``; the first of several."""
         if _keeps_variables(self.module):
@@ -79,6 +95,15 @@ class ModuleState:
             self.module.load_state_dict(state, strict=False)
         else:
             self.module.load_state_dict(state)
+
+
+def may_have_values(module: torch.nn.Module) -> bool:
+    """Whether a module's state dict may have entries that are no parameters or buffers."""
+    import torch
+
+    plain = torch.nn.Module
+    changed = ("state_dict", "_save_to_state_dict", "get_extra_state")
+    return any(getattr(type(within), name) is not getattr(plain, name) for within in module.modules() for name in changed)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

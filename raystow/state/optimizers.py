@@ -117,6 +117,16 @@ def _ordered(values: object) -> object:
     return {key: values[key] for key in sorted(values, key=str)} if isinstance(values, dict) else values
 
 
+def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer in the wrapper of accelerate, which takes no hooks itself."""
+    import torch
+
+    inner = getattr(optimizer, "optimizer", None)
+    if "_optimizer_step_pre_hooks" in vars(optimizer) or not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    return unwrapped_optimizer(inner)
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters in the order of the groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

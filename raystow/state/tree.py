@@ -126,7 +126,11 @@ def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...
         leaves.append(Leaf(path, name, node, True))
     else:
         problem = f"{_type(node)} is not a tensor, array, number, string, bytes, None, list, tuple or dict"
-        raise StateError(problem, subject=show(path, what), remedy="leave it out, or turn it into one of these")
+        raise StateError(
+            problem,
+            subject=show(path, what),
+            remedy="leave it out, turn it into one of these, or give its class state_dict() and load_state_dict()",
+        )
 
 
 def _check_depth(node: object, path: Path, what: str, around: tuple[int, ...]) -> None:

@@ -39,7 +39,7 @@ def entry(tensors: list[torch.Tensor]) -> tuple[list[RecordedTensor], Bytes]:
     assert min(len(one.parts) for one in recorded) > 1
     info = EntryInfo("r", 0, 1, 1, 0, (Generation("g", 0),), 0)
     step = OptimizerStep(0, (), tuple(recorded), "")
-    header = EntryHeader(info, b"", (step,), (), "", (), b"", b"", False, ())
+    header = EntryHeader(info, b"", (step,), (), "", "", (), b"", b"", False, ())
     end, _ = entry_file.end_of(header)
     sink.copy(end)
     parsed = entry_file.parse(replace(info, size=len(sink.content)), memoryview(sink.content))

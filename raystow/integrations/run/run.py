@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from ...storage.errors import StateError
 from ...storage.versions.version import Version
 from .launch import say, start
 from .members import Members, check
+from .pending_gradients import PendingGradients
 from .recorded_steps import RecordedSteps
 
 
@@ -138,9 +140,10 @@ class Run:
         """
         total = integer("total", total, least=0)
         if self._begun:
-            raise StateError("steps() has begun already", remedy="make another Run")
+            raise StateError("steps() has begun already", remedy="call it once, for all epochs, or make another Run")
         self._begun = True
-        with self._checkpointer:
+        with contextlib.ExitStack() as resources:
+            resources.enter_context(self._checkpointer)
             members = Members(self._shared, self._per_rank)
             for optimizer in members.optimizers:
                 self._checkpointer.guard(optimizer)
@@ -151,14 +154,19 @@ class Run:
             if recorded is not None:
                 step = recorded.replay(step)
             self._say(version, step)
+            gradients = resources.enter_context(contextlib.closing(PendingGradients(members.optimizers)))
             while step < total:
                 step += 1
+                gradients.begin()
                 yield step
                 if self._after_step is not None:
                     self._after_step()
                 if recorded is not None:
                     recorded.record(step)
-                if self._checkpointer.due(step) or step == total:
+                due = self._checkpointer.due(step) or step == total
+                if (due or recorded is not None) and self._checkpointer.rank == 0:
+                    gradients.end(step)
+                if due:
                     self._checkpointer.save(state, step=step, metrics=self._metrics)
                     self._metrics = {}
 

@@ -301,7 +301,7 @@ class Checkpointer:
             The journal. ``close`` of this Checkpointer closes it.
 
         Raises:
-            StateError: There is a journal already, there are no optimizers, or ``durable_every`` is invalid.
+            StateError: There is a journal already, no optimizer, or one that needs a closure, or ``durable_every`` is invalid.
         """
         self._check_open()
         if self._recorder is not None or not optimizers:
@@ -315,10 +315,10 @@ class Checkpointer:
 
         repository, calls = self._startup.wait().repository, self._port
         who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._startup.member.incarnation, self._timeout)
-        memory, place = (self._replication.replicas, self._memory.journal), place_of(self._store)
-        opening = OpenJournal(self.uri, repository, self.rank, *memory, durable_every, place)
+        state, memory = TrackedState(model, optimizers), (self._replication.replicas, self._memory.journal)
+        opening = OpenJournal(self.uri, repository, self.rank, *memory, durable_every, place_of(self._store))
         port = JournalPort(opening, self._startup.node_address, settle=calls.ask, reading=calls.send)
-        self._recorder = StepRecorder(TrackedState(model, optimizers), port, who)
+        self._recorder = StepRecorder(state, port, who)
         self._recorder.restored(*self._restored)
         self._subscribers.save_failed = self._recorder.save_failed
         return Journal(self._recorder)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ...state.optimizers import unwrapped_optimizer
 from ...storage.errors import OutcomeUnknown
 from ...storage.log import Log
 from ...storage.runtime.clock import SYSTEM
@@ -80,7 +81,7 @@ class SavesInFlight:
 
     def guard(self, optimizer: torch.optim.Optimizer, fence: Callable[[], None]) -> None:
         """Call ``fence`` before every step of an optimizer, until ``close``."""
-        self._guards.callback(optimizer.register_step_pre_hook(lambda *_: fence()).remove)
+        self._guards.callback(unwrapped_optimizer(optimizer).register_step_pre_hook(lambda *_: fence()).remove)
 
     def close(self, *, log: bool) -> None:
         """As ``wait_for_all``; there will be no other save."""

@@ -35,6 +35,7 @@ class CapturedEntry:
     whole: bool = False
     groups: list[list[dict[str, object]]] = field(default_factory=list)
     values: str = ""
+    module_values: str = ""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     fresh: bool = True
     layout: tuple[Box, ...] = ()
@@ -103,6 +104,7 @@ class EntryEncoder:
             steps=steps,
             groups=tuple(self._changed(number, groups) for number, groups in enumerate(captured.groups)),
             values=captured.values,
+            module_values=captured.module_values,
             buffers=tuple((name, next(records)) for name, _ in buffers),
             before=captured.before.packed() if captured.before is not None else b"",
             after=captured.after.packed() if captured.after is not None else b"",

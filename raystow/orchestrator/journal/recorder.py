@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...state import value_text
 from ...storage.errors import RaystowError, StateError
 from ...storage.log import about
 from ...storage.runtime import background
@@ -138,7 +139,7 @@ class StepRecorder:
             if step == self._bridge and self._first > step:
                 self._bridge = self._first  # a newer save has begun
             elif step == self._bridge:
-                self._lose("step after", step, "its save failed, and an entry before it was lost")
+                self._lose(_after(step), step, "its save failed, and an entry before it was lost")
         self._work.put(functools.partial(self._withdraw, step))
 
     def close(self) -> None:
@@ -161,14 +162,18 @@ class StepRecorder:
             self._chained = self._fresh = True
             self._first, self._count, self.save_advised = step, 0, False
 
-    def _capture(self, number: int) -> None:
-        """Copy what the coming step of an optimizer depends on."""
+    def _capture(self, number: int, again: bool) -> None:
+        """Copy what the coming step of an optimizer depends on. ``again``: the step has called its closure before."""
         if not self._lineage or not self._chained or self._closed:
             return
         entry = self._entry
         if len(entry.steps) == _MOST_STEPS:
-            self._lose("step after", self._last, f"record() was not called for {_MOST_STEPS} steps of optimizers")
+            self._lose(_after(self._last), self._last, f"record() was not called for {_MOST_STEPS} steps of optimizers")
             entry.steps.clear()
+            return
+        if again:
+            what = "an optimizer calls its closure several times in a step, which cannot be replayed (use no journal)"
+            self._lose(_after(self._last), self._last, what)
             return
         try:
             if not entry.steps:
@@ -179,7 +184,7 @@ class StepRecorder:
                     entry.before = self.digester.take(whole=True)
             entry.steps.append(self._buffers.capture(self.state, number))
         except Exception as error:
-            self._lose("step after", self._last, self._problem(self._last, error))
+            self._lose(_after(self._last), self._last, self._problem(self._last, error))
 
     def _finish(self, entry: CapturedEntry, step: int, previous: int, text: str) -> None:
         """Take the digests of the state, and give the entry to the thread that encodes it."""
@@ -193,6 +198,7 @@ class StepRecorder:
         entry.after, entry.values = self.digester.take(whole=entry.whole), text
         entry.groups = [hyper_parameters(optimizer) for optimizer in self.state.optimizers]
         entry.buffers = {name: buffer.clone() for name, buffer in self.state.buffers().items()}
+        entry.module_values = value_text.dumps(self.state.module_values(), what="model.state_dict()")
         entry.mark_ready()
         info = EntryInfo(identity.repository, identity.rank, identity.world_size, step, previous, self._lineage)
         with self._changed:
@@ -248,7 +254,7 @@ class StepRecorder:
         with self._changed:  # a save on another thread restarts the chain before or after this, not in between
             lost = bool(kept.problem) and kept.step > self._first  # else a save has made it unnecessary
             if lost:
-                self._lose("entry of step", kept.step, kept.problem)
+                self._lose(f"entry of step {kept.step}", kept.step, kept.problem)
             elif kept.problem:
                 self._bridge = self._first
         if lost:
@@ -261,6 +267,10 @@ class StepRecorder:
         """Record nothing more until the next save: entries after a gap cannot be replayed."""
         with self._changed:
             if self._chained:
-                text = "the %s %d is not recorded, nor are later ones until the next save: %s"
-                self.log.error(text, what, step, problem, extra={"step": step})
+                text = "the %s is not recorded, nor are later ones until the next save: %s"
+                self.log.error(text, what, problem, extra={"step": step})
             self._chained, self.save_advised = False, True
+
+
+def _after(step: int) -> str:
+    return "first step" if step == START else f"step after {step}"

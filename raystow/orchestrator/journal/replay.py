@@ -17,7 +17,7 @@ import torch
 from ...state import value_text
 from ...storage.errors import Damaged, RaystowError, StateError
 from ...storage.log import Log
-from ...workers.protocol.messages import EntryPlace
+from ...workers.protocol.messages import START, EntryPlace
 from .shard_check import ShardCheck
 from .state_digests import Digester
 from .step_hooks import StepHooks
@@ -134,7 +134,8 @@ class Replayer:
             before = {rank: entry.header.before for rank, entry in decoded.entries.items()}
             differs, residue = self._compare(decoded, before, whole=True, moment="before")
             if differs:
-                raise Damaged(f"the state of step {last} is not the one that the entry starts from: {differs} differs")
+                start = "initial state" if last == START else f"state of step {last}"
+                raise Damaged(f"the {start} is not the one that the entry starts from: {differs} differs")
         there = len(self._state.optimizers)
         if len(decoded.groups) != there or any(not 0 <= step.optimizer < there for step in decoded.steps):
             raise StateError(f"steps of {len(decoded.groups)} optimizers were recorded, there are {there}")
@@ -153,6 +154,7 @@ class Replayer:
                 if name not in buffers or buffers[name].shape != value.shape:
                     raise StateError(f"the buffer {name} was recorded, and the model has none of its shape")
                 buffers[name].copy_(value)
+        self._state.load_module_values(decoded.module_values)
         after = {rank: entry.header.after for rank, entry in decoded.entries.items()}
         differs, residue = self._compare(decoded, after, whole=decoded.entry.header.whole, moment="after")
         if differs is not None:

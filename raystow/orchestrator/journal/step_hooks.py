@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,13 +37,14 @@ class StepInputs:
 
 
 class StepHooks:
-    """Calls ``on_step`` before each step of the optimizers; after gradients were computed, if ``step`` is given a closure.
+    """Calls ``on_step`` before each step of the optimizers; after gradients were computed, if ``step`` is given a closure. Its
+    arguments: the number of the optimizer, and whether the step has called its closure before.
 
     Hooks that were registered before act on the gradients first. In a replay they run again, before the recorded gradients are
     put in place, and hooks that were registered later run after it: as when the step was recorded.
     """
 
-    def __init__(self, state: TrackedState, on_step: Callable[[int], None]) -> None:
+    def __init__(self, state: TrackedState, on_step: Callable[[int, bool], None]) -> None:
         self._state, self._on_step = state, on_step
         self._replayed: StepInputs | None = None
         self._handles = [
@@ -89,12 +91,13 @@ class StepHooks:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self._on_step(number)
+            self._on_step(number, False)
             return None
+        calls = itertools.count()
 
         def observed() -> object:
             loss = closure()
-            self._on_step(number)
+            self._on_step(number, next(calls) > 0)
             return loss
 
         if len(args) > 1:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from ...state import value_text
+from ...state.tree import State
 from ...storage.errors import Damaged, StateError
 from ...storage.format.boxes import Box
 from ...workers.protocol.messages import EntryPlace, OptimizerStep
@@ -36,6 +37,7 @@ class DecodedStep(NamedTuple):
     steps: list[StepInputs]
     groups: list[list[dict[str, object] | None]]
     buffers: dict[str, torch.Tensor]
+    module_values: State
 
 
 class StepReader:
@@ -115,7 +117,8 @@ class StepReader:
         steps = [self._inputs(at, header.steps[at], entries, shards) for at in range(len(header.steps))]
         buffers = {name: tensor for name, one in header.buffers if (tensor := decode(one, entry.data)) is not None}
         value_text.loads(header.values)
-        return DecodedStep(entry, entries, shards, steps, [_groups(groups) for groups in header.groups], buffers)
+        groups = [_groups(groups) for groups in header.groups]
+        return DecodedStep(entry, entries, shards, steps, groups, buffers, cast(State, value_text.loads(header.module_values)))
 
     def _inputs(self, at: int, step: OptimizerStep, entries: Mapping[int, JournalEntry], shards: ShardMap | None) -> StepInputs:
         """What ``step``, the one with number ``at`` in all entries, was given."""

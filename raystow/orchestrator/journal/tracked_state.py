@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
+from ...state import value_text
+from ...state.modules import ModuleState, may_have_values, plain_names, unwrapped
+from ...state.optimizers import unwrapped_optimizer
+from ...state.tree import State
 from ...storage.errors import StateError
 
+_T = TypeVar("_T")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SPACE = 3  # free memory of a GPU, in sizes of the state, from which on the state is copied within it
 
@@ -32,10 +38,15 @@ class TrackedState:
     """
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = tuple(optimizers)
-        self._model = model
-        self._weights = dict(model.named_parameters())
+        self.optimizers = tuple(map(unwrapped_optimizer, optimizers))
+        for one in self.optimizers:
+            if (closure := inspect.signature(one.step).parameters.get("closure")) and closure.default is closure.empty:
+                what = "each step needs a closure, which cannot be replayed"
+                raise StateError(what, subject=type(one).__name__, remedy="use no journal with this optimizer")
+        self._model = unwrapped(model)
+        self._weights = self._named(self._model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._weights.items()}
+        self._has_values = may_have_values(model)
         self._listed: tuple[list[tuple[int, int]], list[NamedTensor]] = ([], [])
 
     def parameters(self, optimizer: int) -> list[torch.Tensor]:
@@ -57,7 +68,7 @@ class TrackedState:
     def _adopt(self) -> None:
         """Name the parameters that have joined model and optimizers, as a restarted process names them."""
         new = {id(one) for number in range(len(self.optimizers)) for one in self.parameters(number)} - self._names.keys()
-        now = dict(self._model.named_parameters()) if new else {}
+        now = self._named(self._model.named_parameters()) if new else {}
         if any(id(one) in new for one in now.values()):
             known = new | self._names.keys()
             self._weights = {name: one if id(one) in known else self._weights.get(name, one) for name, one in now.items()}
@@ -75,6 +86,12 @@ class TrackedState:
             found += [NamedTensor(f"{name}.{key}", local(value), number) for key, value in tensors]
         return found
 
+    def _named(self, tensors: Iterable[tuple[str, _T]]) -> dict[str, _T]:
+        """Tensors of the model by the names that they have without wrappers."""
+        named = dict(tensors)
+        plain = plain_names(self._model, named)
+        return {plain[name]: tensor for name, tensor in named.items()}
+
     def plain_values(self) -> str:
         """The parts of the optimizers' state that are no tensors, as text."""
         return repr(
@@ -88,7 +105,16 @@ class TrackedState:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The model's buffers: a forward pass may change them, which a replay does not repeat."""
-        return {name: local(buffer) for name, buffer in self._model.named_buffers()}
+        return {name: local(buffer) for name, buffer in self._named(self._model.named_buffers()).items()}
+
+    def module_values(self) -> dict[str, object]:
+        """What the model's state dict has besides parameters and buffers: a forward pass may change it, too."""
+        return ModuleState(self._model, "model").values() if self._has_values else {}
+
+    def load_module_values(self, values: Mapping[str, object]) -> None:
+        """Load what ``module_values`` returned."""
+        if values:
+            ModuleState(self._model, "model").load_values(values)
 
     def copy(self) -> StateCopy:
         """Copy all of it: within the memory of a GPU that has enough of it, else to host memory."""
@@ -113,7 +139,8 @@ class TrackedState:
             [{key: copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
             for optimizer in self.optimizers
         ]
-        return StateCopy(tensors, states, groups, {name: part(buffer) for name, buffer in self.buffers().items()})
+        buffers = {name: part(buffer) for name, buffer in self.buffers().items()}
+        return StateCopy(tensors, states, groups, buffers, value_text.dumps(self.module_values()))
 
     def restore(self, kept: StateCopy) -> None:
         """Set everything to what ``copy`` has returned, in place where tensors are there."""
@@ -129,6 +156,7 @@ class TrackedState:
                     _put(group, values)
             for name, buffer in self.buffers().items():
                 buffer.copy_(kept.buffers[name])
+        self.load_module_values(cast(State, value_text.loads(kept.module_values)))
 
     def all_parameters(self) -> list[torch.Tensor]:
         """The parameters of the model, and those that only optimizers have."""
@@ -144,12 +172,13 @@ class TrackedState:
 
 
 class StateCopy(NamedTuple):
-    """A copy of a ``TrackedState``: parameters by identity, and states, groups and buffers."""
+    """A copy of a ``TrackedState``: parameters by identity, states, groups, buffers, and ``module_values`` as text."""
 
     tensors: Mapping[int, torch.Tensor]
     states: Sequence[Mapping[torch.Tensor, Mapping[str, object]]]
     groups: Sequence[Sequence[Mapping[str, object]]]
     buffers: Mapping[str, torch.Tensor]
+    module_values: str
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from helpers.state_equality import same
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import raystow
@@ -63,6 +66,49 @@ def test_all_but_models_and_optimizers_comes_back_in_place() -> None:
     assert torch.equal(shared["model"].weight, weight)
 
 
+class Pair(NamedTuple):
+    """A tuple of a class of its own."""
+
+    left: object
+    right: object
+
+
+def changed(structure: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a state had when the process began, and what it had become when it was recorded."""
+    before: dict[str, Any] = {
+        "grown": {"buffer": torch.zeros(1), "array": np.zeros(1)},
+        "cast": {"buffer": torch.zeros(2), "array": np.zeros(2)},
+        "none": {"last": {"loss": 1.0}, "list": [1], "tuple": (1,), "best": None},
+        "tuples": {"pair": (1, 2), "named": Pair(1, [2]), "new": None},
+        "kinds": {"window": None, "value": 1},
+    }
+    after: dict[str, Any] = {
+        "grown": {"buffer": torch.arange(4.0), "array": np.arange(4.0), "more": torch.ones(2)},
+        "cast": {"buffer": torch.full((2,), 1e-300, dtype=torch.float64), "array": np.full(2, 1 << 40)},
+        "none": {"last": None, "list": {"a": 1}, "tuple": 3, "best": {"loss": torch.ones(2)}},
+        "tuples": {"pair": (1, 2, 3), "named": Pair(3, [4, torch.ones(1)]), "new": (1, (2,))},
+        "kinds": {"window": deque([1], 3), "value": {1, 2}},
+    }
+    return before[structure], after[structure]
+
+
+@pytest.mark.parametrize("structure", ["grown", "cast", "none", "tuples", "kinds"])
+@pytest.mark.parametrize("around", [lambda state: state, raystow.PerRank], ids=["", "per-rank"])
+def test_values_of_another_structure_come_back(structure: str, around: Any) -> None:
+    """As a restore of a version does: nothing is broadcast, cast, or left as it was."""
+    state, recorded = changed(structure)
+    text = value_text.dumps(Members({"own": {"state": around(recorded)}}, {}).values())
+    Members({"own": {"state": around(state)}}, {}).load(value_text.loads(text))
+    assert same(state, recorded), state
+
+
+@pytest.mark.parametrize("now", [torch.zeros(4), torch.zeros(1, dtype=torch.float64), np.zeros(1)])
+def test_another_tensor_of_this_name_is_refused(now: Any) -> None:
+    recorded = Members({"buffer": torch.ones(1)}, {}).values()
+    with pytest.raises(StateError, match="buffer: has another shape or dtype than was recorded"):
+        Members({"buffer": now}, {}).load(value_text.loads(value_text.dumps(recorded)))
+
+
 def test_generators_are_set_when_all_others_are_loaded() -> None:
     """A loaded data loader draws seeds, which those that were saved contain already."""
 
@@ -95,6 +141,12 @@ def test_models_and_optimizers_are_found_wherever_they_are() -> None:
 def test_values_that_cannot_change_in_place_are_refused(value: object) -> None:
     with pytest.raises(StateError, match=r"^steps: a \w+ cannot change in place \(put it in a dict"):
         check("steps", value)
+
+
+@pytest.mark.parametrize("value", [np.random.default_rng(), torch.Generator(), deque([1]), {1}, DataLoader([1])])
+def test_other_values_need_a_state_dict(value: object) -> None:
+    with pytest.raises(StateError, match=r"^loader: a \w+ cannot change in place \(give its class state_dict\(\)"):
+        check("loader", value)
 
 
 @pytest.mark.parametrize("value", [{}, [], torch.zeros(1), np.zeros(1), Counter(), torch.nn.Linear(1, 1), raystow.Rng()])

@@ -376,6 +376,28 @@ def test_hugging_face_restores_the_states_of_callbacks(tmp_path: Path) -> None:
     assert counting.first == {1: "one"}
 
 
+class Scaled(transformers.Trainer):
+    """Scales the loss, as with fp16 on a GPU: one step is skipped, and the scale grows after three others."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125, growth_interval=3)
+
+
+def test_hugging_face_resumes_the_gradient_scaler(tmp_path: Path) -> None:
+    scales = list[float]()
+
+    class Scales(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+            scales.append(parts["optimizer"].scaler.get_scale())
+
+    how = OPTIMIZERS["SGD"], SCHEDULERS["StepLR"], Scales()
+    check_hugging_face(tmp_path, *how, trainer=Scaled, max_grad_norm=0.0)
+    whole, resumed = scales[:12], scales[12:]
+    assert resumed == whole
+    assert len(set(whole)) > 2
+
+
 def test_hugging_face_resumes_what_model_init_makes_anew(tmp_path: Path) -> None:
     """The Trainer makes model, optimizer and schedule once more when the training begins."""
 

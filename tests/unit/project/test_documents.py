@@ -190,3 +190,12 @@ def test_a_wrong_figure_is_found() -> None:
     assert occurs("3.3", "s", there)
     assert occurs("3,300", "ms", there)
     assert not occurs("3.7", "s", there)
+
+
+def test_the_table_of_adopted_lines_is_counted() -> None:
+    counted = runpy.run_path(str(ROOT / "benchmarks" / "adoption_lines.py"))
+    text = (ROOT / "docs" / "comparison.md").read_text().partition("## Lines to adopt")[2]
+    rows = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| (\d+) \|$", text.partition("\n## ")[0], re.MULTILINE)
+    expected = [[counted["added"](script, way) for way in counted["WAYS"].values()] for script in counted["SCRIPTS"]]
+    assert [list(map(int, row)) for row in rows] == expected
+    assert all(ours <= most for (ours, *_), most in zip(expected, (12, 10, 12), strict=True))

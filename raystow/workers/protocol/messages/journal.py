@@ -175,6 +175,7 @@ class EntryHeader(Message, frozen=True):
         groups: Hyper-parameters of the parameter groups of each optimizer after the step, as in ``OptimizerStep``: a scheduler
             may have set those of the next step.
         values: What the caller adds.
+        module_values: What the model's state dict has besides parameters and buffers.
         buffers: Names and tensors of the model's buffers that have changed.
         before: Digests of all tensors of the state before the step; only in the first entry after a version.
         after: Digests of the state after the step.
@@ -187,6 +188,7 @@ class EntryHeader(Message, frozen=True):
     steps: Column[OptimizerStep]
     groups: Column[Column[JsonText]]
     values: JsonText
+    module_values: JsonText
     buffers: Column[tuple[Text, RecordedTensor]]
     before: Packed
     after: Packed

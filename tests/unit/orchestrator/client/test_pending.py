@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers.polling import wait_until
 from helpers.saves import Cluster, save, saves, subscribers
 
@@ -58,9 +59,12 @@ def test_a_fence_gives_up_reading_after_the_timeout() -> None:
     assert not in_flight.wait_until_read(given_up.append)
 
 
-def test_a_closed_rank_fences_no_optimizer() -> None:
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_a_closed_rank_fences_no_optimizer(accelerated: bool) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer, steps, in_flight = torch.optim.SGD([weight]), list[int](), saves(0.01)
+    if accelerated:
+        optimizer = Accelerator(cpu=True).prepare_optimizer(optimizer)
     in_flight.guard(optimizer, lambda: steps.append(1))
     optimizer.step()
     in_flight.close(log=True)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers.journal_port import BoxPort, EntryBox, snapshot
 from torch import nn
 
@@ -203,6 +204,53 @@ def test_values_too_long_for_an_entry_are_refused() -> None:
         journal.replay()
         with pytest.raises(StateError, match="values of 101000002 bytes cannot be recorded"):
             journal.record(1, "x" * 101_000_000)
+
+
+def test_steps_of_an_optimizer_of_accelerate_are_recorded() -> None:
+    def trained(steps: range) -> bytes:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = Accelerator(cpu=True).prepare_optimizer(torch.optim.Adam(model.parameters()))
+        journal = box.journal(model, optimizer)
+        journal.replay()
+        for number in steps:
+            model(torch.ones(4)).square().sum().backward()
+            optimizer.step()
+            journal.record(number)
+        journal.close()
+        return snapshot(model, optimizer.optimizer)
+
+    box = EntryBox()
+    assert trained(range(1, 4)) == trained(range(0))
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    """A replay has the gradients of a step, and no closure that computes others."""
+    model = nn.Linear(4, 4)
+    with pytest.raises(StateError, match=r"LBFGS.*closure"):
+        EntryBox().recorder(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_closure_that_is_called_again_is_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    class Twice(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for _ in range(2):
+                with torch.enable_grad():
+                    closure()
+                super().step()
+
+    box, model = EntryBox(), nn.Linear(40, 3)
+    optimizer = Twice(model.parameters(), lr=0.1)
+    journal = box.journal(model, optimizer)
+    journal.replay()
+    optimizer.step(lambda: model(torch.ones(40)).square().sum().backward())
+    journal.record(1)
+    journal.close()
+    text = caplog.text
+    assert box.steps() == []
+    assert "the first step is not recorded, nor are later ones" in text
+    assert "an optimizer calls its closure several times" in text
 
 
 @pytest.mark.parametrize("value", [np.longdouble(1), torch.eye(2).to_sparse(), torch.empty(2, device="meta"), object()])

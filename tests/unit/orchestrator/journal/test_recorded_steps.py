@@ -13,8 +13,10 @@ import torch
 from helpers.fake_clock import FakeClock
 from helpers.journal_port import EntryBox, snapshot
 from helpers.processes import incarnation
+from helpers.state_equality import same
 from msgspec.structs import replace
 from torch import nn
+from torchmetrics import MeanMetric
 
 from raystow.orchestrator.journal.entry_file import JournalEntry, parse
 from raystow.orchestrator.journal.journal import Journal
@@ -87,7 +89,7 @@ def test_ranks_with_digests_of_different_kinds_end_a_replay() -> None:
     log = about(logging.getLogger(__name__))
     replayer = Replayer(state, StepHooks(state, lambda _: None), none, after_step=None, base=START, log=log)
     with pytest.raises(Damaged, match="and others of a sample"):
-        replayer.check_before(DecodedStep(entry, {0: entry, 1: other}, None, [], [], {}), START)
+        replayer.check_before(DecodedStep(entry, {0: entry, 1: other}, None, [], [], {}, {}), START)
 
 
 def test_parameters_that_join_the_model_late_are_replayed() -> None:
@@ -267,3 +269,50 @@ def test_a_rank_tells_the_others_that_it_replays_on() -> None:
             assert journal.replay() == 3
         counts.append(len(told))
     assert counts == [9, 0], "before each step, when it is fetched, and when it was read"
+
+
+class Scaled(nn.Module):
+    """A module with state that is no parameter or buffer, like float8 scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history, self.largest = torch.zeros(1), 0.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.history = torch.cat([self.history, inputs.detach().abs().amax()[None]])
+        self.largest = float(self.history.max())
+        return inputs / self.largest
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"history": self.history, "largest": self.largest}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.history, self.largest = state["history"], state["largest"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_state_of_modules_is_replayed(compiled: bool) -> None:
+    """Metrics in a model, and the extra state of its modules."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"net": nn.Sequential(nn.Linear(8, 8), Scaled()), "loss": MeanMetric()})
+        model["loss"].persistent(True)
+        return model, torch.optim.Adam(model.parameters())
+
+    box, (model, optimizer) = EntryBox(), build()
+    journal = box.journal(model, optimizer)
+    journal.replay()
+    for number in range(1, 4):
+        loss = model["net"](torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        model["loss"].update(loss.detach())
+        journal.record(number)
+    journal.close()
+    again, other = build()
+    journal = box.journal(torch.compile(again, backend="eager") if compiled else again, other)
+    journal.replay()
+    journal.close()
+    assert same(dict(again.state_dict()), dict(model.state_dict()))
+    assert model["loss"].mean_value > 0
