@@ -164,8 +164,8 @@ class Coordinator:
         self._abort_if_missed(attempt)
         if unrelated := attempt.add_owned(rank, begin.contents.owned_dtensors):
             self._abort(attempt, unrelated)
-        left = max(0.0, attempt.deadline - self._clock.monotonic())
-        return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, attempt.base, attempt.deltas)
+        left, about_base = max(0.0, attempt.deadline - self._clock.monotonic()), (attempt.base, attempt.deltas)
+        return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, *about_base, attempt.span.trace)
 
     def finished(self, ticket: Ticket, rank: int, covered: int, digests: Sequence[tuple[int, int]] = ()) -> None:
         """All shards of a rank are coded on its node. ``digests``: see ``RankFinished``."""
@@ -481,8 +481,7 @@ class Coordinator:
         attempt.phase = phase
         self.changes += 1
         if phase.over:
-            attempt.ended = self._clock.monotonic()
-            attempt.forget_parts()
+            attempt.end(self._clock.monotonic())
 
     def _abort(self, attempt: Attempt, why: str | RaystowError) -> None:
         attempt.failure = SaveFailed(why, subject=attempt.subject) if isinstance(why, str) else why

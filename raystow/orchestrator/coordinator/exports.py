@@ -14,6 +14,7 @@ from ...storage.format.root import Entry, Root
 from ...storage.log import about
 from ...storage.retention.policy import Best
 from ...storage.runtime import metrics
+from ...storage.runtime.spans import span
 from ...storage.stores.settings import JobSettings
 from ...workers.protocol.messages import ExportOrder
 from ..export.destination import Destination
@@ -38,8 +39,8 @@ class Exports:
         self._numbers: dict[Entry, float | None] = {}
         self._log = about(logger, repository=catalog.uri)
 
-    def run(self, order: ExportOrder, best: Best | None) -> None:
-        """Export the version that is due, if any. ``best``: see ``Export.due``."""
+    def run(self, order: ExportOrder, best: Best | None, trace: str = "") -> None:
+        """Export the version that is due, if any. ``best``: see ``Export.due``. ``trace``: of the span of the newest save."""
         place = order.export.uri
         try:
             root = self._catalog.root()
@@ -47,7 +48,8 @@ class Exports:
             if entry is None:
                 return
             place = order.export.place(entry)
-            self._write(order, entry, root, place)
+            with span("export", trace, version=entry.id, to=place):
+                self._write(order, entry, root, place)
             self._catalog.register.update(
                 lambda now: replace(now, exports=dict([*now.exports.items(), (place, entry.id)][-_LISTED:]))
             )

@@ -12,6 +12,8 @@ from concurrent.futures import Executor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ...state.chunk_info import RangeInfo
 from ...state.coverage import coverage, total
 from ...storage.coding.chunk import Coding
@@ -30,6 +32,7 @@ from ...storage.runtime.batches import batches
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.gc_pause import uncollected
 from ...storage.runtime.memory_budget import MemoryBudget
+from ...storage.runtime.spans import Span, span
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
@@ -75,7 +78,7 @@ class Executors:
 
 class NodeAttempt:
     """Takes part in an attempt: ``join``, ``add`` and ``finished`` for each rank. ``base``: the version that chunks are compared
-    with."""
+    with. ``trace``: of the save's span."""
 
     def __init__(
         self,
@@ -87,8 +90,10 @@ class NodeAttempt:
         keep: Keep = keep_nothing,
         base: BaseVersion | None = None,
     ) -> None:
-        self._store, self._port, self._ticket, self._executors = store, port, ticket, executors
-        self.id, self.name = ticket.id, ticket.attempt
+        self.id, self.name, self.trace = ticket.id, ticket.attempt, ticket.trace
+        self._span = Span("node", ticket.trace, node=ticket.node, repository=store.uri)
+        self._ticket = ticket = replace(ticket, trace=self._span.trace)  # the parent of what this node does
+        self._store, self._port, self._executors = store, port, executors
         self._watch, self._keep, self.base = watch, keep, base
         self._log = about(logger, repository=store.uri, version=ticket.id, attempt=ticket.attempt, step=ticket.step)
         self._packer = Packer(store, ticket, uploads=executors.uploads, on_error=self._upload_failed, keep=keep)
@@ -102,6 +107,7 @@ class NodeAttempt:
         self._rounded: dict[str, Rounded] = {}
         self._held, self._warned = HeldDigests(), set[str]()
         self._staged: set[int] = set()
+        self._code_spans: dict[int, Span] = {}  # by rank: until all of its chunks are coded
         self._listeners: list[Listener] = []
         self._on_warning: dict[int, Callable[[str], None]] = {}
         self._ended: tuple[Outcome, Sequence[str]] | None = None
@@ -128,6 +134,7 @@ class NodeAttempt:
         receives problems while the save goes on."""
         with self._lock:
             self._ranks.add(rank)
+            self._code_spans[rank] = Span("code", self._span.trace, rank=rank)
             self._on_warning[rank] = on_warning
             self._planned += chunks
             for row in values:
@@ -314,6 +321,7 @@ class NodeAttempt:
                 self._report(rank)
 
     def _report(self, rank: int) -> None:
+        self._code_spans[rank].end()
         try:
             with self._lock:
                 digests = self._held.of(rank)
@@ -346,6 +354,8 @@ class NodeAttempt:
             outcome = self._failure(error)
         self.over = True
         self._alarm.cancel()
+        for begun in (*self._code_spans.values(), self._span):
+            begun.end(outcome if isinstance(outcome, RaystowError) else "")
         if isinstance(outcome, RaystowError):
             self._packer.close()  # the listeners drop what is kept, and nothing may be kept after that
         warnings = () if isinstance(outcome, RaystowError) else self._watch.saved(outcome.step, self._writer.stored)
@@ -386,7 +396,8 @@ class NodeAttempt:
 
     def _store_fragment(self, key: str, data: bytes) -> None:
         try:
-            self._executors.uploads.submit(self._store.put, key, [data]).result(self._left())
+            with span("upload", self._span.trace, key=key, bytes=len(data)):
+                self._executors.uploads.submit(self._store.put, key, [data]).result(self._left())
         except FuturesTimeout:
             raise DeadlineExceeded(NOT_IN_TIME, subject=key) from None
 
