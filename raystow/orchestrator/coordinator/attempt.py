@@ -15,7 +15,7 @@ from ...storage.format.replica_difference import CAUSES, ReplicaDifference
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
-from ...storage.runtime.spans import ROOT, Span
+from ...storage.runtime.spans import NO_SPAN, ROOT, Span
 from ...workers.protocol.messages import Begin, ExportOrder, Incarnation, ReplicaQuestion
 from ..late_ranks import LATE, NumberedWarning, late_text
 from .replica_comparison import ReplicaComparison
@@ -59,7 +59,8 @@ class Attempt:
     that it is compared with; ``deltas``: whether changed chunks may be deltas to that. ``takes_over``: whether a rank asks to
     take the repository over from another run. ``raises``: whether a rank asks to fail the save if ranks hold other bits of the
     same tensor; ``comparison``: of these bits; ``differences``: what it has found. ``span``: from the first rank on.
-    ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one reported last; ``warn_at``: when to look for ranks that are late; ``warnings``: about them and others.
+    ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one reported last; ``warn_at``: when to look for
+    ranks that are late; ``warnings``: about them and others.
     """
 
     id: int
@@ -104,7 +105,7 @@ class Attempt:
     raises: bool = False
     comparison: ReplicaComparison = field(default_factory=ReplicaComparison)
     differences: tuple[ReplicaDifference, ...] = ()
-    span: Span = field(default_factory=lambda: Span("save", ""), compare=False)
+    span: Span = NO_SPAN
 
     @property
     def subject(self) -> str:

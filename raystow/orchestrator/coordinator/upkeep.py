@@ -34,7 +34,7 @@ class Upkeep:
         """Make a complete attempt a version. Returns its entry, or the error. ``trace``: of the save's span, here and below."""
         begun = SYSTEM.monotonic()
         try:
-            with span("commit", trace, repository=self._uri, version=version.id):
+            with span("save.commit", trace, repository=self._uri, version=version.id):
                 return self._committer.commit(version).entry
         except RaystowError as error:
             return error

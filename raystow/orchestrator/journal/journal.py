@@ -155,15 +155,15 @@ class Journal:
     def _replayed(self, replayer: Replayer) -> tuple[ReplayResult, JournalChoice]:
         begun = SYSTEM.monotonic()
         choice = self._recorder.port.settle(self._vote)
-        with span("rank", choice.trace or None, begun=begun, rank=self._vote.rank, to=choice.step) as whole:
-            Span("agree", whole.trace, begun=begun).end()
+        with span("replay.rank", choice.trace or None, begun=begun, rank=self._vote.rank, to=choice.step) as whole:
+            Span("replay.agree", whole.trace, begun=begun).end()
             result, to = ReplayResult(self._recorder.base), choice.step
             while True:
                 if choice.entries and to != result.step:
-                    with span("steps", to=to):
+                    with span("replay.steps", to=to):
                         result = replayer.go_to(to, choice.entries)
                 reached = replace(self._vote, reached=result.step, residues=array("Q", result.residues).tobytes())
-                with span("agree"):
+                with span("replay.agree"):
                     answer = self._recorder.port.settle(reached)
                 if answer.agreed:
                     return result, answer

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...storage.errors import ClusterError, DeadlineExceeded, RankRestarted, RaystowError, StateError
 from ...storage.runtime.clock import Clock
-from ...storage.runtime.spans import ROOT, Span
+from ...storage.runtime.spans import NO_SPAN, ROOT, Span
 from ...workers.protocol.messages import EntryInfo, Generation, Incarnation, JournalChoice, JournalVote, RankReading
 from .entry_plan import EntryPlan, continued, plan_entries
 
@@ -37,7 +37,7 @@ class JournalRound:
     lineage: tuple[Generation, ...] = ()
     agreed: bool = False
     failure: RaystowError | None = None
-    span: Span = field(default_factory=lambda: Span("replay", ""), compare=False)
+    span: Span = NO_SPAN
 
     def answers(self, vote: JournalVote) -> bool:
         """Whether a rank can be answered: all have come, and all have reported their step if this rank has."""

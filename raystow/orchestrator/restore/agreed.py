@@ -44,8 +44,8 @@ def restore_agreed(
     """
     begun = SYSTEM.monotonic()
     first = _settled(agreement, None, "")
-    with span("rank", agreement.trace, begun=begun, rank=options.rank, repository=repository.uri) as whole:
-        Span("agree", whole.trace, begun=begun).end()
+    with span("restore.rank", agreement.trace, begun=begun, rank=options.rank, repository=repository.uri) as whole:
+        Span("restore.agree", whole.trace, begun=begun).end()
         return _restore_first(first, repository, into, agreement, options, progress)
 
 
@@ -64,13 +64,13 @@ def _restore_first(
         try:
             version = agreement.version(entry)
             with uncollected():
-                with span("plan", version=version.id):
+                with span("restore.plan", version=version.id):
                     plan = plan_restore(version, into, options, sources=agreement.sources, filled=filled, peers=agreement)
                 filled.update(plan.names)
                 fields = {"version": version.id, "attempt": version.attempt, "step": version.step, "rank": options.rank}
                 log = about(logger, repository=repository.uri, **fields)
                 log.info("restoring version %d (step %d): %s", version.id, version.step, plan.summary())
-                with contextlib.ExitStack() as bar, span("read", version=version.id, bytes=plan.nbytes):
+                with contextlib.ExitStack() as bar, span("restore.read", version=version.id, bytes=plan.nbytes):
                     title = f"restoring version {version.id}"
                     show = progress or bar.enter_context(progress_bar.shown(title, plan.raw, rank=options.rank))
                     plan.execute(_shared_progress(agreement, show))
@@ -85,7 +85,7 @@ def _restore_first(
                 agreement.give_up(str(error) or repr(error))
                 raise
             damage = str(error)
-        with span("agree"):
+        with span("restore.agree"):
             answer = _settled(agreement, entry, damage, whole=whole)
         if answer == entry:
             return repository.at(entry)

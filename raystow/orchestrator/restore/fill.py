@@ -138,7 +138,7 @@ def fill_on_gpu(reader: PackReader, device: int, requests: list[Request], runs: 
         return
     decoder = Decoder(torch.device("cuda", device))
     try:
-        with span("decode", reader.trace, device=device):
+        with span("restore.decode", reader.trace, device=device):
             decoder.fill(runs, reader.read, progress, threads=reader.threads)
     finally:
         decoder.close()

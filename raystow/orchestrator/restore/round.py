@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...storage.errors import NotFound, RaystowError
 from ...storage.format.root import Entry
-from ...storage.runtime.spans import Span
+from ...storage.runtime.spans import NO_SPAN, Span
 from ...workers.protocol.messages import (
     NO_GROUP,
     Incarnation,
@@ -65,7 +65,7 @@ class RestoreRound:
     warnings: int = 0
     patience: float = 0.0
     warning: NumberedWarning | None = None
-    span: Span = field(default_factory=lambda: Span("restore", ""), compare=False)
+    span: Span = NO_SPAN
 
     def warns(self, rank: RestoreVote | UnusedNames) -> bool:
         """Whether a rank that waits has to log the newest warning."""

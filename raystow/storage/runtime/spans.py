@@ -25,7 +25,7 @@ _refused = set[str]()  # errors, each of which is logged once
 
 
 class Span:
-    """A span that has begun; it ends once. Any thread may end it.
+    """A span that has begun; it ends once, on this thread or another.
 
     Attributes:
         trace: Its context, for children; without a provider that of its parent.
@@ -72,6 +72,10 @@ class Span:
         else:
             with trace.use_span(span, record_exception=False, set_status_on_exception=False):
                 yield
+
+
+NO_SPAN = Span("none", "")
+"""What is not traced."""
 
 
 @contextlib.contextmanager

@@ -142,7 +142,7 @@ class PackReader:
     def read(self, run: ByteRun, into: memoryview | None) -> Buffer:
         """A run's bytes: a ``ReadRun``."""
         try:
-            with span("fetch", self.trace, key=run.key, bytes=run.length):
+            with span("restore.fetch", self.trace, key=run.key, bytes=run.length):
                 if into is None:
                     return self._store.get_range(run.key, run.start, run.length)
                 self._store.get_range_into(run.key, run.start, into)
@@ -185,7 +185,7 @@ class PackReader:
             if target is not None and not (target.flags.c_contiguous and np.may_share_memory(raw, target)):
                 target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
             progress(chunk.nbytes)
-        Span("decode", self.trace, begun=fetched, key=run.key, chunks=len(run.pieces)).end()
+        Span("restore.decode", self.trace, begun=fetched, key=run.key, chunks=len(run.pieces)).end()
 
 
 def _own_memory(piece: Piece) -> Bytes | None:

@@ -91,7 +91,7 @@ class NodeAttempt:
         base: BaseVersion | None = None,
     ) -> None:
         self.id, self.name, self.trace = ticket.id, ticket.attempt, ticket.trace
-        self._span = Span("node", ticket.trace, node=ticket.node, repository=store.uri)
+        self._span = Span("save.node", ticket.trace, node=ticket.node, repository=store.uri)
         self._ticket = ticket = replace(ticket, trace=self._span.trace)  # the parent of what this node does
         self._store, self._port, self._executors = store, port, executors
         self._watch, self._keep, self.base = watch, keep, base
@@ -134,7 +134,7 @@ class NodeAttempt:
         receives problems while the save goes on."""
         with self._lock:
             self._ranks.add(rank)
-            self._code_spans[rank] = Span("code", self._span.trace, rank=rank)
+            self._code_spans[rank] = Span("save.code", self._span.trace, rank=rank)
             self._on_warning[rank] = on_warning
             self._planned += chunks
             for row in values:
@@ -396,7 +396,7 @@ class NodeAttempt:
 
     def _store_fragment(self, key: str, data: bytes) -> None:
         try:
-            with span("upload", self._span.trace, key=key, bytes=len(data)):
+            with span("save.upload", self._span.trace, key=key, bytes=len(data)):
                 self._executors.uploads.submit(self._store.put, key, [data]).result(self._left())
         except FuturesTimeout:
             raise DeadlineExceeded(NOT_IN_TIME, subject=key) from None

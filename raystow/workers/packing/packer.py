@@ -194,7 +194,7 @@ class Packer:
 
     def _upload(self, info: PackInfo, parts: list[Buffer]) -> None:
         try:
-            with span("upload", self._ticket.trace, key=self._key(info), bytes=info.size):
+            with span("save.upload", self._ticket.trace, key=self._key(info), bytes=info.size):
                 self._store.put(self._key(info), parts)
         except BaseException as error:
             self._on_error(error)

@@ -93,7 +93,7 @@ class SaveProgress:
         if self._traced:
             return
         self._traced, (begun, planned) = True, self._planned
-        rank = Span("rank", self.trace, begun=begun, rank=self._rank, step=self.step, repository=self._uri or None)
-        Span("plan", rank.trace, begun=begun).end(at=planned)
-        Span("stage", rank.trace, begun=planned).end("" if self._staged_at else error, at=self._staged_at)
+        rank = Span("save.rank", self.trace, begun=begun, rank=self._rank, step=self.step, repository=self._uri or None)
+        Span("save.plan", rank.trace, begun=begun).end(at=planned)
+        Span("save.stage", rank.trace, begun=planned).end("" if self._staged_at else error, at=self._staged_at)
         rank.end(error, stall=self.stall)

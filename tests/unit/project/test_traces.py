@@ -30,12 +30,12 @@ def test_a_save_of_two_ranks_is_one_trace(kept: KeptSpans, tmp_path: Path) -> No
     with LocalCluster(str(tmp_path), nodes=2) as cluster:
         version = cluster.save_all([{"w": torch.ones(300_000)}, {"w": torch.ones(300_000)}], step=7)
     assert kept.paths() == {
-        *("save", "save/rank", "save/rank/plan", "save/rank/stage"),
-        *("save/node", "save/node/code", "save/node/upload"),
+        *("save", "save/save.rank", "save/save.rank/save.plan", "save/save.rank/save.stage"),
+        *("save/save.node", "save/save.node/save.code", "save/save.node/save.upload"),
     }
     (save,) = kept.named("save")
     assert dict(save.attributes or {}) == {"raystow.version": version.id, "raystow.step": 7, "raystow.ranks": 2}
-    assert {one.attributes["raystow.rank"] for one in kept.named("rank") if one.attributes} == {0, 1}
+    assert {one.attributes["raystow.rank"] for one in kept.named("save.rank") if one.attributes} == {0, 1}
     assert len({one.context.trace_id for one in kept.all}) == 1
     assert all(one.end_time >= one.start_time for one in kept.all)
 
@@ -43,7 +43,7 @@ def test_a_save_of_two_ranks_is_one_trace(kept: KeptSpans, tmp_path: Path) -> No
 def test_a_failed_save_has_its_reason(kept: KeptSpans, tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path)) as cluster, pytest.raises(raystow.SaveFailed):
         cluster.save({"w": torch.ones(3)}, step=7, world_size=2, timeout=0.1)
-    for name in ("save", "rank", "node"):
+    for name in ("save", "save.rank", "save.node"):
         (one,) = kept.named(name)
         assert one.status.status_code is trace.StatusCode.ERROR
         assert "had not delivered their shards" in (one.status.description or "")
@@ -55,10 +55,9 @@ def test_a_restore_without_a_cluster_is_a_child(kept: KeptSpans, tmp_path: Path)
     kept.exporter.clear()
     with kept.provider.get_tracer("test").start_as_current_span("serving"):
         raystow.restore_latest(str(tmp_path), {"w": torch.zeros(300_000)})
-    assert kept.paths() == {
-        *("serving", "serving/rank", "serving/rank/agree", "serving/rank/plan", "serving/rank/read"),
-        *("serving/rank/read/fetch", "serving/rank/read/decode"),
-    }
+    rank = "serving/restore.rank"
+    steps = {f"{rank}/restore.{step}" for step in ("agree", "plan", "read", "read/restore.fetch", "read/restore.decode")}
+    assert kept.paths() == {"serving", rank, *steps}
 
 
 def test_a_replay_is_traced(kept: KeptSpans) -> None:
@@ -74,7 +73,8 @@ def test_a_replay_is_traced(kept: KeptSpans) -> None:
     kept.exporter.clear()
     with contextlib.closing(box.journal(states[1], optimizers[1])) as journal:
         journal.replay()
-    assert kept.paths() == {"replay", "replay/rank", "replay/rank/agree", "replay/rank/steps"}
+    rank = "replay/replay.rank"
+    assert kept.paths() == {"replay", rank, f"{rank}/replay.agree", f"{rank}/replay.steps"}
 
 
 def test_a_span_is_the_child_of_a_context_from_elsewhere(kept: KeptSpans) -> None:
