@@ -15,8 +15,10 @@ from helpers.local_cluster import LocalCluster
 from opentelemetry import trace
 from opentelemetry.sdk.trace import Span as SdkSpan
 from opentelemetry.sdk.trace import SpanProcessor
+from torch.distributed import checkpoint as dcp
 
 import raystow
+import raystow.dcp
 from raystow.storage.runtime import spans
 from raystow.storage.runtime.spans import ROOT, Span, span
 
@@ -47,6 +49,11 @@ def test_a_failed_save_has_its_reason(kept: KeptSpans, tmp_path: Path) -> None:
         (one,) = kept.named(name)
         assert one.status.status_code is trace.StatusCode.ERROR
         assert "had not delivered their shards" in (one.status.description or "")
+
+
+def test_a_save_without_a_cluster_is_traced(kept: KeptSpans, tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(300_000)}, storage_writer=raystow.dcp.Writer(tmp_path), no_dist=True)
+    assert kept.paths() == {"save", *(f"save/save.{step}" for step in ("rank", "upload", "commit"))}
 
 
 def test_a_restore_without_a_cluster_is_a_child(kept: KeptSpans, tmp_path: Path) -> None:
