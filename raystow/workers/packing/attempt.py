@@ -32,7 +32,7 @@ from ...storage.runtime.batches import batches
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.gc_pause import uncollected
 from ...storage.runtime.memory_budget import MemoryBudget
-from ...storage.runtime.spans import Span, span
+from ...storage.runtime.spans import NO_SPAN, Span, span
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
@@ -321,7 +321,7 @@ class NodeAttempt:
                 self._report(rank)
 
     def _report(self, rank: int) -> None:
-        self._code_spans[rank].end()
+        self._code_spans.pop(rank, NO_SPAN).end()
         try:
             with self._lock:
                 digests = self._held.of(rank)
@@ -354,7 +354,7 @@ class NodeAttempt:
             outcome = self._failure(error)
         self.over = True
         self._alarm.cancel()
-        for begun in (*self._code_spans.values(), self._span):
+        for begun in (*list(self._code_spans.values()), self._span):
             begun.end(outcome if isinstance(outcome, RaystowError) else "")
         if isinstance(outcome, RaystowError):
             self._packer.close()  # the listeners drop what is kept, and nothing may be kept after that
