@@ -19,7 +19,6 @@ from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowE
 from ...storage.format.root import Entry
 from ...storage.format.version_record import VersionRecord
 from ...storage.log import about
-from ...storage.retention.policy import Best
 from ...storage.runtime import background, gc_pause
 from ...storage.runtime.clock import SYSTEM
 from ...storage.stores.settings import JobSettings, StoreAddress
@@ -32,7 +31,6 @@ from ...workers.protocol.messages import (
     CoordinatorStarted,
     CoordinatorStatus,
     EntryInfo,
-    ExportOrder,
     JournalChoice,
     JournalVote,
     Message,
@@ -90,7 +88,6 @@ class CoordinatorActor:
         self._keeper: asyncio.Task[None] | None = None
         self._census = NodeCensus(ray_cluster.alive_nodes, ray_cluster.leaving_nodes)
         self._chores: asyncio.Task[None] | None = None
-        self._export: tuple[ExportOrder, Best | None, str] | None = None  # since the last commit
         self._exporting: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None  # deletes the objects of abandoned attempts
         self._look: asyncio.Task[RaystowError | None] | None = None  # whether the repository is still there
@@ -232,6 +229,9 @@ class CoordinatorActor:
                 async with self._recalling:
                     if not at.core.costs.recalled:  # see ``save_schedule``
                         at.core.costs.recall(await asyncio.to_thread(newest_records, at.committer.catalog))
+            case Begin(_, asked) if asked.rank == 0:
+                while at.upkeep.exports.failures:
+                    at.core.notices.append(at.upkeep.exports.failures.popleft())
         try:
             answer = handle(at.core, request)
             if isinstance(request, messages.JoinRun):
@@ -406,11 +406,11 @@ class CoordinatorActor:
                 house = asyncio.to_thread(at.upkeep.apply_retention, attempt.retention, core.bases, trace)
                 self._chores = asyncio.create_task(house)
             if attempt.phase is Phase.COMMITTED and attempt.export is not None:
-                self._export = attempt.export, attempt.retention.keep_best if attempt.retention is not None else None, trace
+                best = attempt.retention.keep_best if attempt.retention is not None else None
+                at.upkeep.exports.request(attempt.export, best, trace)
             attempt.export = None  # it may have megabytes of files
-        if self._export is not None and (self._exporting is None or self._exporting.done()):
-            order, self._export = self._export, None
-            self._exporting = asyncio.create_task(asyncio.to_thread(at.upkeep.export, *order))
+        if at.upkeep.exports.due and (self._exporting is None or self._exporting.done()):
+            self._exporting = asyncio.create_task(asyncio.to_thread(at.upkeep.export))
         if (opened := at.segments.next_commit()) is not None:
             try:
                 await asyncio.to_thread(at.segments.commit, opened)

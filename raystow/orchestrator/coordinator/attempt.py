@@ -261,6 +261,11 @@ class Attempt:
         self.warnings.append(NumberedWarning(len(self.warnings) + 1, text, self.nodes[self.ranks[rank]]))
         return self.warnings[-1]
 
+    def warn_first(self, notices: list[str], rank: int) -> None:
+        """Let rank 0 log problems that are not of a save, each once."""
+        while rank == 0 and notices:
+            self.warn(notices.pop(0), 0)
+
     def end(self, now: float) -> None:
         """Drop the data of ranks and nodes: 100 MB for thousands of nodes, and the newest attempts are kept."""
         self.ended = now

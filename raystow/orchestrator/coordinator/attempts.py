@@ -47,7 +47,7 @@ _RESTORES = 16  # restores that the next version reports
 
 
 class Coordinator:
-    """Not thread-safe. ``writer``: names and versions of the software for version records."""
+    """Not thread-safe. ``writer``: names and versions of the software for version records. ``notices``: for the next save."""
 
     def __init__(self, committer: Committer, clock: Clock, *, writer: dict[str, str]) -> None:
         self._committer, self._clock, self._writer = committer, clock, writer
@@ -62,7 +62,7 @@ class Coordinator:
         self._restores: tuple[RestoreInfo, ...] = ()  # not reported by a version yet
         self._group: DeltaGroup | None = None  # of the newest whole version
         self._lost: VersionRecord | None = None  # of the newest attempt that was aborted after all was staged
-        self._missed, self._replicas = MissedSaves(), ReplicaReports(committer.catalog.uri)
+        self._missed, self._replicas, self.notices = MissedSaves(), ReplicaReports(committer.catalog.uri), list[str]()
         self.schedule, self.costs = SaveSchedule(clock), SaveCosts(clock.now())
         self.changes = 0
         """The number of phase changes of all attempts."""
@@ -159,6 +159,7 @@ class Coordinator:
             attempt.join(begin, self._clock.monotonic())
             self._plain_tensors[rank] = plain_tensors or self._plain_tensors.get(rank, ())
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
+        attempt.warn_first(self.notices, rank)
         if (too_large := attempt.too_large) is not None:
             self._abort(attempt, too_large)
         self._abort_if_missed(attempt)

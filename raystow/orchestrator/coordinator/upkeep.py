@@ -10,12 +10,11 @@ from ...storage.errors import OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import VersionRecord
 from ...storage.log import about
-from ...storage.retention.policy import Best, Policy
+from ...storage.retention.policy import Policy
 from ...storage.runtime import background, metrics
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.spans import span
 from ...storage.stores.settings import JobSettings
-from ...workers.protocol.messages import ExportOrder
 from .exports import Exports
 from .housekeeping import Housekeeping
 
@@ -23,11 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """The store operations for the repository of a committer. No method raises."""
+    """The store operations for the repository of a committer. No method raises.
+
+    Attributes:
+        exports: Which ``export`` is due.
+    """
 
     def __init__(self, committer: Committer, settings: JobSettings | None = None) -> None:
         self._committer, self._uri = committer, committer.catalog.uri
-        self._housekeeping, self._exports = Housekeeping(committer), Exports(committer.catalog, settings)
+        self._housekeeping, self.exports = Housekeeping(committer), Exports(committer.catalog, settings)
         self._errors = background.ErrorLog("housekeeping")
 
     def commit(self, version: VersionRecord, trace: str) -> Entry | RaystowError:
@@ -52,10 +55,10 @@ class Upkeep:
         except Exception as error:
             self._errors.note(error)
 
-    def export(self, order: ExportOrder, best: Best | None, trace: str) -> None:
+    def export(self) -> None:
         """Export the version that is due: see ``Exports.run``."""
         try:
-            self._exports.run(order, best, trace)
+            self.exports.run()
         except Exception as error:
             self._errors.note(error)
 
