@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv azurite demo test test-long lint test-frameworks test-megatron test-s3 s3-suite byte-loops test-streams test-trackers test-gpu soak drills fuzz bench-control bench-restore bench-gpu kernels package picture docs cli-docs chromium clean
+.PHONY: help venv azurite demo test test-long lint test-frameworks test-megatron test-s3 s3-suite byte-loops test-streams test-trackers test-gpu soak drills fuzz bench-control bench-restore bench-gpu kernels package picture trace docs cli-docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -171,6 +171,10 @@ package:  ## build sdist and wheel, check them, and read with the wheel in fresh
 
 picture: $(READY)  ## record the demo for the README
 	$(BIN)/python tools/record_demo.py docs/images/demo.svg
+
+trace: $(READY)  ## record the trace of docs/traces.md
+	folder=$$(mktemp -d) && $(BIN)/python examples/traced_training.py $$folder && \
+	$(BIN)/python tools/trace_picture.py $$folder/traces docs/images/trace.svg; rm -rf $$folder
 
 docs: $(READY)  ## build the documentation in site/, strictly
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"

@@ -23,7 +23,6 @@ from ..storage.format.json_text import strict_json
 from ..storage.real_paths import input_path, regular_file, small_file
 from ..storage.runtime.clock import SYSTEM
 from ..storage.stores import open_store
-from ..workers.protocol.messages import Ticket
 from .options import Json, Uri, local, number
 from .output import count, emit, out, size
 from .progress import progress_bar
@@ -55,7 +54,7 @@ def import_(
     tensors = [tensor for of in files.values() for tensor in of]
     nbytes = sum(tensor.end - tensor.start for tensor in tensors)
     attempt = StandaloneCommit(uri, step)
-    ticket = Ticket(attempt.id, attempt.attempt, 0, _TIMEOUT, attempt.step)
+    ticket = attempt.ticket(0, _TIMEOUT)
     storing = StandaloneWriter(open_store(uri), ticket, memory=MEMORY, threads=cores())
     with progress_bar(str(source), nbytes, quiet=json) as advance, storing.under_way():
         for path, of in files.items():

@@ -37,9 +37,8 @@ def ls(
             at = target.rolled_back(version.id)
             rows["versions" if at is None else "rolled_back"].append(row | ({"at": at} if at is not None else {}))
         segments = [segment_fields(one) for one in target.root.segments]
-        emit(
-            {"uri": target.uri, "repository": target.repository.id, **rows, "segments": segments, "exports": target.root.exports}
-        )
+        exports = {"exports": target.root.exports, "failed_exports": target.root.failed_exports}
+        emit({"uri": target.uri, "repository": target.repository.id, **rows, "segments": segments, **exports})
         return
     if not versions:
         out.print(f"no version yet in {target.uri}")
@@ -58,6 +57,8 @@ def ls(
     out.print(table("", headers, cells))
     out.print(count(len(versions), "version") + f", {size(sum(version.bytes for version in versions))} stored", style="dim")
     _print_segments(target)
+    for place, error in target.root.failed_exports.items():
+        out.print(f"the export to {place} failed: {error}", style="yellow")
 
 
 def _print_segments(target: Target) -> None:

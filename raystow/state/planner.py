@@ -13,6 +13,7 @@ from ..storage.errors import StateError
 from ..storage.format import values
 from ..storage.format.manifest import path_text
 from ..storage.limits import MAX_ROWS
+from ..storage.runtime.clock import SYSTEM
 from ..storage.runtime.gc_pause import uncollected
 from .assignment import ChunkAssignment, GpuCoding, assign_chunks
 from .derived_tensors import DerivedTensors
@@ -94,7 +95,8 @@ class SavePlan:
 
     ``views``: its tensors. ``gpus``: what GPUs code. ``planner``: the same for all saves of this rank; ``save``: the
     number of the save, the same on all ranks. ``writes``: finds tensors that change before they are read. ``objects``: those of
-    the state. The other properties are computed at first use, which is not on the training thread.
+    the state. ``made``: from when to when it was made, in monotonic seconds. The other properties are computed at first use,
+    which is not on the training thread.
     """
 
     rank: int
@@ -107,6 +109,7 @@ class SavePlan:
     save: int
     writes: WriteCheck
     objects: ObjectTree
+    made: tuple[float, float]
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -203,7 +206,7 @@ def plan_save(
 
     Raises ``StateError`` with the path of anything that cannot be stored.
     """
-    planner, objects = planner or Planner(), ObjectTree(state, what="state")
+    planner, objects, begun = planner or Planner(), ObjectTree(state, what="state"), SYSTEM.monotonic()
     tree = objects.saved(rank)
     with objects.named():
         views, rows = _leaves(planner, tree, rank)
@@ -212,7 +215,7 @@ def plan_save(
         device: _record_event(device) for device in {gpus.host, *(view.shard.device for view in views)} if device is not None
     }
     views, writes = copy_unguarded(views)
-    return SavePlan(rank, world_size, views, rows, ready, gpus, planner, save, writes, objects)
+    return SavePlan(rank, world_size, views, rows, ready, gpus, planner, save, writes, objects, (begun, SYSTEM.monotonic()))
 
 
 def tensors_of(state: object, rank: int) -> object:

@@ -159,8 +159,10 @@ class LocalCluster:
             on_difference=self._on_difference,
         )
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-        staging.submit(SaveOrder(request, plan, KnownStall(step, stall), outcomes.put))
+        progress = KnownStall(step, stall)
+        staging.submit(SaveOrder(request, plan, progress, outcomes.put))
         outcome = outcomes.get(timeout=timeout + 30)
+        progress.end(outcome if isinstance(outcome, RaystowError) else "")
         if isinstance(outcome, RaystowError):
             raise outcome
         return Version(self.repository.store, outcome, self.repository.id)

@@ -37,6 +37,7 @@ class Plan:
     values: tuple[Any, ...] = ()
     followers: tuple[Any, ...] = ()
     compared: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+    made: tuple[float, float] = (0.0, 0.0)
 
     @property
     def parts(self) -> dict[None, Plan]:

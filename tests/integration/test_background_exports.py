@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from helpers.polling import wait_until
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import raystow
 from integration.cli_runner import ran, run_json
 from integration.language_models import config_folder, gpt2, same
 from integration.ranks import Rank, every, start
+from raystow.storage.stores import open_store
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -75,10 +79,35 @@ def test_a_failed_export_affects_no_save(tmp_path: Path) -> None:
     (out / "version-00000001" / "config.json").write_text("of another model")
     ranks = start(str(uri), 1, export=raystow.Export(str(out)))
     every(ranks, "do", _train, [3.0])
-    every(ranks, "do", _train, [2.0])
+    failed = f"{out}/version-00000001"
+    wait_until(lambda: [*raystow.open(uri).root().failed_exports] == [failed], "the failure of an export")
+    assert f"the export to {failed} failed" in ran("ls", uri, columns=400).output
+    assert [*run_json("ls", uri)["failed_exports"]] == [failed]
+    every(ranks, "set", _state, 2.0)
+    every(ranks, "save", 2)
+    (warnings,) = every(ranks, "do", lambda rank: (rank.pending[0].result(60), rank.pending[0].warnings)[1])
+    assert f"an export to {failed} failed, and is tried again" in " ".join(warnings)
     wait_until(lambda: [*_exports(uri).values()] == [2], "an export")
+    assert raystow.open(uri).root().failed_exports == {}
     assert [version.step for version in raystow.open(uri).versions()] == [3, 2]
     assert [path.name for path in (out / "version-00000001").iterdir()] == ["config.json"]
+
+
+@pytest.mark.long
+@pytest.mark.s3
+def test_a_job_on_s3_exports_to_its_store(s3_uri: str, tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    rank = ray.remote(Rank).options(num_cpus=0, resources={"node_a": 1}, runtime_env={"env_vars": variables}).remote()
+    place = f"{s3_uri}-served/version-00000001"
+    ray.get(rank.begin.remote(s3_uri, 0, 1, {"export": raystow.Export(f"{s3_uri}-served")}), timeout=120)
+    ray.get(rank.do.remote(_train, [3.0]), timeout=120)
+    wait_until(lambda: raystow.open(s3_uri).root().exports == {place: 1}, "an export")
+    store = open_store(place)
+    weights = load(store.get("model.safetensors", max_bytes=1 << 30))
+    assert torch.equal(weights["transformer.wte.weight"], 3.0 * gpt2().state_dict()["transformer.wte.weight"])
+    assert {one.key for one in store.list("")} == {"model.safetensors"}
+    ray.get(rank.leave.remote(), timeout=60)
+    ray.kill(rank)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ checkpointer.save({"w": torch.ones(1 << 20)}, step=2)
 
 _UNCLOSED_DOWN = """
 import ray, raystow
-checkpointer = raystow.Checkpointer(uri, rank=0, world_size=1)
+checkpointer = raystow.Checkpointer(uri, rank=0, world_size=1, on_failure=ON_FAILURE)
 checkpointer.save(state, step=1).result(60)
 os.rename(uri, uri + ".away")
 open(uri, "w").close()
@@ -192,12 +192,12 @@ checkpointer.save(state, step=7)
 """
 
 
-def run(script: str, cluster: Cluster, uri: Path, trials: int = 1) -> tuple[str, str]:
-    """Run a script with a repository as its argument; return its stdout and stderr."""
+def run(script: str, cluster: Cluster, uri: Path, trials: int = 1, *, status: int = 0) -> tuple[str, str]:
+    """Run a script with a repository as its argument; return its stdout and stderr. ``status``: the exit status to expect."""
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
     command = [sys.executable, "-c", _START + script, str(uri), str(trials)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS * max(1, trials // 10))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout, done.stderr
 
 
@@ -234,13 +234,17 @@ def test_the_end_of_a_script_waits_for_its_saves(cluster: Cluster, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "said", "status"),
     [
-        (_UNCLOSED_DOWN, "the newest version is 1 (step 1)"),
-        (_UNCLOSED_WAITING, "step 7 may not have been saved: the save has not ended; this process has saved no version"),
+        (_UNCLOSED_DOWN.replace("ON_FAILURE", "10"), "the newest version is 1 (step 1)", 120),
+        (_UNCLOSED_DOWN.replace("ON_FAILURE", "'warn'"), "the newest version is 1 (step 1)", 0),
+        (_UNCLOSED_WAITING, "step 7 may not have been saved: the save has not ended; this process has saved no version", 120),
     ],
+    ids=["failed", "failures are warnings", "not ended"],
 )
-def test_the_end_of_a_script_names_what_is_not_durable(cluster: Cluster, tmp_path: Path, script: str, said: str) -> None:
-    errors = run(script, cluster, tmp_path / "r")[1]
+def test_the_end_of_a_script_names_what_is_not_durable(
+    cluster: Cluster, tmp_path: Path, script: str, said: str, status: int
+) -> None:
+    errors = run(script, cluster, tmp_path / "r", status=status)[1]
     assert errors.count("the process ends without close()") == 1
     assert said in errors

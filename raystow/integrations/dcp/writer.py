@@ -145,7 +145,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
             refuse_torch_files(self.uri)
         chosen, self._attempt = self._attempt, None
         self._committing = attempt = StandaloneCommit(self.uri, self.step, chosen)
-        tickets = [Ticket(attempt.id, attempt.attempt, rank, self._timeout, attempt.step) for rank in range(len(plans))]
+        tickets = [attempt.ticket(rank, self._timeout) for rank in range(len(plans))]
         return [replace(plan, storage_data=(attempt.repository.id, ticket)) for plan, ticket in zip(plans, tickets, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -166,7 +166,7 @@ class Checkpointer:
         self._subscribers = OutcomeSubscribers(self.failures, reports, version_callbacks, uri=self.uri)
         self._in_flight = SavesInFlight(self._startup, self._subscribers, limit=limit, timeout=self._timeout, log=self._log)
         self._node = NodeConnection(self._startup, (self._memory, self._compression, self._replication), codec=self._codec)
-        exit_notice.watch(self._in_flight)
+        exit_notice.watch(self._in_flight, self.failures)
 
     @property
     def repository(self) -> Repository:
@@ -451,8 +451,8 @@ class Checkpointer:
         """Wait for the saves in flight as ``wait`` does, and for callbacks up to a minute; then disconnect from the node worker.
 
         Afterwards ``save`` and ``restore_latest`` raise ``StateError``, and another ``close`` does nothing. At the end of a
-        ``with`` block that raises, failed saves are only logged. So are those of a process that ends without ``close``, after at
-        most 20 s of waiting; its exit status does not tell.
+        ``with`` block that raises, failed saves are only logged. A process that ends without ``close`` waits up to 20 s, logs
+        them, and has the exit status 120 where ``close`` would have raised.
 
         Raises:
             SaveFailed: As ``wait``; everything is released then, too.

@@ -70,6 +70,11 @@ class Failures:
         ended = "has an unknown outcome" if isinstance(error, OutcomeUnknown) else "failed"
         return f"the save of step {step} {ended} ({in_a_row} in a row, {total} in total): {error}"
 
+    @property
+    def raises(self) -> bool:
+        """Whether ``on_failure`` asks to raise."""
+        return self._on_failure != "warn"
+
     def check(self) -> None:
         """Raise ``SaveFailed`` or ``OutcomeUnknown`` once if ``on_failure`` asks for it, and ``Fenced`` from then on always."""
         with self._lock:

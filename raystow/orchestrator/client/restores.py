@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ...state.objects import ObjectTree
 from ...state.tree import State
 from ...storage.repository import Repository
+from ...storage.runtime import spans
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import RESTORE, record
 from ...storage.versions.version import Version
@@ -57,6 +58,7 @@ class Restores:
             allow_uncommitted=allow_uncommitted,
             version=asked,
             names=names_digest(tree) if options.world_size > 1 else 0,
+            trace=spans.here(),
         )
         here, address = self._startup.connection.node, self._startup.node_address
         agreement = ClusterAgreement(repository, self._startup.port, vote, self._numbers, address, here=here)

@@ -97,7 +97,7 @@ class SaveOutcome:
                 self._subscribers.note(self.progress, before, outcome)
             finally:
                 self._ended.set()
-                self.progress.end()
+                self.progress.end(outcome if isinstance(outcome, RaystowError) else "")
                 self._timer.cancel()
         self._subscribers.concluded()
 

@@ -11,6 +11,7 @@ from ...state.planner import Planner
 from ...state.replica_groups import Compared
 from ...storage.format import values
 from ...storage.retention.policy import Policy
+from ...storage.runtime import spans
 from ...storage.versions.version import Version
 from ...workers.protocol.messages import ExportOrder, JoinRun, OnDifference, OnFenced, RankSaveRequest
 from ..argument_checks import one_of
@@ -61,4 +62,5 @@ class SaveSettings:
             provenance=self.provenance.texts(resumed),
             notes=self.provenance.notes,
             export=self.export,
+            trace=spans.here(),
         )

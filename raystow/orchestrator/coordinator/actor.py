@@ -19,7 +19,6 @@ from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowE
 from ...storage.format.root import Entry
 from ...storage.format.version_record import VersionRecord
 from ...storage.log import about
-from ...storage.retention.policy import Best
 from ...storage.runtime import background, gc_pause
 from ...storage.runtime.clock import SYSTEM
 from ...storage.stores.settings import JobSettings, StoreAddress
@@ -32,7 +31,6 @@ from ...workers.protocol.messages import (
     CoordinatorStarted,
     CoordinatorStatus,
     EntryInfo,
-    ExportOrder,
     JournalChoice,
     JournalVote,
     Message,
@@ -90,7 +88,6 @@ class CoordinatorActor:
         self._keeper: asyncio.Task[None] | None = None
         self._census = NodeCensus(ray_cluster.alive_nodes, ray_cluster.leaving_nodes)
         self._chores: asyncio.Task[None] | None = None
-        self._export: tuple[ExportOrder, Best | None] | None = None  # since the last commit
         self._exporting: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None  # deletes the objects of abandoned attempts
         self._look: asyncio.Task[RaystowError | None] | None = None  # whether the repository is still there
@@ -232,6 +229,9 @@ class CoordinatorActor:
                 async with self._recalling:
                     if not at.core.costs.recalled:  # see ``save_schedule``
                         at.core.costs.recall(await asyncio.to_thread(newest_records, at.committer.catalog))
+            case Begin(_, asked) if asked.rank == 0:
+                while at.upkeep.exports.failures:
+                    at.core.notices.append(at.upkeep.exports.failures.popleft())
         try:
             answer = handle(at.core, request)
             if isinstance(request, messages.JoinRun):
@@ -276,10 +276,10 @@ class CoordinatorActor:
         if entry == vote.tried:
             return RestoreChoice(entry)
         if round.held is not None and entry == round.held.entry:
-            return replace(round.held, group=round.group, alike=round.alike)
+            return replace(round.held, group=round.group, alike=round.alike, trace=round.span.trace)
         async with self._restoring:
             choice = await self._choice(at, entry.attempt, lambda: (entry, b""))
-            return replace(choice, group=round.group, alike=round.alike)
+            return replace(choice, group=round.group, alike=round.alike, trace=round.span.trace)
 
     async def _compare(self, report: UnusedNames) -> UnusedByAll | RanksWarning:
         """Take the names that a rank leaves unused. Returns those that all ranks leave unused."""
@@ -390,7 +390,8 @@ class CoordinatorActor:
         """Commit complete attempts; check deadlines and nodes."""
         core, committer = at.core, at.committer
         while (attempt := core.next_commit()) is not None:
-            outcome = await asyncio.to_thread(at.upkeep.commit, core.record(attempt))
+            trace = attempt.span.trace
+            outcome = await asyncio.to_thread(at.upkeep.commit, core.record(attempt), trace)
             if attempt.phase.over:  # the repository was found deleted meanwhile
                 continue
             core.settled(attempt, outcome)
@@ -402,14 +403,14 @@ class CoordinatorActor:
             at.known.committed(committer.root)
             idle = self._chores is None or self._chores.done()  # else the policy waits for the next commit
             if attempt.phase is Phase.COMMITTED and attempt.retention is not None and idle:
-                house = asyncio.to_thread(at.upkeep.apply_retention, attempt.retention, core.bases)
+                house = asyncio.to_thread(at.upkeep.apply_retention, attempt.retention, core.bases, trace)
                 self._chores = asyncio.create_task(house)
             if attempt.phase is Phase.COMMITTED and attempt.export is not None:
-                self._export = attempt.export, attempt.retention.keep_best if attempt.retention is not None else None
+                best = attempt.retention.keep_best if attempt.retention is not None else None
+                at.upkeep.exports.request(attempt.export, best, trace)
             attempt.export = None  # it may have megabytes of files
-        if self._export is not None and (self._exporting is None or self._exporting.done()):
-            order, self._export = self._export, None
-            self._exporting = asyncio.create_task(asyncio.to_thread(at.upkeep.export, *order))
+        if at.upkeep.exports.due and (self._exporting is None or self._exporting.done()):
+            self._exporting = asyncio.create_task(asyncio.to_thread(at.upkeep.export))
         if (opened := at.segments.next_commit()) is not None:
             try:
                 await asyncio.to_thread(at.segments.commit, opened)

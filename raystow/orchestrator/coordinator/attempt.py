@@ -15,6 +15,7 @@ from ...storage.format.replica_difference import CAUSES, ReplicaDifference
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
+from ...storage.runtime.spans import NO_SPAN, ROOT, Span
 from ...workers.protocol.messages import Begin, ExportOrder, Incarnation, ReplicaQuestion
 from ..late_ranks import LATE, NumberedWarning, late_text
 from .replica_comparison import ReplicaComparison
@@ -57,9 +58,9 @@ class Attempt:
     staged. ``promised``: the record that it will have. ``restores``: restores that its record reports. ``base``: the version
     that it is compared with; ``deltas``: whether changed chunks may be deltas to that. ``takes_over``: whether a rank asks to
     take the repository over from another run. ``raises``: whether a rank asks to fail the save if ranks hold other bits of the
-    same tensor; ``comparison``: of these bits; ``differences``: what it has found.
-    ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one
-    reported last; ``warn_at``: when to look for ranks that are late; ``warnings``: about them and others.
+    same tensor; ``comparison``: of these bits; ``differences``: what it has found. ``span``: from the first rank on.
+    ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one reported last; ``warn_at``: when to look for
+    ranks that are late; ``warnings``: about them and others.
     """
 
     id: int
@@ -104,6 +105,7 @@ class Attempt:
     raises: bool = False
     comparison: ReplicaComparison = field(default_factory=ReplicaComparison)
     differences: tuple[ReplicaDifference, ...] = ()
+    span: Span = NO_SPAN
 
     @property
     def subject(self) -> str:
@@ -126,6 +128,8 @@ class Attempt:
     def join(self, begin: Begin, now: float) -> None:
         """Add a rank that begins to save."""
         request, contents = begin.request, begin.contents
+        if not self.ranks:
+            self.span = Span("save", request.trace or ROOT, version=self.id, step=self.step, ranks=self.world_size)
         self.progress = now
         self.metrics[request.rank] = request.metrics
         self.ranks[request.rank], self.saves[request.rank] = begin.node, request.save
@@ -257,8 +261,15 @@ class Attempt:
         self.warnings.append(NumberedWarning(len(self.warnings) + 1, text, self.nodes[self.ranks[rank]]))
         return self.warnings[-1]
 
-    def forget_parts(self) -> None:
+    def warn_first(self, notices: list[str], rank: int) -> None:
+        """Let rank 0 log problems that are not of a save, each once."""
+        while rank == 0 and notices:
+            self.warn(notices.pop(0), 0)
+
+    def end(self, now: float) -> None:
         """Drop the data of ranks and nodes: 100 MB for thousands of nodes, and the newest attempts are kept."""
+        self.ended = now
+        self.span.end(self.failure or "")
         self.ranks, self.saves, self.delivered, self.replicated, self.owned_dtensors, self.nodes = {}, {}, {}, {}, {}, {}
         self.covered, self.staged, self.stored, self.promised, self.metrics = {}, {}, {}, None, {}
         self.provenance, self.notes, self.hosts = {}, {}, {}

@@ -47,7 +47,7 @@ _RESTORES = 16  # restores that the next version reports
 
 
 class Coordinator:
-    """Not thread-safe. ``writer``: names and versions of the software for version records."""
+    """Not thread-safe. ``writer``: names and versions of the software for version records. ``notices``: for the next save."""
 
     def __init__(self, committer: Committer, clock: Clock, *, writer: dict[str, str]) -> None:
         self._committer, self._clock, self._writer = committer, clock, writer
@@ -62,7 +62,7 @@ class Coordinator:
         self._restores: tuple[RestoreInfo, ...] = ()  # not reported by a version yet
         self._group: DeltaGroup | None = None  # of the newest whole version
         self._lost: VersionRecord | None = None  # of the newest attempt that was aborted after all was staged
-        self._missed, self._replicas = MissedSaves(), ReplicaReports(committer.catalog.uri)
+        self._missed, self._replicas, self.notices = MissedSaves(), ReplicaReports(committer.catalog.uri), list[str]()
         self.schedule, self.costs = SaveSchedule(clock), SaveCosts(clock.now())
         self.changes = 0
         """The number of phase changes of all attempts."""
@@ -159,13 +159,14 @@ class Coordinator:
             attempt.join(begin, self._clock.monotonic())
             self._plain_tensors[rank] = plain_tensors or self._plain_tensors.get(rank, ())
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
+        attempt.warn_first(self.notices, rank)
         if (too_large := attempt.too_large) is not None:
             self._abort(attempt, too_large)
         self._abort_if_missed(attempt)
         if unrelated := attempt.add_owned(rank, begin.contents.owned_dtensors):
             self._abort(attempt, unrelated)
-        left = max(0.0, attempt.deadline - self._clock.monotonic())
-        return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, attempt.base, attempt.deltas)
+        left, about_base = max(0.0, attempt.deadline - self._clock.monotonic()), (attempt.base, attempt.deltas)
+        return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, *about_base, attempt.span.trace)
 
     def finished(self, ticket: Ticket, rank: int, covered: int, digests: Sequence[tuple[int, int]] = ()) -> None:
         """All shards of a rank are coded on its node. ``digests``: see ``RankFinished``."""
@@ -481,8 +482,7 @@ class Coordinator:
         attempt.phase = phase
         self.changes += 1
         if phase.over:
-            attempt.ended = self._clock.monotonic()
-            attempt.forget_parts()
+            attempt.end(self._clock.monotonic())
 
     def _abort(self, attempt: Attempt, why: str | RaystowError) -> None:
         attempt.failure = SaveFailed(why, subject=attempt.subject) if isinstance(why, str) else why

@@ -65,7 +65,8 @@ class OpenedRepository:
     @property
     def in_use(self) -> bool:
         """Whether it has something in progress, or in memory, that another coordinator would not find."""
-        return any(part.in_use for part in (self.core, self.rounds, self.replays, self.segments))
+        parts = (self.core, self.rounds, self.replays, self.segments)
+        return self.upkeep.exports.waiting or any(part.in_use for part in parts)
 
     @property
     def has_commit(self) -> bool:

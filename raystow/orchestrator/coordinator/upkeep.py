@@ -10,11 +10,11 @@ from ...storage.errors import OutcomeUnknown, RaystowError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import VersionRecord
 from ...storage.log import about
-from ...storage.retention.policy import Best, Policy
+from ...storage.retention.policy import Policy
 from ...storage.runtime import background, metrics
 from ...storage.runtime.clock import SYSTEM
+from ...storage.runtime.spans import span
 from ...storage.stores.settings import JobSettings
-from ...workers.protocol.messages import ExportOrder
 from .exports import Exports
 from .housekeeping import Housekeeping
 
@@ -22,18 +22,23 @@ logger = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """The store operations for the repository of a committer. No method raises."""
+    """The store operations for the repository of a committer. No method raises.
+
+    Attributes:
+        exports: Which ``export`` is due.
+    """
 
     def __init__(self, committer: Committer, settings: JobSettings | None = None) -> None:
         self._committer, self._uri = committer, committer.catalog.uri
-        self._housekeeping, self._exports = Housekeeping(committer), Exports(committer.catalog, settings)
+        self._housekeeping, self.exports = Housekeeping(committer), Exports(committer.catalog, settings)
         self._errors = background.ErrorLog("housekeeping")
 
-    def commit(self, version: VersionRecord) -> Entry | RaystowError:
-        """Make a complete attempt a version. Returns its entry, or the error."""
+    def commit(self, version: VersionRecord, trace: str) -> Entry | RaystowError:
+        """Make a complete attempt a version. Returns its entry, or the error. ``trace``: of the save's span, here and below."""
         begun = SYSTEM.monotonic()
         try:
-            return self._committer.commit(version).entry
+            with span("save.commit", trace, repository=self._uri, version=version.id):
+                return self._committer.commit(version).entry
         except RaystowError as error:
             return error
         except Exception as error:  # an attempt that is not over would be committed again and again
@@ -42,17 +47,18 @@ class Upkeep:
         finally:
             metrics.record(metrics.COMMIT, SYSTEM.monotonic() - begun, repository=self._uri)
 
-    def apply_retention(self, policy: Policy, bases: Collection[int]) -> None:
+    def apply_retention(self, policy: Policy, bases: Collection[int], trace: str) -> None:
         """Apply a policy: see ``Housekeeping.run``."""
         try:
-            self._housekeeping.run(policy, bases)
+            with span("housekeeping", trace, repository=self._uri):
+                self._housekeeping.run(policy, bases)
         except Exception as error:
             self._errors.note(error)
 
-    def export(self, order: ExportOrder, best: Best | None) -> None:
+    def export(self) -> None:
         """Export the version that is due: see ``Exports.run``."""
         try:
-            self._exports.run(order, best)
+            self.exports.run()
         except Exception as error:
             self._errors.note(error)
 

@@ -14,6 +14,7 @@ from ...storage.arguments import integer
 from ...storage.errors import RankRestarted, RaystowError, StateError
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import STALL, record
+from ...storage.runtime.spans import Span, here, span
 from ...workers.protocol.codec import MAX_JSON
 from ...workers.protocol.messages import EntryPlace, JournalChoice, JournalVote, shortened
 from ..heartbeat import Heartbeat
@@ -92,6 +93,7 @@ class Journal:
             base=base,
             nothing=not recorder.replayable,
             fixed=fixed or fixed_ranks(recorder.state),
+            trace=here(),
         )
         heartbeat = Heartbeat(port.reading)
 
@@ -151,14 +153,18 @@ class Journal:
             self._vote = replace(self._vote, number=self._replays)
 
     def _replayed(self, replayer: Replayer) -> tuple[ReplayResult, JournalChoice]:
+        begun = SYSTEM.monotonic()
         choice = self._recorder.port.settle(self._vote)
-        result = ReplayResult(self._recorder.base)
-        if choice.entries:
-            result = replayer.go_to(choice.step, choice.entries)
-        while True:
-            reached = replace(self._vote, reached=result.step, residues=array("Q", result.residues).tobytes())
-            answer = self._recorder.port.settle(reached)
-            if answer.agreed:
-                return result, answer
-            if answer.step < result.step:
-                result = replayer.go_to(answer.step, choice.entries)
+        with span("replay.rank", choice.trace or None, begun=begun, rank=self._vote.rank, to=choice.step) as whole:
+            Span("replay.agree", whole.trace, begun=begun).end()
+            result, to = ReplayResult(self._recorder.base), choice.step
+            while True:
+                if choice.entries and to != result.step:
+                    with span("replay.steps", to=to):
+                        result = replayer.go_to(to, choice.entries)
+                reached = replace(self._vote, reached=result.step, residues=array("Q", result.residues).tobytes())
+                with span("replay.agree"):
+                    answer = self._recorder.port.settle(reached)
+                if answer.agreed:
+                    return result, answer
+                to = min(answer.step, result.step)

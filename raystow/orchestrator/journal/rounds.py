@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ...storage.errors import ClusterError, DeadlineExceeded, RankRestarted, RaystowError, StateError
 from ...storage.runtime.clock import Clock
+from ...storage.runtime.spans import NO_SPAN, ROOT, Span
 from ...workers.protocol.messages import EntryInfo, Generation, Incarnation, JournalChoice, JournalVote, RankReading
 from .entry_plan import EntryPlan, continued, plan_entries
 
@@ -25,6 +26,7 @@ class JournalRound:
         rollbacks: Those of the repository when the plan was made.
         lineage: Of the entries that follow.
         agreed: All have reached the step of the plan.
+        span: From the first vote on until it is over.
     """
 
     world_size: int
@@ -35,6 +37,7 @@ class JournalRound:
     lineage: tuple[Generation, ...] = ()
     agreed: bool = False
     failure: RaystowError | None = None
+    span: Span = NO_SPAN
 
     def answers(self, vote: JournalVote) -> bool:
         """Whether a rank can be answered: all have come, and all have reported their step if this rank has."""
@@ -48,7 +51,7 @@ class JournalRound:
             raise self.failure
         assert self.plan is not None
         entries = tuple(self.plan.entries(vote.rank, self.world_size)) if vote.reached is None else ()
-        return JournalChoice(self.plan.step, self.lineage, entries, self.agreed, self.plan.end)
+        return JournalChoice(self.plan.step, self.lineage, entries, self.agreed, self.plan.end, self.span.trace)
 
 
 class JournalRounds:
@@ -128,7 +131,8 @@ class JournalRounds:
         if round is None or round.world_size != vote.world_size:
             if round is not None:
                 self._fail(round, ClusterError(f"{vote.world_size} ranks have begun another replay", remedy="restore again"))
-            self._open = round = JournalRound(vote.world_size, 0.0)
+            span = Span("replay", vote.trace or ROOT, ranks=vote.world_size, version_step=vote.base)
+            self._open = round = JournalRound(vote.world_size, 0.0, span=span)
         return round
 
     def _choose(self, round: JournalRound, survey: Survey) -> None:
@@ -170,6 +174,7 @@ class JournalRounds:
     def _close(self, round: JournalRound) -> None:
         self.changes += 1
         self._open = None
+        round.span.end(round.failure or "")
         self._ended.update(dict.fromkeys(round.votes, round))
 
 

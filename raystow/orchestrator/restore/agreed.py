@@ -10,7 +10,9 @@ from ...storage.errors import Damaged, RankRestarted, RaystowError
 from ...storage.format.root import Entry
 from ...storage.log import about
 from ...storage.repository import Repository
+from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.gc_pause import uncollected
+from ...storage.runtime.spans import Span, span
 from ...storage.versions.version import Version
 from . import progress_bar
 from .agreement import Agreement
@@ -40,19 +42,35 @@ def restore_agreed(
     whatever may be missing: they may be filled already, and a state made of two versions is never returned. Raises ``Damaged`` if
     no version is left.
     """
-    filled = set[str]()
-    first = entry = _settled(agreement, None, "")
+    begun = SYSTEM.monotonic()
+    first = _settled(agreement, None, "")
+    with span("restore.rank", agreement.trace, begun=begun, rank=options.rank, repository=repository.uri) as whole:
+        Span("restore.agree", whole.trace, begun=begun).end()
+        return _restore_first(first, repository, into, agreement, options, progress)
+
+
+def _restore_first(
+    first: Entry | None,
+    repository: Repository,
+    into: State,
+    agreement: Agreement,
+    options: RestoreOptions,
+    progress: Progress | None,
+) -> Version | None:
+    """Restore the ``first`` version that the ranks have agreed on, or another one if that cannot be restored."""
+    filled, entry = set[str](), first
     while entry is not None:
         damage, whole = "", True
         try:
             version = agreement.version(entry)
             with uncollected():
-                plan = plan_restore(version, into, options, sources=agreement.sources, filled=filled, peers=agreement)
+                with span("restore.plan", version=version.id):
+                    plan = plan_restore(version, into, options, sources=agreement.sources, filled=filled, peers=agreement)
                 filled.update(plan.names)
                 fields = {"version": version.id, "attempt": version.attempt, "step": version.step, "rank": options.rank}
                 log = about(logger, repository=repository.uri, **fields)
                 log.info("restoring version %d (step %d): %s", version.id, version.step, plan.summary())
-                with contextlib.ExitStack() as bar:
+                with contextlib.ExitStack() as bar, span("restore.read", version=version.id, bytes=plan.nbytes):
                     title = f"restoring version {version.id}"
                     show = progress or bar.enter_context(progress_bar.shown(title, plan.raw, rank=options.rank))
                     plan.execute(_shared_progress(agreement, show))
@@ -67,7 +85,8 @@ def restore_agreed(
                 agreement.give_up(str(error) or repr(error))
                 raise
             damage = str(error)
-        answer = _settled(agreement, entry, damage, whole=whole)
+        with span("restore.agree"):
+            answer = _settled(agreement, entry, damage, whole=whole)
         if answer == entry:
             return repository.at(entry)
         entry = answer

@@ -56,6 +56,10 @@ class Agreement(OtherRanks, Protocol):
     def give_up(self, error: str) -> None:
         """Report to the other ranks that this rank cannot restore."""
 
+    @property
+    def trace(self) -> str | None:
+        """Of the restore's span; see ``storage.runtime.spans``. None: the current span, if there is one."""
+
 
 class LocalAgreement:
     """The version that is asked for, leased while it is tried; with ``fall_back``, older ones after the latest one.
@@ -67,7 +71,7 @@ class LocalAgreement:
         self._repository, self._fall_back = repository, fall_back
         self._version = selector_text(version, repository.id)
         self.sources = Sources()
-        self.alike = fall_back
+        self.alike, self.trace = fall_back, None
         self.advice = "" if fall_back else "restore through a raystow.Checkpointer, which knows what the other ranks restore"
         self._lease = contextlib.ExitStack()
         self._siblings: Sequence[Entry] = ()
@@ -216,6 +220,10 @@ class ClusterAgreement:
     @property
     def alike(self) -> bool:
         return self._choice is None or self._choice.alike
+
+    @property
+    def trace(self) -> str | None:
+        return (self._choice.trace if self._choice is not None else "") or None
 
     def unused(self, unused: Unused) -> Collection[str]:
         """Only the ranks wait that leave names unused: none of these is unused by all if another rank has all names."""

@@ -17,6 +17,7 @@ from ...storage.coding.kernels import Words
 from ...storage.errors import StateError, Unsupported
 from ...storage.format.boxes import overlap
 from ...storage.format.manifest import Chunk
+from ...storage.runtime.spans import here, span
 from ...storage.versions.reader import PackReader, Request
 from ...storage.versions.runs import ByteRun
 from .plan import Progress, silent
@@ -73,6 +74,7 @@ class Fill:
 
     def run(self, progress: Progress = silent) -> None:
         """Read, check and decode. ``progress`` is called with the decoded bytes of each chunk."""
+        self._reader.trace = here()
         self._reader.complete(self._runs.get(None, []), progress)
         for device, runs in self._runs.items():
             if device is not None:
@@ -136,7 +138,8 @@ def fill_on_gpu(reader: PackReader, device: int, requests: list[Request], runs: 
         return
     decoder = Decoder(torch.device("cuda", device))
     try:
-        decoder.fill(runs, reader.read, progress, threads=reader.threads)
+        with span("restore.decode", reader.trace, device=device):
+            decoder.fill(runs, reader.read, progress, threads=reader.threads)
     finally:
         decoder.close()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ...storage.errors import NotFound, RaystowError
 from ...storage.format.root import Entry
+from ...storage.runtime.spans import NO_SPAN, Span
 from ...workers.protocol.messages import (
     NO_GROUP,
     Incarnation,
@@ -32,7 +33,7 @@ class RestoreRound:
     names that all of these leave unused. ``stalls``: since when ranks have read nothing, and from
     where; ``heard``: when others last reported that they read on; ``progress``: when a rank did more than that. ``warn_at``: when
     to look for late ranks; ``warning``: the last of ``warnings`` about them since the last progress, which one rank logs.
-    ``patience``: the longest timeout of any."""
+    ``patience``: the longest timeout of any. ``span``: from the first vote on until it is over."""
 
     world_size: int
     version: str
@@ -64,6 +65,7 @@ class RestoreRound:
     warnings: int = 0
     patience: float = 0.0
     warning: NumberedWarning | None = None
+    span: Span = NO_SPAN
 
     def warns(self, rank: RestoreVote | UnusedNames) -> bool:
         """Whether a rank that waits has to log the newest warning."""

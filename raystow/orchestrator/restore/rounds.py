@@ -29,6 +29,7 @@ from ...storage.format.version_record import RestoreInfo
 from ...storage.log import about
 from ...storage.repository import Repository
 from ...storage.runtime.clock import Clock
+from ...storage.runtime.spans import ROOT, Span
 from ...storage.versions.version_selector import LATEST, select
 from ...workers.protocol.messages import Incarnation, RankReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
 from ..late_ranks import LATE, NumberedWarning, late_text, next_warning, with_processes
@@ -284,7 +285,7 @@ class RestoreRounds:
             self._missed.clear()  # this rank begins the next round
         root, said = self._known.root()
         round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
-        round.store_down = not said
+        round.span, round.store_down = Span("restore", vote.trace or ROOT, ranks=vote.world_size), not said
         round.advance(round.begun)
         _, missed = self._missed.pop(vote.rank, (None, None))
         if missed is not None and missed.failure is not None:
@@ -304,6 +305,7 @@ class RestoreRounds:
             self.open_round = round
         else:
             round.failure = round.missing  # an empty repository: there is nothing to agree on
+            round.span.end(round.failure or "")
         return round
 
     def _check_asked(self, round: RestoreRound) -> None:
@@ -327,6 +329,7 @@ class RestoreRounds:
             read.update(part)
         self._restored.append(RestoreInfo(entry.id, entry.step, self._clock.now(), round.world_size, seconds, dict(read)))
         round.done = True
+        round.span.end(version=entry.id, step=entry.step)
         self._close(round)
 
     def _fall_back(self, round: RestoreRound, entry: Entry, damage: dict[int, str]) -> None:
@@ -383,4 +386,5 @@ class RestoreRounds:
         self.changes += 1
         self._ended.update((rank, (member, round)) for rank, member in round.members.items())
         self.open_round = None
+        round.span.end(round.failure or "")
         round.lease.close()

@@ -15,7 +15,9 @@ from ...storage.format import key_files, values
 from ...storage.repository import create_repository
 from ...storage.retention.policy import Policy
 from ...storage.runtime.clock import SYSTEM
+from ...storage.runtime.spans import Span, span
 from ...storage.versions.version import Version
+from ...workers.protocol.messages import Ticket
 from ..client.provenance import Provenance
 from ..coordinator.attempt import Attempt, version_record
 from ..coordinator.housekeeping import Housekeeping
@@ -63,11 +65,28 @@ class StandaloneCommit:
         with _lock:
             self.id, reserved = self._committer.reserve()
         self.attempt = attempt or reserved
+        self._span = Span("save", version=self.id, step=self.step)
+
+    def ticket(self, rank: int, timeout: float) -> Ticket:
+        """Return what a rank stores its part with."""
+        return Ticket(self.id, self.attempt, rank, timeout, self.step, trace=self._span.trace)
 
     def commit(
         self, parts: Sequence[StoredPart], expected: int, metrics: Mapping[str, object], writer: Mapping[str, str] | None = None
     ) -> Version:
         """Make the version. ``expected``: the sum of ``coverage`` over all tensors. ``writer``: further software to record."""
+        try:
+            with span("save.commit", self._span.trace, repository=self.repository.uri, version=self.id):
+                version = self._commit(parts, expected, metrics, writer or {})
+        except BaseException as error:
+            self._span.end(error or repr(error))
+            raise
+        self._span.end(ranks=len(parts))
+        return version
+
+    def _commit(
+        self, parts: Sequence[StoredPart], expected: int, metrics: Mapping[str, object], writer: Mapping[str, str]
+    ) -> Version:
         if total(part.covered for part in parts) != expected:
             what = "the stored data of the ranks does not add up to whole tensors"
             remedy = "save on every rank that has a part of them"
@@ -75,7 +94,7 @@ class StandaloneCommit:
         texts = {name: values.dumps(value) for name, value in metrics.items()}
         attempt = Attempt(self.id, self.attempt, self.step, len(parts), metrics={0: texts})
         attempt.describe(0, Provenance(0).texts(None))
-        software = {"raystow": __version__, "python": platform.python_version(), **(writer or {})}
+        software = {"raystow": __version__, "python": platform.python_version(), **writer}
         fragments = {number: part.info for number, part in enumerate(parts)}
         record = version_record(self._committer, attempt, fragments, created=SYSTEM.now(), writer=software)
         return self._committer.commit(record)

@@ -27,6 +27,7 @@ from ...storage.format.manifest import Value, path_text
 from ...storage.format.version_record import FragmentInfo, PackInfo
 from ...storage.object_store import ObjectStore
 from ...storage.runtime.memory_budget import MemoryBudget
+from ...storage.runtime.spans import span
 from ...workers.packing.attempt import draft
 from ...workers.packing.chunk_writer import ChunkWriter
 from ...workers.packing.packer import Packer
@@ -62,7 +63,8 @@ class StandaloneWriter:
     def under_way(self) -> Iterator[StandaloneWriter]:
         """Add and seal within. Whatever is raised there ends the attempt, and this rank's packs are deleted."""
         try:
-            yield self
+            with span("save.rank", self._ticket.trace, rank=self._ticket.node, repository=self._store.uri):
+                yield self
         except BaseException:
             self._coders.shutdown(wait=True, cancel_futures=True)
             self._packer.discard(delete=True)
@@ -93,7 +95,8 @@ class StandaloneWriter:
     def finish(self, values: Sequence[Value]) -> StoredPart:
         """Store the manifest fragment, after ``seal``. ``values``: the plain values in it, of any ranks."""
         key, data, fragment = self._writer.fragment(values)
-        self._store.put(key, [data])
+        with span("save.upload", self._ticket.trace, key=key, bytes=len(data)):
+            self._store.put(key, [data])
         return StoredPart(fragment.info(data, [self._ticket.node]), self._covered)
 
     def _code(self, piece: PlannedChunk, counted: bool) -> None:

@@ -104,7 +104,8 @@ class Root:
     committed. ``versions``: the live ones. ``verified``: the newest live version that was found whole, or 0. ``rewrites``:
     attempts that may replace live versions. ``rollbacks``: how many there were. ``rolled_back``: versions that are listed but not
     live. ``segments``: of the step journal, oldest first; ``next_segment``: above all their numbers. ``exports``: address of an
-    export -> id of its version, which may have been dropped; for people."""
+    export -> id of its version, which may have been dropped; ``failed_exports``: address -> the error, for the newest ones
+    that failed; both for people."""
 
     repository: str
     epoch: int = 0
@@ -121,6 +122,7 @@ class Root:
     segments: tuple[Segment, ...] = ()
     next_segment: int = 1
     exports: dict[str, int] = field(default_factory=dict)
+    failed_exports: dict[str, str] = field(default_factory=dict)
 
     @property
     def listed(self) -> tuple[Entry, ...]:
@@ -161,8 +163,9 @@ class Root:
         fields = {**vars(self), **parts}
         if self.next_segment == 1:  # there has never been one
             del fields["segments"], fields["next_segment"]
-        if not self.exports:
-            del fields["exports"]
+        for name in ("exports", "failed_exports"):
+            if not fields[name]:
+                del fields[name]
         return records.dump(fields, keys.ROOT)
 
     @staticmethod
@@ -187,7 +190,7 @@ class Root:
         numbers = [one.number for one in parsed["segments"] if isinstance(one, Segment)]
         if any(a >= b for a, b in itertools.pairwise([0, *numbers])):
             raise Damaged("the numbers of segments are not ascending", subject=keys.ROOT)
-        optional = ("verified", "rollbacks", "next_segment", "exports")
+        optional = ("verified", "rollbacks", "next_segment", "exports", "failed_exports")
         root = records.parse(Root, fields, keys.ROOT, optional=optional, versions=versions, rolled_back=rolled_back, **parsed)
         attempts: tuple[Entry | Dropped | Rewrite, ...] = (*root.listed, *root.dropped, *root.rewrites)
         for one in attempts:

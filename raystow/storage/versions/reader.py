@@ -18,6 +18,8 @@ from ..format.boxes import Box, overlap, tile, within
 from ..format.manifest import Chunk
 from ..object_store import Buffer, ObjectStore
 from ..runtime.bounded_map import bounded_map
+from ..runtime.clock import SYSTEM
+from ..runtime.spans import Span, span
 from .runs import RUN, ByteRun, Piece, Target, coalesced
 
 _Pack = tuple[int, str, int, str, int]  # version, attempt, node, group, number
@@ -48,7 +50,11 @@ class BaseChunks(Protocol):
 class PackReader:
     """Reads from the packs of one version. ``bases``: finds chunks of other versions. ``threads``: parallel requests and
     decodings. ``turn``: the part of the runs, from 0 to 1, that comes last instead of first, so that ranks that share reads begin
-    differently."""
+    differently.
+
+    Attributes:
+        trace: Of the span of these reads; "" if they are not traced.
+    """
 
     def __init__(
         self,
@@ -61,6 +67,7 @@ class PackReader:
         turn: float = 0.0,
     ) -> None:
         self._store, self._version, self._attempt, self._bases, self._turn = store, version, attempt, bases, turn
+        self.trace = ""
         self._range_bytes: int = getattr(store, "range_bytes", RUN)
         # Threads that wait for a network leave cores free; those that read files do not, and only contend for the GIL.
         per_core = 2 if self._range_bytes == RUN else 1
@@ -135,10 +142,11 @@ class PackReader:
     def read(self, run: ByteRun, into: memoryview | None) -> Buffer:
         """A run's bytes: a ``ReadRun``."""
         try:
-            if into is None:
-                return self._store.get_range(run.key, run.start, run.length)
-            self._store.get_range_into(run.key, run.start, into)
-            return into
+            with span("restore.fetch", self.trace, key=run.key, bytes=run.length):
+                if into is None:
+                    return self._store.get_range(run.key, run.start, run.length)
+                self._store.get_range_into(run.key, run.start, into)
+                return into
         except NotFound:
             raise Damaged("the pack is missing", subject=run.key) from None
 
@@ -163,12 +171,21 @@ class PackReader:
 
     def _decode(self, run: ByteRun, progress: Callable[[int], None], memory: memoryview | None = None) -> None:
         """Read a run, check it, and fill the targets of its pieces. ``memory``: for its stored bytes."""
-        for piece, raw in run.elements(self.read, _own_memory, memory=memory):
+        fetched = SYSTEM.monotonic()
+
+        def read(of: ByteRun, into: memoryview | None) -> Buffer:
+            nonlocal fetched
+            data = self.read(of, into)
+            fetched = SYSTEM.monotonic()
+            return data
+
+        for piece, raw in run.elements(read, _own_memory, memory=memory):
             chunk, target = piece.chunk, piece.target
             # Bounds are compared, within which a strided target may have the memory of another target.
             if target is not None and not (target.flags.c_contiguous and np.may_share_memory(raw, target)):
                 target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
             progress(chunk.nbytes)
+        Span("restore.decode", self.trace, begun=fetched, key=run.key, chunks=len(run.pieces)).end()
 
 
 def _own_memory(piece: Piece) -> Bytes | None:

@@ -212,7 +212,7 @@ class Session:
         self._host.free_ring(self._slots, AttemptKey(self._opening.repository, attempt.id, attempt.name))
         # Sent before the rank can be complete: a process that has not received it knows that its save is no version.
         self._attempt = attempt
-        self._connection.send(AttemptJoined(request.save, attempt.id, attempt.name))
+        self._connection.send(AttemptJoined(request.save, attempt.id, attempt.name, attempt.trace))
         tell, warn = (functools.partial(call, request.save) for call in (self.tell, self._warn))
         attempt.join(request.rank, message.values, tell, warn, chunks=message.chunks, text=message.text)
         self._send_base_digests()

@@ -12,6 +12,8 @@ from concurrent.futures import Executor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ...state.chunk_info import RangeInfo
 from ...state.coverage import coverage, total
 from ...storage.coding.chunk import Coding
@@ -30,6 +32,7 @@ from ...storage.runtime.batches import batches
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.gc_pause import uncollected
 from ...storage.runtime.memory_budget import MemoryBudget
+from ...storage.runtime.spans import NO_SPAN, Span, span
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
@@ -75,7 +78,7 @@ class Executors:
 
 class NodeAttempt:
     """Takes part in an attempt: ``join``, ``add`` and ``finished`` for each rank. ``base``: the version that chunks are compared
-    with."""
+    with. ``trace``: of the save's span."""
 
     def __init__(
         self,
@@ -87,8 +90,10 @@ class NodeAttempt:
         keep: Keep = keep_nothing,
         base: BaseVersion | None = None,
     ) -> None:
-        self._store, self._port, self._ticket, self._executors = store, port, ticket, executors
-        self.id, self.name = ticket.id, ticket.attempt
+        self.id, self.name, self.trace = ticket.id, ticket.attempt, ticket.trace
+        self._span = Span("save.node", ticket.trace, node=ticket.node, repository=store.uri)
+        self._ticket = ticket = replace(ticket, trace=self._span.trace)  # the parent of what this node does
+        self._store, self._port, self._executors = store, port, executors
         self._watch, self._keep, self.base = watch, keep, base
         self._log = about(logger, repository=store.uri, version=ticket.id, attempt=ticket.attempt, step=ticket.step)
         self._packer = Packer(store, ticket, uploads=executors.uploads, on_error=self._upload_failed, keep=keep)
@@ -102,6 +107,7 @@ class NodeAttempt:
         self._rounded: dict[str, Rounded] = {}
         self._held, self._warned = HeldDigests(), set[str]()
         self._staged: set[int] = set()
+        self._code_spans: dict[int, Span] = {}  # by rank: until all of its chunks are coded
         self._listeners: list[Listener] = []
         self._on_warning: dict[int, Callable[[str], None]] = {}
         self._ended: tuple[Outcome, Sequence[str]] | None = None
@@ -129,6 +135,7 @@ class NodeAttempt:
         their names and paths. ``on_warning``: receives problems while the save goes on."""
         with self._lock:
             self._ranks.add(rank)
+            self._code_spans[rank] = Span("save.code", self._span.trace, rank=rank)
             self._on_warning[rank] = on_warning
             self._planned += chunks
             self._text += text
@@ -321,6 +328,7 @@ class NodeAttempt:
                 self._report(rank)
 
     def _report(self, rank: int) -> None:
+        self._code_spans.pop(rank, NO_SPAN).end()
         try:
             with self._lock:
                 digests = self._held.of(rank)
@@ -353,6 +361,8 @@ class NodeAttempt:
             outcome = self._failure(error)
         self.over = True
         self._alarm.cancel()
+        for begun in (*list(self._code_spans.values()), self._span):
+            begun.end(outcome if isinstance(outcome, RaystowError) else "")
         if isinstance(outcome, RaystowError):
             self._packer.close()  # the listeners drop what is kept, and nothing may be kept after that
         warnings = () if isinstance(outcome, RaystowError) else self._watch.saved(outcome.step, self._writer.stored)
@@ -393,7 +403,8 @@ class NodeAttempt:
 
     def _store_fragment(self, key: str, data: bytes) -> None:
         try:
-            self._executors.uploads.submit(self._store.put, key, [data]).result(self._left())
+            with span("save.upload", self._span.trace, key=key, bytes=len(data)):
+                self._executors.uploads.submit(self._store.put, key, [data]).result(self._left())
         except FuturesTimeout:
             raise DeadlineExceeded(NOT_IN_TIME, subject=key) from None
 

@@ -13,6 +13,7 @@ from ...storage.format import keys
 from ...storage.format.version_record import PackInfo
 from ...storage.log import about
 from ...storage.object_store import Buffer, ObjectStore
+from ...storage.runtime.spans import span
 from ..protocol.messages import Ticket
 from ..shm.slots import Slots, SlotUse
 
@@ -193,7 +194,8 @@ class Packer:
 
     def _upload(self, info: PackInfo, parts: list[Buffer]) -> None:
         try:
-            self._store.put(self._key(info), parts)
+            with span("save.upload", self._ticket.trace, key=self._key(info), bytes=info.size):
+                self._store.put(self._key(info), parts)
         except BaseException as error:
             self._on_error(error)
             raise

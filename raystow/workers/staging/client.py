@@ -237,8 +237,8 @@ class Staging:
                         self._slots.freed(slots)
                     case SaveDone(save, entry, warnings):
                         self._end(save, entry, warnings)
-                    case AttemptJoined(save, id, attempt):
-                        self._begun(save, id, attempt)
+                    case AttemptJoined() as joined:
+                        self._joined(joined)
                     case SaveStaged(save):
                         self._staged(save)
                     case SaveWarning(save, text):
@@ -266,10 +266,11 @@ class Staging:
                 error = OutcomeUnknown(f"{self._why}, after it had received everything", subject=order.subject, remedy=UNKNOWN)
             self._end(order.request.save, error)
 
-    def _begun(self, save: int, id: int, attempt: str) -> None:
+    def _joined(self, joined: AttemptJoined) -> None:
         with self._lock:
-            if save in self._open:
-                self._open[save].progress.attempt = id, attempt
+            order = self._open.get(joined.save)
+        if order is not None:
+            order.progress.attempt, order.progress.trace = (joined.id, joined.attempt), joined.trace or order.progress.trace
 
     def _staged(self, save: int) -> None:
         with self._lock:

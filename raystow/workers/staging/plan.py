@@ -47,6 +47,10 @@ class SaveOrder:
     _looking: threading.Lock = field(default_factory=threading.Lock, init=False)
     _settled: float = field(default=0.0, init=False)
 
+    def __post_init__(self) -> None:
+        if self.plan is not None:
+            self.progress.note_planned(self.request.rank, self.request.trace, self.plan.made)
+
     @property
     def subject(self) -> str:
         """Names the save in errors."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ...storage.log import Log
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import STAGED, record
+from ...storage.runtime.spans import ROOT, Span
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class SaveProgress:
         staged: Set when the node worker has all of the save, when the save is a version, or when it has failed.
         urgent: Set while the training waits for the staging.
         attempt: The id and the name of the save's attempt, once known.
+        trace: Of the save's span; see ``storage.runtime.spans``.
         warnings: Each is also logged, as soon as it is known.
     """
 
@@ -37,6 +39,9 @@ class SaveProgress:
         self.attempt: tuple[int, str] | None = None
         self.warnings: tuple[str, ...] = ()
         self._blocked: tuple[float, float | None] = 0.0, None  # seconds so far, and since when the caller waits
+        self.trace, self._rank, self._planned = ROOT, -1, (self.begun, self.begun)
+        self._staged_at: float | None = None
+        self._traced = False
 
     @property
     def subject(self) -> str:
@@ -65,9 +70,14 @@ class SaveProgress:
             self.urgent.set()
         return event.wait(timeout)
 
+    def note_planned(self, rank: int, trace: str, made: tuple[float, float]) -> None:
+        """Note the rank, the span in which ``save`` was called, and from when to when the plan was made, in monotonic seconds."""
+        self._rank, self.trace, self._planned = rank, trace or ROOT, made
+
     def note_staged(self) -> None:
         """Note that the node worker has all of the save, or that the save is a version."""
         if not self.staged.is_set():
+            self._staged_at = SYSTEM.monotonic()
             record(STAGED, SYSTEM.monotonic() - self.begun, repository=self._uri)
         self.staged.set()
 
@@ -76,7 +86,14 @@ class SaveProgress:
         self._log.warning("%s: %s", self.subject, text, extra={"step": self.step})
         self.warnings += (text,)
 
-    def end(self) -> None:
-        """Let all threads that wait go on: the save has ended."""
+    def end(self, error: object = "") -> None:
+        """Let all threads that wait go on: the save has ended. ``error``: why it is no version."""
         self.read.set()
         self.staged.set()
+        if self._traced:
+            return
+        self._traced, (begun, planned) = True, self._planned
+        rank = Span("save.rank", self.trace, begun=begun, rank=self._rank, step=self.step, repository=self._uri or None)
+        Span("save.plan", rank.trace, begun=begun).end(at=planned)
+        Span("save.stage", rank.trace, begun=planned).end("" if self._staged_at else error, at=self._staged_at)
+        rank.end(error, stall=self.stall)

@@ -42,7 +42,7 @@ COORDINATOR_REQUESTS = tuple(CoordinatorRequest.__subclasses__())
 MESSAGES = (*(message for message in Message.__subclasses__() if message is not CoordinatorRequest), *COORDINATOR_REQUESTS)
 """All messages."""
 
-PROTOCOL = "2.97ac11cd8d91123c"
+PROTOCOL = "2.a60be2ce614c33cc"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -49,6 +49,7 @@ class Ticket(Message, frozen=True):
         timeout: Seconds until the coordinator gives the attempt up.
         base: A version that chunks are compared with: unchanged ones refer to it.
         deltas: Whether other chunks may be deltas to it.
+        trace: Of the save's span; see ``storage.runtime.spans``.
     """
 
     id: int
@@ -58,6 +59,7 @@ class Ticket(Message, frozen=True):
     step: int
     base: Entry | None = None
     deltas: bool = False
+    trace: Text = ""
 
 
 MAX_EXPORT_FILE = 64 << 20
@@ -87,6 +89,7 @@ class RankSaveRequest(MessagePart, frozen=True):
         notes: The user's, as ``metrics``.
         on_difference: What happens if ranks hold other bits of the same tensor.
         export: Of rank 0, if versions are exported.
+        trace: Of the span in which ``save`` was called.
     """
 
     rank: int
@@ -104,6 +107,7 @@ class RankSaveRequest(MessagePart, frozen=True):
     notes: Table[Text, JsonText] = {}
     on_difference: OnDifference = "warn"
     export: ExportOrder | None = None
+    trace: Text = ""
 
 
 class SaveContents(MessagePart, frozen=True):

@@ -359,6 +359,7 @@ class JournalChoice(Message, frozen=True):
             recorded those of all of them.
         agreed: All ranks have reached ``step``.
         end: Why later entries are not used; empty if there are none.
+        trace: Of the replay's span; see ``storage.runtime.spans``.
     """
 
     step: int
@@ -366,6 +367,7 @@ class JournalChoice(Message, frozen=True):
     entries: Column[EntryPlace] = ()
     agreed: bool = False
     end: Text = ""
+    trace: Text = ""
 
 
 class JournalVote(CoordinatorRequest[JournalChoice], frozen=True):
@@ -381,6 +383,7 @@ class JournalVote(CoordinatorRequest[JournalChoice], frozen=True):
         residues: A number of 64 bits for each step up to ``reached``; their sum over all ranks is 0 if the state after it is
             the recorded one: see ``ShardCheck``.
         error: Why the rank gives up.
+        trace: Of the span in which the rank replays.
     """
 
     rank: int
@@ -394,6 +397,7 @@ class JournalVote(CoordinatorRequest[JournalChoice], frozen=True):
     fixed: Text = ""
     residues: Packed = b""
     error: Text = ""
+    trace: Text = ""
 
     @property
     def wait(self) -> float:

@@ -23,7 +23,7 @@ class RestoreChoice(Message, frozen=True):
     """A version to restore. ``near``: number of a node that saved it -> the nodes that have all its objects in memory.
     ``record``: the version's record, where the coordinator still has it. ``group``: the nodes of all ranks. ``bases``: the same
     of the versions that it is a delta to, as far as the coordinator knows them. ``alike``: all ranks restore tensors of the same
-    names."""
+    names. ``trace``: of the restore's span."""
 
     entry: Entry
     near: Table[int, Column[Text]] = {}
@@ -31,6 +31,7 @@ class RestoreChoice(Message, frozen=True):
     group: RestoreGroup = NO_GROUP
     bases: Column[RestoreChoice] = ()
     alike: bool = True
+    trace: Text = ""
 
     @property
     def needed(self) -> Iterator[RestoreChoice]:
@@ -77,6 +78,7 @@ class RestoreVote(CoordinatorRequest[RestoreChoice | NoVersion], frozen=True):
         version: The version that the rank asks for, as ``selector_text`` gives it.
         names: A digest of the names of the tensors that the rank restores.
         last_warning: The number of the last warning that the rank has got.
+        trace: Of the span in which the rank restores.
     """
 
     rank: int
@@ -94,6 +96,7 @@ class RestoreVote(CoordinatorRequest[RestoreChoice | NoVersion], frozen=True):
     version: Text = LATEST
     names: Digest = 0
     last_warning: int = 0
+    trace: Text = ""
 
     @property
     def wait(self) -> float:

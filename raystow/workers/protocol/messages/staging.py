@@ -149,11 +149,13 @@ class SlotsFree(Message, frozen=True):
 
 
 class AttemptJoined(Message, frozen=True):
-    """A save has joined an attempt. It is sent before anything of the save is reported to the coordinator."""
+    """A save has joined an attempt. It is sent before anything of the save is reported to the coordinator. ``trace``: of the
+    ticket."""
 
     save: int
     id: int
     attempt: Text
+    trace: Text = ""
 
 
 class SaveStaged(Message, frozen=True):

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.builders import empty_record, memory_repository
+from helpers.fake_clock import FakeClock
 from helpers.local_cluster import LocalCluster
+from helpers.replaced_parts import replace_parts
 
-from raystow.orchestrator.coordinator.exports import Exports
+from raystow.orchestrator.coordinator.exports import RETRY, TRIES, Exports
+from raystow.orchestrator.export.destination import Destination
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format.root import Root
 from raystow.storage.repository import Repository, open_repository
@@ -43,28 +46,65 @@ def due(export: Export, root: Root, *, numbers: dict[int, float] | None = None, 
     return None if entry is None else entry.id
 
 
-def test_a_failed_export_is_logged_and_tried_again(
+def test_a_failed_export_is_reported_and_tried_again(
     repository: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     counted: list[Metric] = []
     record_with(lambda metric, value, tags: counted.append(metric))
-    out = tmp_path / "served"
+    out, clock = tmp_path / "served", FakeClock()
     out.write_text("no folder")
-    exports, order = Exports(repository), ExportOrder(Export(str(out)), {"config.json": b"{}"})
-    with caplog.at_level(logging.INFO):
-        exports.run(order, None)
-        assert "and is tried again after the next commit" in caplog.text
-        assert repository.root().exports == {}
-        out.unlink()
-        exports.run(order, None)
+    exports, order = Exports(repository, clock=clock), ExportOrder(Export(str(out)), {"config.json": b"{}"})
     place = f"{out}/version-00000002"
-    assert repository.root().exports == {place: 2}
+    exports.request(order, None)
+    with caplog.at_level(logging.INFO):
+        exports.run()
+        assert f"an export to {place} failed, and is tried again" in caplog.text
+        assert [*exports.failures] == [caplog.messages[-1]]
+        assert repository.root().exports == {}
+        assert [*repository.root().failed_exports] == [place]
+        assert (exports.waiting, exports.due) == (True, False)
+        out.unlink()
+        clock.sleep(RETRY)
+        assert exports.due
+        exports.run()
+    assert not exports.waiting
+    assert (repository.root().exports, repository.root().failed_exports) == ({place: 2}, {})
     assert f"version 2 is exported to {place}" in caplog.text
     assert sorted(path.name for path in Path(place).iterdir()) == ["config.json", "model.safetensors"]
-    exports.run(order, None)  # nothing is due
+    exports.request(order, None)
+    exports.run()  # nothing is due
     assert repository.root().exports == {place: 2}
     record_with(None)
     assert counted.count(FAILED_EXPORTS) == 1
+
+
+def test_an_export_is_not_tried_forever(repository: Repository, tmp_path: Path) -> None:
+    (tmp_path / "served").write_text("no folder")
+    clock = FakeClock()
+    exports = Exports(repository, clock=clock)
+    exports.request(ExportOrder(Export(str(tmp_path / "served"))), None)
+    tries = 0
+    while exports.waiting:
+        clock.sleep(RETRY)
+        if exports.due:
+            exports.run()
+            tries += 1
+    assert tries == TRIES
+
+
+def test_a_commit_during_an_export_is_not_forgotten(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports, order = Exports(repository), ExportOrder(Export(str(tmp_path / "served")))
+    exports.request(order, None)
+
+    def fails(*_: object, **__: object) -> None:
+        exports.request(order, None)  # the coordinator commits meanwhile
+        raise OSError("full")
+
+    replace_parts(monkeypatch, [(Destination, "parse", fails)])
+    exports.run()
+    assert exports.due
 
 
 def test_every_nth_version_is_due() -> None:

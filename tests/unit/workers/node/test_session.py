@@ -98,6 +98,7 @@ class FakeAttempt:
     base: Any = None
     id: int = 3
     name: str = "0123456789abcdef"
+    trace: str = ""
     noted: list[tuple[str, int]] = field(default_factory=list)
     referred: list[tuple[str, int, int, Any]] = field(default_factory=list)
     done: dict[str, Callable[[], None]] = field(default_factory=dict)
