@@ -1,0 +1,216 @@
+"""One rank of ``gpu_megatron.py``: trains a GPT of Megatron-Core, and is killed, resumed or measured.
+
+A run records a digest of each thing that must be equal to that of another run, by step: losses, gradients, weights, optimizer
+state, random generators. The first that differs names the cause.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+import report
+import torch
+import torch.distributed as dist
+from integration.megatron_ranks import Layout, Training, inner_optimizers, whole
+
+SEED, STEPS, AT = 7, 6, 3
+"""Steps of an undisturbed run, and the step that is saved."""
+_GROUP = "lr", "betas", "eps", "weight_decay"
+
+
+def rank_main(task: str, about: dict[str, Any]) -> None:
+    """Run a task on this rank, and write its result."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.use_deterministic_algorithms(task == "train")
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=120))
+    if about.get("uri"):
+        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    training = Training(Layout(**about["layout"]), about.get("seed", SEED))
+    found = TASKS[task](training, about)
+    Path(about["result"]).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Trace:
+    """Digests of this rank's run, by step and name."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self.digests: dict[str, str] = {}
+
+    def gradients(self) -> None:
+        """Record the gradients, before the optimizer's step."""
+        for name, parameter in self._parameters():
+            self._record(f"gradient of {name}", parameter.main_grad)
+
+    def state(self) -> None:
+        """Record the state after a step."""
+        training = self._training
+        for name, parameter in self._parameters():
+            self._record(f"weights {name}", parameter)
+        for inner in inner_optimizers(training.optimizer):
+            parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+            for number, parameter in enumerate(parameters):
+                self._record(f"fp32 weights {number}", parameter)
+                for name, tensor in inner.state[parameter].items():
+                    self._record(f"{name} {number}", torch.as_tensor(tensor, dtype=torch.float32))
+            self._note("groups", json.dumps([[group[name] for name in _GROUP] for group in inner.param_groups]))
+        generators = training.random_generators()
+        for name, state in {**generators, **generators["tracker"]}.items():
+            if isinstance(state, torch.Tensor):
+                self._record(f"generator {name}", state)
+
+    def losses(self, losses: list[str]) -> None:
+        """Record the losses of the step that has just ended."""
+        self._note("losses", " ".join(losses))
+
+    def _parameters(self) -> list[tuple[str, Any]]:
+        return [named for chunk in self._training.model for named in chunk.named_parameters()]
+
+    def _record(self, name: str, tensor: torch.Tensor) -> None:
+        raw = tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
+        self._note(name, hashlib.sha256(raw).hexdigest()[:16])
+
+    def _note(self, name: str, value: str) -> None:
+        self.digests[f"step {self._training.step_number}: {name}"] = value
+
+
+def train(training: Training, about: dict[str, Any]) -> dict[str, Any]:
+    """Train, save at step ``AT`` while training goes on, and perhaps die; or load first. Without a repository only train."""
+    import raystow
+    import raystow.megatron
+
+    trace = Trace(training)
+    if not about.get("uri"):
+        return {"trace": trained(training, trace, STEPS), "state": {}}
+    checkpointer = raystow.Checkpointer(about["uri"])
+    if about.get("load"):
+        loaded = raystow.megatron.load(checkpointer, training.state(is_loading=True, rng=about["load"] == "same"))
+        assert loaded is not None
+        training.take(loaded)
+        state = gathered(training)
+        if about["load"] == "same":
+            trace.state()
+            trained(training, trace, STEPS, checkpointer.fence)
+        checkpointer.close()
+        return {"trace": trace.digests, "state": state}
+    trained(training, trace, AT, checkpointer.fence)
+    state = gathered(training)
+    pending = raystow.megatron.save(checkpointer, training.state(), step=AT)
+    trained(training, trace, AT + 1 if about.get("kill") else STEPS, checkpointer.fence)
+    if about.get("kill"):
+        pending.result()
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    checkpointer.close()
+    return {"trace": trace.digests, "state": state}
+
+
+def trained(training: Training, trace: Trace, until: int, fence: Callable[[], None] = lambda: None) -> dict[str, str]:
+    """Train until a step is done, and return the trace."""
+
+    def before() -> None:
+        trace.gradients()
+        fence()
+
+    while training.step_number < until:
+        losses = training.train(1, before=before)
+        trace.losses(losses)
+        trace.state()
+    return trace.digests
+
+
+def gathered(training: Training) -> dict[str, str]:
+    """Digests of the whole tensors, which do not depend on the layout."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, training.parts())
+    return whole(every)
+
+
+def measure(training: Any, about: dict[str, Any]) -> Any:
+    """Time steps, saves and loads. Seconds; bytes of this rank's peak of host memory over that before."""
+    from megatron.core import dist_checkpointing
+
+    import raystow
+    import raystow.megatron
+
+    def timed(what: Any) -> float:
+        dist.barrier()
+        _synchronize()
+        start = time.perf_counter()
+        what()
+        _synchronize()
+        return time.perf_counter() - start
+
+    training.train(3)
+    found: dict[str, Any] = {"step": min(timed(lambda: training.train(1)) for _ in range(5))}
+    found["shard"] = sum(
+        tensor.nbytes
+        for inner in inner_optimizers(training.optimizer)
+        for p, state in inner.state.items()
+        for tensor in (p, *state.values())
+        if isinstance(tensor, torch.Tensor)
+    )
+    before = report.peak_memory()
+    with raystow.Checkpointer(about["uri"]) as checkpointer:
+        times: list[tuple[float, float]] = []
+        for _ in range(5):
+            start, saves = time.perf_counter(), list[raystow.Pending]()
+
+            def step(saves: list[raystow.Pending] = saves) -> None:
+                saves.append(raystow.megatron.save(checkpointer, training.state(), step=training.step_number))
+                training.train(1, before=checkpointer.fence)
+
+            lost = timed(step) - found["step"]
+            saves[0].result()
+            times.append((lost, time.perf_counter() - start))
+        found["raystow"] = {"first": times[0], "lost, durable": times[1:], "peak": report.peak_memory() - before}
+
+        def load() -> None:
+            training.take(raystow.megatron.load(checkpointer, training.state(is_loading=True)))
+
+        found["raystow"]["load"] = [timed(load) for _ in range(2)]
+    for sharding in "dp_reshardable", "fully_reshardable":
+        before, took = report.peak_memory(), list[float]()
+        for number in range(2):
+            folder = Path(about["folder"]) / f"{sharding}-{number}"
+            folder.mkdir(exist_ok=True)
+            dist.barrier()
+            metadata = {"distrib_optim_sharding_type": sharding}
+
+            def save() -> None:
+                dist_checkpointing.save(training.state(metadata=metadata), str(folder))  # noqa: B023
+
+            took.append(timed(save))
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        found[sharding] = {"save": took, "peak": report.peak_memory() - before, "stored": size}
+        try:
+
+            def load_own() -> None:
+                state = training.state(is_loading=True, metadata=metadata)  # noqa: B023
+                training.take(dist_checkpointing.load(state, str(folder)))  # noqa: B023
+
+            found[sharding]["load"] = [timed(load_own) for _ in range(2)]
+        except (KeyError, AssertionError) as error:
+            found[sharding]["load"] = repr(error)
+    return found
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+TASKS = {"train": train, "measure": measure}
