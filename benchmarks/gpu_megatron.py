@@ -11,8 +11,10 @@ import json
 import os
 import signal
 import socket
+import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,10 +25,12 @@ import report
 import torch
 import typer
 from gpu_workload import about
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the training is that of the tests
 
-from gpu_megatron_ranks import AT, SEED, STEPS, rank_main  # noqa: E402
+from gpu_megatron_ranks import AT, CONTESTANTS, SEED, STEPS, rank_main
 
 
 @dataclass(frozen=True)
@@ -107,24 +111,38 @@ def prove(layouts: dict[str, dict[str, int]], folder: Path, *, together: bool) -
         same = len(resumed[0]["trace"])
         print(f"{name}: killed after step {AT}, resumed until step {STEPS}: {same} digests of a rank", flush=True)
         for what, differing in compared.items():
-            print(f"{name}, {what}: {f'{len(differing)} differ: ' + '; '.join(differing[:4]) if differing else 'equal'}", flush=True)
+            print(
+                f"{name}, {what}: {f'{len(differing)} differ: ' + '; '.join(differing[:4]) if differing else 'equal'}", flush=True
+            )
         found[name] = {"digests of a rank": same, "differing": {what: len(those) for what, those in compared.items()}}
     return found
 
 
-def measured(layouts: dict[str, dict[str, int]], folder: Path) -> dict[str, Any]:
-    """Return the figures of each layout."""
+def measured(layout: dict[str, int], folder: Path) -> dict[str, Any]:
+    """Return the figures of a layout, and remove its checkpoints."""
     import raystow
 
-    found = {}
-    for name, layout in layouts.items():
-        uri = str(folder / f"measured-{name}")
-        (ranks,) = launch([Run("measure", layout, {"uri": uri})], folder)
+    with tempfile.TemporaryDirectory(dir=folder) as root:
+        uri = f"{root}/run"
+        (ranks,) = launch([Run("measure", layout, {"uri": uri})], Path(root))
         version = raystow.latest(uri)
         assert version is not None
-        found[name] = {"raw": version.raw, "stored": version.bytes, "ranks": ranks}
-        print(json.dumps({name: found[name]}, indent=1), flush=True)
-    return found
+        return {"raw": version.raw, "stored": version.bytes, "ranks": ranks}
+
+
+def tables(results: dict[str, Any], name: str) -> Iterator[Table]:
+    """Yield the table of a layout: the later saves and the last load, of the slower rank."""
+    found, headings = results[name], ("lost s", "durable s", "peak of host memory GB", "stored GB", "load s")
+    ranks = found["ranks"]
+    title = f"{name}: {found['raw'] / 1e9:.1f} GB, {ranks[0]['shard'] / 1e9:.1f} GB a rank, steps of {ranks[0]['step']:.2f} s"
+    table = report.table_of(title, *headings)
+    for contestant in CONTESTANTS:
+        rows = [of_rank[contestant] for of_rank in ranks]
+        lost, durable = (max(statistics.median(row[key][1:]) for row in rows) for key in ("lost", "durable"))
+        peak, stored = max(row["peak"] for row in rows), rows[0].get("stored", found["stored"])
+        load = "fails" if isinstance(rows[0]["load"], str) else f"{max(row['load'][-1] for row in rows):.2f}"
+        table.add_row(contestant, f"{lost:.2f}", f"{durable:.2f}", f"{peak / 1e9:.2f}", f"{stored / 1e9:.2f}", load)
+    yield table
 
 
 def main(
@@ -142,6 +160,7 @@ def main(
     if task:
         rank_main(task, json.loads(options))
         return
+    console = Console(width=160)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     size = {"layers": 4, "hidden": 64} if cpu else {"layers": layers, "hidden": hidden, "length": 512, "vocabulary": 32_768}
@@ -152,8 +171,11 @@ def main(
             results["equal"] = prove({"TP2": {"tp": 2, **small}, "DP2": {"dp": 2, **small}}, Path(root), together=not cpu)
             report.keep(out, "gpu_megatron", results)
         if figures:
-            results["layouts"] = measured({"TP2": {"tp": 2, **size}, "DP2": {"dp": 2, **size}}, Path(root))
-            report.keep(out, "gpu_megatron", results)
+            results["layouts"] = {}
+            for name, layout in {"TP2": {"tp": 2}, "DP2": {"dp": 2}}.items():
+                results["layouts"][name] = measured({**layout, **size}, Path(root))
+                report.keep(out, "gpu_megatron", results)
+                report.show(console, tables(results["layouts"], name), {})
     if any(one for of in results.get("equal", {}).values() for one in of["differing"].values()):
         raise SystemExit("runs differ")
 

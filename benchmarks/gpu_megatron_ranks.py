@@ -6,9 +6,11 @@ state, random generators. The first that differs names the cause.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -139,78 +141,120 @@ def gathered(training: Training) -> dict[str, str]:
     return whole(every)
 
 
-def measure(training: Any, about: dict[str, Any]) -> Any:
-    """Time steps, saves and loads. Seconds; bytes of this rank's peak of host memory over that before."""
-    from megatron.core import dist_checkpointing
-
-    import raystow
-    import raystow.megatron
-
-    def timed(what: Any) -> float:
-        dist.barrier()
-        _synchronize()
-        start = time.perf_counter()
-        what()
-        _synchronize()
-        return time.perf_counter() - start
-
+def measure(training: Training, about: dict[str, Any]) -> dict[str, Any]:
+    """Time steps, saves and loads. Seconds; bytes of this rank's peak of resident memory over that before."""
     training.train(3)
-    found: dict[str, Any] = {"step": min(timed(lambda: training.train(1)) for _ in range(5))}
-    found["shard"] = sum(
-        tensor.nbytes
+    step = min(timed(lambda: training.train(1)) for _ in range(5))
+    tensors = [
+        tensor
         for inner in inner_optimizers(training.optimizer)
-        for p, state in inner.state.items()
-        for tensor in (p, *state.values())
+        for parameter, state in inner.state.items()
+        for tensor in (parameter, *state.values())
         if isinstance(tensor, torch.Tensor)
-    )
-    before = report.peak_memory()
-    with raystow.Checkpointer(about["uri"]) as checkpointer:
-        times: list[tuple[float, float]] = []
-        for _ in range(5):
-            start, saves = time.perf_counter(), list[raystow.Pending]()
-
-            def step(saves: list[raystow.Pending] = saves) -> None:
-                saves.append(raystow.megatron.save(checkpointer, training.state(), step=training.step_number))
-                training.train(1, before=checkpointer.fence)
-
-            lost = timed(step) - found["step"]
-            saves[0].result()
-            times.append((lost, time.perf_counter() - start))
-        found["raystow"] = {"first": times[0], "lost, durable": times[1:], "peak": report.peak_memory() - before}
-
-        def load() -> None:
-            training.take(raystow.megatron.load(checkpointer, training.state(is_loading=True)))
-
-        found["raystow"]["load"] = [timed(load) for _ in range(2)]
-    for sharding in "dp_reshardable", "fully_reshardable":
-        before, took = report.peak_memory(), list[float]()
-        for number in range(2):
-            folder = Path(about["folder"]) / f"{sharding}-{number}"
-            folder.mkdir(exist_ok=True)
-            dist.barrier()
-            metadata = {"distrib_optim_sharding_type": sharding}
-
-            def save() -> None:
-                dist_checkpointing.save(training.state(metadata=metadata), str(folder))  # noqa: B023
-
-            took.append(timed(save))
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        found[sharding] = {"save": took, "peak": report.peak_memory() - before, "stored": size}
-        try:
-
-            def load_own() -> None:
-                state = training.state(is_loading=True, metadata=metadata)  # noqa: B023
-                training.take(dist_checkpointing.load(state, str(folder)))  # noqa: B023
-
-            found[sharding]["load"] = [timed(load_own) for _ in range(2)]
-        except (KeyError, AssertionError) as error:
-            found[sharding]["load"] = repr(error)
+    ]
+    weights = [parameter for chunk in training.model for parameter in chunk.parameters()]
+    found: dict[str, Any] = {"step": step, "shard": sum(tensor.nbytes for tensor in [*tensors, *weights])}
+    for name, contestant in CONTESTANTS.items():
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is the current size
+        before = report.peak_memory()
+        found[name] = contestant(training, about, step)
+        found[name]["peak"] = report.peak_memory() - before
+        if dist.get_rank() == 0:
+            print(name, json.dumps(found[name]), flush=True)
     return found
 
 
-def _synchronize() -> None:
+def of_raystow(training: Training, about: dict[str, Any], step: float) -> dict[str, Any]:
+    """Figures of ``raystow.megatron``."""
+    import raystow
+    import raystow.megatron
+
+    with raystow.Checkpointer(about["uri"]) as checkpointer:
+        lost, durable = [], []
+        for _ in range(4):
+            start, saves = time.perf_counter(), list[raystow.Pending]()
+
+            def save_and_train(saves: list[raystow.Pending] = saves) -> None:
+                saves.append(raystow.megatron.save(checkpointer, training.state(), step=training.step_number))
+                training.train(1, before=checkpointer.fence)
+
+            lost.append(timed(save_and_train) - step)
+            saves[0].result()
+            durable.append(time.perf_counter() - start)
+
+        def load() -> None:
+            training.take(raystow.megatron.load(checkpointer, training.state(is_loading=True)))  # type: ignore[arg-type]
+
+        return {"lost": lost, "durable": durable, "load": [timed(load) for _ in range(2)]}
+
+
+def of_megatron(training: Training, about: dict[str, Any], step: float, *, sharding: str, asynchronous: bool) -> dict[str, Any]:
+    """Figures of Megatron's ``torch_dist``. Asynchronous saves are those of Megatron-Core itself, in a process of their own."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    folder = Path(about["folder"]) / f"{sharding}-{asynchronous}"
+    metadata, queue = {"distrib_optim_sharding_type": sharding}, AsyncCallsQueue()
+    lost, durable = [], []
+    for _ in range(2):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        dist.barrier()
+        start = time.perf_counter()
+
+        def save_and_train() -> None:
+            state = training.state(metadata=metadata)
+            request = dist_checkpointing.save(
+                state, str(folder), async_sharded_save=asynchronous, async_strategy="mcore", validate_access_integrity=False
+            )
+            if asynchronous:
+                queue.schedule_async_request(request)
+            else:
+                durable.append(time.perf_counter() - start)  # noqa: B023
+            training.train(1)
+
+        lost.append(timed(save_and_train) - step)
+        if asynchronous:
+            queue.maybe_finalize_async_calls(blocking=True)
+            durable.append(time.perf_counter() - start)
+    queue.close()
+    found: dict[str, Any] = {"lost": lost, "durable": durable}
+    found["stored"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    def load() -> None:
+        state = training.state(is_loading=True, metadata=metadata)
+        training.take(dist_checkpointing.load(state, str(folder)))
+
+    try:
+        found["load"] = [timed(load) for _ in range(2)]
+    except (KeyError, AssertionError) as error:
+        found["load"] = repr(error)
+    return found
+
+
+def timed(what: Callable[[], object]) -> float:
+    """Return the seconds of a call that all ranks make."""
+    dist.barrier()
+    synchronize()
+    start = time.perf_counter()
+    what()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
+CONTESTANTS: dict[str, Callable[[Training, dict[str, Any], float], dict[str, Any]]] = {
+    "raystow": of_raystow,
+    "torch_dist, dp_reshardable": functools.partial(of_megatron, sharding="dp_reshardable", asynchronous=False),
+    "torch_dist, fully_reshardable": functools.partial(of_megatron, sharding="fully_reshardable", asynchronous=False),
+    "torch_dist, dp_reshardable, asynchronous": functools.partial(of_megatron, sharding="dp_reshardable", asynchronous=True),
+}
 TASKS = {"train": train, "measure": measure}
