@@ -32,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the training is 
 
 from gpu_megatron_ranks import AT, CONTESTANTS, SEED, STEPS, rank_main
 
+LAYOUTS = {"TP2": {"tp": 2}, "DP2": {"dp": 2}}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -79,67 +81,60 @@ def differences(ranks: list[Any], others: list[Any]) -> list[str]:
     ]
 
 
-def prove(layouts: dict[str, dict[str, int]], folder: Path, *, together: bool) -> dict[str, Any]:
-    """Assert what the script promises about bits. ``together``: run what is independent at the same time."""
+def prove(layouts: list[str], size: dict[str, int], folder: Path, *, together: bool) -> dict[str, Any]:
+    """Compare runs with undisturbed ones. ``together``: run what is independent at the same time."""
 
     def every(runs: list[Run]) -> list[list[Any]]:
         return launch(runs, folder) if together else [result for run in runs for result in launch([run], folder)]
 
-    uris = {name: str(folder / name) for name in layouts}
+    def said(name: str, what: str, differing: list[str]) -> None:
+        found[name][what] = len(differing)
+        text = f"{len(differing)} differ: {'; '.join(differing[:4])}" if differing else "equal"
+        print(f"{report.now()} {name}, {what}: {text}", flush=True)
+
+    sized, found = {name: {**layout, **size} for name, layout in LAYOUTS.items()}, {name: dict[str, int]() for name in layouts}
     first = []
-    for name, layout in layouts.items():
-        first += [Run("train", layout), Run("train", layout, {"uri": f"{uris[name]}-whole"})]
-        first += [Run("train", layout, {"uri": uris[name], "kill": True})]
+    for name in layouts:
+        uri = str(folder / name)
+        first += [Run("train", sized[name]), Run("train", sized[name], {"uri": f"{uri}-whole"})]
+        first += [Run("train", sized[name], {"uri": uri, "kill": True})]
     begun = every(first)
-    second = []
-    for name, layout in layouts.items():
-        others = [other for key, other in layouts.items() if key != name]
-        second += [Run("train", layout, {"uri": uris[name], "load": "same", "seed": SEED + 1})]
-        second += [Run("train", other, {"uri": uris[name], "load": "other", "seed": SEED + 1}) for other in others]
-    ended, found = every(second), dict[str, Any]()
-    for number, name in enumerate(layouts):
-        alone, undisturbed, _ = begun[3 * number : 3 * number + 3]
-        resumed, *moved = ended[len(layouts) * number : len(layouts) * (number + 1)]
-        compared = {
-            "two runs without a kill": differences(undisturbed, alone),
-            "resumed": differences(resumed, undisturbed),
-            "loaded": [key for key, value in undisturbed[0]["state"].items() if resumed[0]["state"][key] != value],
-            "loaded in another layout": [
-                key for key, value in undisturbed[0]["state"].items() for one in moved if one[0]["state"][key] != value
-            ],
-        }
-        same = len(resumed[0]["trace"])
-        print(f"{name}: killed after step {AT}, resumed until step {STEPS}: {same} digests of a rank", flush=True)
-        for what, differing in compared.items():
-            print(
-                f"{name}, {what}: {f'{len(differing)} differ: ' + '; '.join(differing[:4]) if differing else 'equal'}", flush=True
-            )
-        found[name] = {"digests of a rank": same, "differing": {what: len(those) for what, those in compared.items()}}
+    for name, alone, undisturbed in zip(layouts, begun[::3], begun[1::3], strict=True):
+        said(name, "two undisturbed runs, of which one saves", differences(undisturbed, alone))
+    second, others = [], {name: [other for other in LAYOUTS if other != name] for name in layouts}
+    for name in layouts:
+        again = {"uri": str(folder / name), "seed": SEED + 1}
+        second += [Run("train", sized[name], {**again, "load": "same"})]
+        second += [Run("train", sized[other], {**again, "load": "other"}) for other in others[name]]
+    ended = iter(every(second))
+    for name, undisturbed in zip(layouts, begun[1::3], strict=True):
+        resumed, state = next(ended), undisturbed[0]["state"]
+        said(name, "the state after loading", [key for key in state if resumed[0]["state"][key] != state[key]])
+        what = f"{len(resumed[0]['trace'])} digests of a rank, resumed after step {AT} until step {STEPS}"
+        said(name, what, differences(resumed, undisturbed))
+        for other in others[name]:
+            moved = next(ended)
+            said(name, f"the state loaded in {other}", [key for key in state if moved[0]["state"][key] != state[key]])
     return found
 
 
-def measured(layout: dict[str, int], folder: Path) -> dict[str, Any]:
+def measured(layout: dict[str, int], folder: Path, contestants: list[str]) -> dict[str, Any]:
     """Return the figures of a layout, and remove its checkpoints."""
-    import raystow
-
     with tempfile.TemporaryDirectory(dir=folder) as root:
-        uri = f"{root}/run"
-        (ranks,) = launch([Run("measure", layout, {"uri": uri})], Path(root))
-        version = raystow.latest(uri)
-        assert version is not None
-        return {"raw": version.raw, "stored": version.bytes, "ranks": ranks}
+        (ranks,) = launch([Run("measure", layout, {"uri": f"{root}/run", "contestants": contestants})], Path(root))
+    return {"contestants": contestants, "ranks": ranks}
 
 
 def tables(results: dict[str, Any], name: str) -> Iterator[Table]:
     """Yield the table of a layout: the later saves and the last load, of the slower rank."""
     found, headings = results[name], ("lost s", "durable s", "peak of host memory GB", "stored GB", "load s")
     ranks = found["ranks"]
-    title = f"{name}: {found['raw'] / 1e9:.1f} GB, {ranks[0]['shard'] / 1e9:.1f} GB a rank, steps of {ranks[0]['step']:.2f} s"
+    title = f"{name}: {ranks[0]['shard'] / 1e9:.1f} GB a rank, steps of {ranks[0]['step']:.2f} s"
     table = report.table_of(title, *headings)
-    for contestant in CONTESTANTS:
+    for contestant in found["contestants"]:
         rows = [of_rank[contestant] for of_rank in ranks]
         lost, durable = (max(statistics.median(row[key][1:]) for row in rows) for key in ("lost", "durable"))
-        peak, stored = max(row["peak"] for row in rows), rows[0].get("stored", found["stored"])
+        peak, stored = max(row["peak"] for row in rows), rows[0]["stored"]
         load = "fails" if isinstance(rows[0]["load"], str) else f"{max(row['load'][-1] for row in rows):.2f}"
         table.add_row(contestant, f"{lost:.2f}", f"{durable:.2f}", f"{peak / 1e9:.2f}", f"{stored / 1e9:.2f}", load)
     yield table
@@ -150,6 +145,8 @@ def main(
     hidden: Annotated[int, typer.Option(help="its width")] = 2048,
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
     store: Annotated[Path, typer.Option(help="parent folder of the checkpoints, deleted at the end")] = Path("/dev/shm"),
+    contestant: Annotated[list[str] | None, typer.Option(help="contestant to measure (repeatable); default: all")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help=f"one of {', '.join(LAYOUTS)} (repeatable); default: all")] = None,
     proof: Annotated[bool, typer.Option(help="prove that runs resume")] = True,
     figures: Annotated[bool, typer.Option(help="measure saves and loads")] = True,
     cpu: Annotated[bool, typer.Option(help="try the script on a CPU, with a small model")] = False,
@@ -160,23 +157,23 @@ def main(
     if task:
         rank_main(task, json.loads(options))
         return
-    console = Console(width=160)
+    console, contestants, layouts = Console(width=160), report.chosen(contestant, CONTESTANTS), report.chosen(layout, LAYOUTS)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     size = {"layers": 4, "hidden": 64} if cpu else {"layers": layers, "hidden": hidden, "length": 512, "vocabulary": 32_768}
-    small = size if cpu else {**size, "layers": 2, "hidden": 1024, "vocabulary": 8192}
+    small = size if cpu else {**size, "layers": 2, "hidden": 512, "vocabulary": 8192}
     results: dict[str, Any] = {**about(torch.device("cpu" if cpu else "cuda")), "settings": size}
     with tempfile.TemporaryDirectory(prefix="raystow-megatron-", dir=store) as root:
         if proof:
-            results["equal"] = prove({"TP2": {"tp": 2, **small}, "DP2": {"dp": 2, **small}}, Path(root), together=not cpu)
+            results["equal"] = prove(layouts, small, Path(root), together=not cpu)
             report.keep(out, "gpu_megatron", results)
         if figures:
             results["layouts"] = {}
-            for name, layout in {"TP2": {"tp": 2}, "DP2": {"dp": 2}}.items():
-                results["layouts"][name] = measured({**layout, **size}, Path(root))
+            for name in layouts:
+                results["layouts"][name] = measured({**LAYOUTS[name], **size}, Path(root), contestants)
                 report.keep(out, "gpu_megatron", results)
                 report.show(console, tables(results["layouts"], name), {})
-    if any(one for of in results.get("equal", {}).values() for one in of["differing"].values()):
+    if any(one for of in results.get("equal", {}).values() for one in of.values()):
         raise SystemExit("runs differ")
 
 

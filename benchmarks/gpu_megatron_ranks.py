@@ -7,7 +7,6 @@ state, random generators. The first that differs names the cause.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from integration.megatron_ranks import Layout, Training, inner_optimizers, whole
 
 SEED, STEPS, AT = 7, 6, 3
 """Steps of an undisturbed run, and the step that is saved."""
+UNCACHED = "raystow, no version in memory"
 _GROUP = "lr", "betas", "eps", "weight_decay"
 
 
@@ -82,11 +82,18 @@ class Trace:
         return [named for chunk in self._training.model for named in chunk.named_parameters()]
 
     def _record(self, name: str, tensor: torch.Tensor) -> None:
-        raw = tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
-        self._note(name, hashlib.sha256(raw).hexdigest()[:16])
+        self._note(name, f"{digest(tensor.detach()):016x}")
 
     def _note(self, name: str, value: str) -> None:
         self.digests[f"step {self._training.step_number}: {name}"] = value
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Return a sum of the elements' bits, each multiplied by a number of its own, modulo 2**64; on the device of the tensor."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    raw = tensor.contiguous().flatten().view(integers[tensor.element_size()]).long()
+    factors = torch.arange(1, len(raw) + 1, device=raw.device) * 0x1E3779B97F4A7C15 | 1
+    return int((raw * factors).sum()) % 2**64
 
 
 def train(training: Training, about: dict[str, Any]) -> dict[str, Any]:
@@ -154,23 +161,24 @@ def measure(training: Training, about: dict[str, Any]) -> dict[str, Any]:
     ]
     weights = [parameter for chunk in training.model for parameter in chunk.parameters()]
     found: dict[str, Any] = {"step": step, "shard": sum(tensor.nbytes for tensor in [*tensors, *weights])}
-    for name, contestant in CONTESTANTS.items():
+    for name in about["contestants"]:
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is the current size
         before = report.peak_memory()
-        found[name] = contestant(training, about, step)
-        found[name]["peak"] = report.peak_memory() - before
+        found[name] = CONTESTANTS[name](training, about, step)
+        found[name] |= {key: found[name][key] - before for key in ("peak", "peak with loads")}
         if dist.get_rank() == 0:
             print(name, json.dumps(found[name]), flush=True)
     return found
 
 
-def of_raystow(training: Training, about: dict[str, Any], step: float) -> dict[str, Any]:
-    """Figures of ``raystow.megatron``."""
+def of_raystow(training: Training, about: dict[str, Any], step: float, *, cache: int | None = None) -> dict[str, Any]:
+    """Figures of ``raystow.megatron``. ``cache``: see ``raystow.Memory``."""
     import raystow
     import raystow.megatron
 
-    with raystow.Checkpointer(about["uri"]) as checkpointer:
+    uri = f"{about['uri']}-{cache}"
+    with raystow.Checkpointer(uri, memory=raystow.Memory(cache=cache)) as checkpointer:
         lost, durable = [], []
         for _ in range(4):
             start, saves = time.perf_counter(), list[raystow.Pending]()
@@ -186,7 +194,11 @@ def of_raystow(training: Training, about: dict[str, Any], step: float) -> dict[s
         def load() -> None:
             training.take(raystow.megatron.load(checkpointer, training.state(is_loading=True)))  # type: ignore[arg-type]
 
-        return {"lost": lost, "durable": durable, "load": [timed(load) for _ in range(2)]}
+        found: dict[str, Any] = {"lost": lost, "durable": durable, "peak": report.peak_memory()}
+        found["load"] = [timed(load) for _ in range(2)]
+        version = raystow.latest(uri)
+        assert version is not None
+        return found | {"stored": version.bytes, "peak with loads": report.peak_memory()}
 
 
 def of_megatron(training: Training, about: dict[str, Any], step: float, *, sharding: str, asynchronous: bool) -> dict[str, Any]:
@@ -221,7 +233,7 @@ def of_megatron(training: Training, about: dict[str, Any], step: float, *, shard
             queue.maybe_finalize_async_calls(blocking=True)
             durable.append(time.perf_counter() - start)
     queue.close()
-    found: dict[str, Any] = {"lost": lost, "durable": durable}
+    found: dict[str, Any] = {"lost": lost, "durable": durable, "peak": report.peak_memory()}
     found["stored"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
     def load() -> None:
@@ -232,7 +244,7 @@ def of_megatron(training: Training, about: dict[str, Any], step: float, *, shard
         found["load"] = [timed(load) for _ in range(2)]
     except (KeyError, AssertionError) as error:
         found["load"] = repr(error)
-    return found
+    return found | {"peak with loads": report.peak_memory()}
 
 
 def timed(what: Callable[[], object]) -> float:
@@ -253,6 +265,7 @@ def synchronize() -> None:
 
 CONTESTANTS: dict[str, Callable[[Training, dict[str, Any], float], dict[str, Any]]] = {
     "raystow": of_raystow,
+    UNCACHED: functools.partial(of_raystow, cache=0),
     "torch_dist, dp_reshardable": functools.partial(of_megatron, sharding="dp_reshardable", asynchronous=False),
     "torch_dist, fully_reshardable": functools.partial(of_megatron, sharding="fully_reshardable", asynchronous=False),
     "torch_dist, dp_reshardable, asynchronous": functools.partial(of_megatron, sharding="dp_reshardable", asynchronous=True),

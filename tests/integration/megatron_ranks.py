@@ -100,7 +100,7 @@ class Training:
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
             gradient_accumulation_fusion=False,
-            use_cpu_initialization=True,
+            use_cpu_initialization=not torch.cuda.is_available(),
             deterministic_mode=True,
             **(experts if layout.experts else {}),
         )

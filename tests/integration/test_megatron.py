@@ -23,7 +23,7 @@ pytest.importorskip("megatron.core", reason="make test-frameworks installs Megat
 from helpers.polling import wait_until
 from helpers.s3_server import free_port
 
-from integration.megatron_ranks import Layout, Training, new_ranks, replace_cuda, run, whole
+from integration.megatron_ranks import Layout, Training, inner_optimizers, new_ranks, replace_cuda, run, whole
 
 SCRIPT = Path(__file__).with_name("megatron_pretrain.py")
 
@@ -117,6 +117,41 @@ def test_every_layout_restores_every_other(cluster: Cluster, tmp_path: Path, sha
     sizes = (2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2), (1, 1, 4)
     layouts = [Layout(tp, pp, dp, sharded=sharded) for tp, pp, dp in sizes]
     check_every_layout(cluster, tmp_path, layouts, layouts)
+
+
+def memory_of_saves(training: Training, uri: str) -> tuple[int, int]:
+    """Save twice, and return the bytes that this rank has of the state, and by how much its memory has grown at the peak."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    import raystow.megatron
+
+    def resident(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+    training.train(1)
+    state = training.state()
+    with raystow.Checkpointer(uri) as checkpointer:
+        small = ShardedTensor.from_rank_offsets("w", torch.ones(1), replica_id=torch.distributed.get_rank())
+        raystow.megatron.save(checkpointer, {"w": small}, step=0).result()  # starts threads, and imports what saves need
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = resident("VmRSS")
+        for _ in range(2):
+            raystow.megatron.save(checkpointer, state, step=training.step_number).result()
+            training.train(1)
+        grown = resident("VmHWM") - before
+    tensors = [parameter for chunk in training.model for parameter in chunk.parameters()]
+    for inner in inner_optimizers(training.optimizer):
+        tensors += [one for parameter, state in inner.state.items() for one in (parameter, *state.values()) if one.ndim]
+    return sum(tensor.nbytes for tensor in tensors), grown
+
+
+@pytest.mark.long
+def test_a_save_needs_little_more_memory_than_a_rank_has(cluster: Cluster, tmp_path: Path) -> None:
+    layout = Layout(dp=2, hidden=512, vocabulary=40_000)
+    for shard, grown in run(tmp_path / "ranks", cluster.address, layout, memory_of_saves, str(tmp_path / "run")):
+        assert shard > 200 << 20
+        assert grown <= 1.2 * shard
 
 
 def refusals(rank: int, n: int, address: str, uri: str) -> list[str]:
