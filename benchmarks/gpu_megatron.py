@@ -81,6 +81,12 @@ def differences(ranks: list[Any], others: list[Any]) -> list[str]:
     ]
 
 
+def unequal(ranks: list[Any], others: list[Any]) -> list[str]:
+    """Name the whole tensors that differ between two states."""
+    state = others[0]["state"]
+    return [key for key in state if ranks[0]["state"][key] != state[key]]
+
+
 def prove(layouts: list[str], size: dict[str, int], folder: Path, *, together: bool) -> dict[str, Any]:
     """Compare runs with undisturbed ones. ``together``: run what is independent at the same time."""
 
@@ -101,20 +107,16 @@ def prove(layouts: list[str], size: dict[str, int], folder: Path, *, together: b
     begun = every(first)
     for name, alone, undisturbed in zip(layouts, begun[::3], begun[1::3], strict=True):
         said(name, "two undisturbed runs, of which one saves", differences(undisturbed, alone))
-    second, others = [], {name: [other for other in LAYOUTS if other != name] for name in layouts}
-    for name in layouts:
-        again = {"uri": str(folder / name), "seed": SEED + 1}
-        second += [Run("train", sized[name], {**again, "load": "same"})]
-        second += [Run("train", sized[other], {**again, "load": "other"}) for other in others[name]]
-    ended = iter(every(second))
-    for name, undisturbed in zip(layouts, begun[1::3], strict=True):
-        resumed, state = next(ended), undisturbed[0]["state"]
-        said(name, "the state after loading", [key for key in state if resumed[0]["state"][key] != state[key]])
-        what = f"{len(resumed[0]['trace'])} digests of a rank, resumed after step {AT} until step {STEPS}"
-        said(name, what, differences(resumed, undisturbed))
-        for other in others[name]:
-            moved = next(ended)
-            said(name, f"the state loaded in {other}", [key for key in state if moved[0]["state"][key] != state[key]])
+    again = {name: {"uri": str(folder / name), "seed": SEED + 1} for name in layouts}
+    resumed = every([Run("train", sized[name], {**again[name], "load": "same"}) for name in layouts])
+    for name, undisturbed, one in zip(layouts, begun[1::3], resumed, strict=True):
+        said(name, "the state after loading", unequal(one, undisturbed))
+        what = f"{len(one[0]['trace'])} digests of a rank, resumed after step {AT} until step {STEPS}"
+        said(name, what, differences(one, undisturbed))
+    others = {name: next(other for other in LAYOUTS if other != name) for name in layouts}
+    moved = every([Run("train", sized[others[name]], {**again[name], "load": "other"}) for name in layouts])
+    for name, undisturbed, one in zip(layouts, begun[1::3], moved, strict=True):
+        said(name, f"the state loaded in {others[name]}", unequal(one, undisturbed))
     return found
 
 
