@@ -177,6 +177,7 @@ def main(
                 report.show(console, tables(results["layouts"], name), {})
     if any(one for of in results.get("equal", {}).values() for one in of.values()):
         raise SystemExit("runs differ")
+    report.leave()
 
 
 if __name__ == "__main__":

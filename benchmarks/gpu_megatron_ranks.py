@@ -43,6 +43,7 @@ def rank_main(task: str, about: dict[str, Any]) -> None:
     Path(about["result"]).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    report.leave()
 
 
 class Trace:
