@@ -233,7 +233,7 @@ def main(
     import ray
     import report
     from gpu_contestants import start_ray
-    from gpu_save import console_for_tables, leave
+    from gpu_save import console_for_tables
     from gpu_workload import about, device_named
 
     wanted = report.chosen(case, dict.fromkeys([*RESTORES, *SAVES]))
@@ -263,7 +263,7 @@ def main(
         grids.append(grid)
     report.show(console, grids, results["claims"])
     report.write(console, out, "gpu_cold", results)
-    leave()
+    report.leave()
 
 
 def keep(case: str, root: Path, gigabytes: float) -> dict[str, float]:

@@ -9,231 +9,175 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
-import subprocess
+import statistics
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import ray
+import report
 import torch
 import typer
+from gpu_workload import about
+from rich.console import Console
+from rich.table import Table
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path.insert(0, str(TESTS))  # the training is that of the tests
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the training is that of the tests
 
-SEED, STEPS, AT = 7, 6, 3
-"""Steps of an undisturbed run, and the step that is saved."""
+from gpu_megatron_ranks import AT, CONTESTANTS, SEED, STEPS, rank_main
 
-
-def launch(task: str, layout: dict[str, int], folder: Path, **options: Any) -> list[Any]:
-    """Run a task of this script on two ranks, and return their results; none of a task that kills its ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    running, results = [], [folder / f"{task}-{rank}.json" for rank in range(2)]
-    for rank, result in enumerate(results):
-        result.unlink(missing_ok=True)
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": "0"}
-        environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
-        about = json.dumps({"layout": layout, "folder": str(folder), "result": str(result), **options})
-        command = [sys.executable, "-W", "ignore", __file__, "--task", task, "--about", about]
-        running.append(subprocess.Popen(command, env={**os.environ, **environment}))
-    codes = [process.wait() for process in running]
-    if options.get("kill"):
-        assert codes == [-signal.SIGKILL] * 2, codes
-        return []
-    assert codes == [0, 0], f"{task} {layout}: {codes}"
-    return [json.loads(result.read_text()) for result in results]
+LAYOUTS = {"TP2": {"tp": 2}, "DP2": {"dp": 2}}
 
 
-def rank_main(task: str, about: dict[str, Any]) -> None:
-    """One rank of a task."""
-    import torch.distributed as dist
-    from integration.megatron_ranks import Layout, Training
+@dataclass(frozen=True)
+class Run:
+    """A task of ``gpu_megatron_ranks`` on two ranks."""
 
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-    training = Training(Layout(**about["layout"]), SEED if about.get("seeded", True) else SEED + 1)
-    found = TASKS[task](training, about)
-    Path(about["result"]).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    task: str
+    layout: dict[str, int]
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-def train(training: Any, about: dict[str, Any]) -> Any:
-    """Train, save at step ``AT`` while training goes on, and perhaps die; or load first. Returns losses and digests."""
-    import torch.distributed as dist
-    from integration.megatron_ranks import whole
-
-    import raystow
-    import raystow.megatron
-
-    checkpointer = raystow.Checkpointer(about["uri"])
-    losses: list[str] = []
-    digests: dict[str, str] = {}
-
-    def state() -> dict[str, str]:
-        every: list[Any] = [None, None]
-        dist.all_gather_object(every, training.parts())
-        return whole(every)
-
-    if about.get("load"):
-        same = about["load"] == "same"
-        loaded = raystow.megatron.load(checkpointer, training.state(is_loading=True, rng=same))
-        training.take(loaded)
-        digests = state()
-    while training.step_number < STEPS and about.get("load") != "other":
-        losses += training.train(1, before=checkpointer.fence)
-        if training.step_number == AT and not about.get("load"):
-            digests = state()
-            pending = raystow.megatron.save(checkpointer, training.state(), step=AT)
-            if about.get("kill"):
-                losses += training.train(1, before=checkpointer.fence)
-                pending.result()
-                dist.barrier()
-                os.kill(os.getpid(), signal.SIGKILL)
-    checkpointer.close()
-    return {"losses": losses, "digests": digests}
+def launch(runs: list[Run], folder: Path) -> list[list[Any]]:
+    """Run tasks at the same time, each on two ranks, and return the results of their ranks; none of ranks that are killed."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
+    running = dict[psutil.Popen, tuple[Run, int]]()
+    for number, run in enumerate(runs):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        for rank in range(2):
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            environment |= {"MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": "0"}
+            environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+            result = str(folder / f"{number}-{rank}.json")
+            options = {"layout": run.layout, "folder": str(folder), "result": result, **run.options}
+            command = [sys.executable, "-W", "ignore", __file__, "--task", run.task, "--options", json.dumps(options)]
+            process = psutil.Popen(command, env={**os.environ, **environment})
+            running[process] = run, -signal.SIGKILL if run.options.get("kill") else 0
+    alive = list(running)
+    while alive:
+        ended, alive = psutil.wait_procs(alive, timeout=1)
+        if failed := [process for process in ended if process.returncode != running[process][1]]:
+            for process in alive:  # they wait for it
+                process.kill()
+            raise SystemExit(f"a rank of {running[failed[0]][0]} has failed: {failed[0].returncode}")
+    results = [[folder / f"{number}-{rank}.json" for rank in range(2)] for number in range(len(runs))]
+    return [[json.loads(path.read_text()) for path in paths if path.exists()] for paths in results]
 
 
-def measure(training: Any, about: dict[str, Any]) -> Any:
-    """Time steps, saves and loads. Seconds; bytes of this rank's peak of host memory over that before."""
-    import torch.distributed as dist
-    from megatron.core import dist_checkpointing
+def differences(ranks: list[Any], others: list[Any]) -> list[str]:
+    """Name what differs between two runs, in the order of the steps; only what both have recorded is compared."""
+    return [
+        f"rank {rank}, {name}: {value} for {others[rank]['trace'][name]}"
+        for rank, of_rank in enumerate(ranks)
+        for name, value in of_rank["trace"].items()
+        if others[rank]["trace"].get(name, value) != value
+    ]
 
-    import raystow
-    import raystow.megatron
 
-    def timed(what: Any) -> float:
-        dist.barrier()
-        _synchronize()
-        start = time.perf_counter()
-        what()
-        _synchronize()
-        return time.perf_counter() - start
+def unequal(ranks: list[Any], others: list[Any]) -> list[str]:
+    """Name the whole tensors that differ between two states."""
+    state = others[0]["state"]
+    return [key for key in state if ranks[0]["state"][key] != state[key]]
 
-    def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
-    training.train(3)
-    found: dict[str, Any] = {"step": min(timed(lambda: training.train(1)) for _ in range(5))}
-    found["shard"] = sum(
-        tensor.nbytes
-        for inner in _inner(training.optimizer)
-        for p, state in inner.state.items()
-        for tensor in (p, *state.values())
-        if isinstance(tensor, torch.Tensor)
-    )
-    before = peak()
-    with raystow.Checkpointer(about["uri"]) as checkpointer:
-        times: list[tuple[float, float]] = []
-        for _ in range(5):
-            start, saves = time.perf_counter(), list[raystow.Pending]()
+def prove(layouts: list[str], size: dict[str, int], folder: Path, *, together: bool) -> dict[str, Any]:
+    """Compare runs with undisturbed ones. ``together``: run what is independent at the same time."""
 
-            def step(saves: list[raystow.Pending] = saves) -> None:
-                saves.append(raystow.megatron.save(checkpointer, training.state(), step=training.step_number))
-                training.train(1, before=checkpointer.fence)
+    def every(runs: list[Run]) -> list[list[Any]]:
+        return launch(runs, folder) if together else [result for run in runs for result in launch([run], folder)]
 
-            lost = timed(step) - found["step"]
-            saves[0].result()
-            times.append((lost, time.perf_counter() - start))
-        found["raystow"] = {"first": times[0], "lost, durable": times[1:], "peak": peak() - before}
+    def said(name: str, what: str, differing: list[str]) -> None:
+        found[name][what] = len(differing)
+        text = f"{len(differing)} differ: {'; '.join(differing[:4])}" if differing else "equal"
+        print(f"{report.now()} {name}, {what}: {text}", flush=True)
 
-        def load() -> None:
-            training.take(raystow.megatron.load(checkpointer, training.state(is_loading=True)))
-
-        found["raystow"]["load"] = [timed(load) for _ in range(2)]
-    for sharding in "dp_reshardable", "fully_reshardable":
-        before, took = peak(), list[float]()
-        for number in range(2):
-            folder = Path(about["folder"]) / f"{sharding}-{number}"
-            folder.mkdir(exist_ok=True)
-            dist.barrier()
-            metadata = {"distrib_optim_sharding_type": sharding}
-
-            def save() -> None:
-                dist_checkpointing.save(training.state(metadata=metadata), str(folder))  # noqa: B023
-
-            took.append(timed(save))
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        found[sharding] = {"save": took, "peak": peak() - before, "stored": size}
-        try:
-
-            def load_own() -> None:
-                state = training.state(is_loading=True, metadata=metadata)  # noqa: B023
-                training.take(dist_checkpointing.load(state, str(folder)))  # noqa: B023
-
-            found[sharding]["load"] = [timed(load_own) for _ in range(2)]
-        except (KeyError, AssertionError) as error:
-            found[sharding]["load"] = repr(error)
+    sized, found = {name: {**layout, **size} for name, layout in LAYOUTS.items()}, {name: dict[str, int]() for name in layouts}
+    first = []
+    for name in layouts:
+        uri = str(folder / name)
+        first += [Run("train", sized[name]), Run("train", sized[name], {"uri": f"{uri}-whole"})]
+        first += [Run("train", sized[name], {"uri": uri, "kill": True})]
+    begun = every(first)
+    for name, alone, undisturbed in zip(layouts, begun[::3], begun[1::3], strict=True):
+        said(name, "two undisturbed runs, of which one saves", differences(undisturbed, alone))
+    again = {name: {"uri": str(folder / name), "seed": SEED + 1} for name in layouts}
+    resumed = every([Run("train", sized[name], {**again[name], "load": "same"}) for name in layouts])
+    for name, undisturbed, one in zip(layouts, begun[1::3], resumed, strict=True):
+        said(name, "the state after loading", unequal(one, undisturbed))
+        what = f"{len(one[0]['trace'])} digests of a rank, resumed after step {AT} until step {STEPS}"
+        said(name, what, differences(one, undisturbed))
+    others = {name: next(other for other in LAYOUTS if other != name) for name in layouts}
+    moved = every([Run("train", sized[others[name]], {**again[name], "load": "other"}) for name in layouts])
+    for name, undisturbed, one in zip(layouts, begun[1::3], moved, strict=True):
+        said(name, f"the state loaded in {others[name]}", unequal(one, undisturbed))
     return found
 
 
-TASKS = {"train": train, "measure": measure}
+def measured(layout: dict[str, int], folder: Path, contestants: list[str]) -> dict[str, Any]:
+    """Return the figures of a layout, and remove its checkpoints."""
+    with tempfile.TemporaryDirectory(dir=folder) as root:
+        (ranks,) = launch([Run("measure", layout, {"uri": f"{root}/run", "contestants": contestants})], Path(root))
+    return {"contestants": contestants, "ranks": ranks}
 
 
-def _inner(optimizer: Any) -> list[Any]:
-    from integration.megatron_ranks import inner_optimizers
-
-    return inner_optimizers(optimizer)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def prove(name: str, layout: dict[str, int], other: dict[str, int], folder: Path) -> None:
-    """Assert what the script promises about bits."""
-    undisturbed = launch("train", layout, folder, uri=str(folder / f"{name}-whole"))
-    uri = str(folder / name)
-    launch("train", layout, folder, uri=uri, kill=True)
-    resumed = launch("train", layout, folder, uri=uri, load="same", seeded=False)
-    moved = launch("train", other, folder, uri=uri, load="other", seeded=False)
-    losses = len(undisturbed[0]["losses"]) // STEPS * AT
-    assert [one["losses"] for one in resumed] == [one["losses"][losses:] for one in undisturbed], (resumed, undisturbed)
-    assert resumed[0]["digests"] == undisturbed[0]["digests"]
-    assert moved[0]["digests"] == undisturbed[0]["digests"]
-    print(f"{name}: killed and resumed, {len(resumed[0]['losses'])} losses equal bit for bit; {len(moved[0]['digests'])} tensors")
+def tables(results: dict[str, Any], name: str) -> Iterator[Table]:
+    """Yield the table of a layout: the later saves and the last load, of the slower rank."""
+    found, headings = results[name], ("lost s", "durable s", "peak of host memory GB", "stored GB", "load s")
+    ranks = found["ranks"]
+    title = f"{name}: {ranks[0]['shard'] / 1e9:.1f} GB a rank, steps of {ranks[0]['step']:.2f} s"
+    table = report.table_of(title, *headings)
+    for contestant in found["contestants"]:
+        rows = [of_rank[contestant] for of_rank in ranks]
+        lost, durable = (max(statistics.median(row[key][1:]) for row in rows) for key in ("lost", "durable"))
+        peak, stored = max(row["peak"] for row in rows), rows[0]["stored"]
+        load = "fails" if isinstance(rows[0]["load"], str) else f"{max(row['load'][-1] for row in rows):.2f}"
+        table.add_row(contestant, f"{lost:.2f}", f"{durable:.2f}", f"{peak / 1e9:.2f}", f"{stored / 1e9:.2f}", load)
+    yield table
 
 
 def main(
-    layers: Annotated[int, typer.Option(help="Layers of the measured model.")] = 8,
-    hidden: Annotated[int, typer.Option(help="Its width.")] = 2048,
-    cpu: Annotated[bool, typer.Option(help="Try the script on a CPU, with a small model.")] = False,
+    layers: Annotated[int, typer.Option(help="layers of the measured model")] = 8,
+    hidden: Annotated[int, typer.Option(help="its width")] = 2048,
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
+    store: Annotated[Path, typer.Option(help="parent folder of the checkpoints, deleted at the end")] = Path("/dev/shm"),
+    contestant: Annotated[list[str] | None, typer.Option(help="contestant to measure (repeatable); default: all")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help=f"one of {', '.join(LAYOUTS)} (repeatable); default: all")] = None,
+    proof: Annotated[bool, typer.Option(help="prove that runs resume")] = True,
+    figures: Annotated[bool, typer.Option(help="measure saves and loads")] = True,
+    cpu: Annotated[bool, typer.Option(help="try the script on a CPU, with a small model")] = False,
     task: Annotated[str, typer.Option(hidden=True)] = "",
-    about: Annotated[str, typer.Option(hidden=True)] = "",
+    options: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Prove that runs resume, and print figures as JSON."""
+    """Prove that runs resume, and measure saves and loads."""
     if task:
-        rank_main(task, json.loads(about))
+        rank_main(task, json.loads(options))
         return
+    console, contestants, layouts = Console(width=160), report.chosen(contestant, CONTESTANTS), report.chosen(layout, LAYOUTS)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     size = {"layers": 4, "hidden": 64} if cpu else {"layers": layers, "hidden": hidden, "length": 512, "vocabulary": 32_768}
-    with tempfile.TemporaryDirectory() as root:
-        folder = Path(root)
-        small = size if cpu else {**size, "layers": 2, "hidden": 1024, "vocabulary": 8192}
-        prove("TP2", {"tp": 2, **small}, {"dp": 2, **small}, folder)
-        prove("DP2", {"dp": 2, **small}, {"tp": 2, **small}, folder)
-        for name, layout in {"TP2": {"tp": 2}, "DP2": {"dp": 2}}.items():
-            uri = str(folder / f"measured-{name}")
-            found = launch("measure", {**layout, **size}, folder, uri=uri)
-            import raystow
-
-            version = raystow.latest(uri)
-            assert version is not None
-            stored = {"raw": version.raw, "stored": version.bytes}
-            print(json.dumps({"layout": name, **stored, "ranks": found}, indent=1))
+    small = size if cpu else {**size, "layers": 2, "hidden": 512, "vocabulary": 8192}
+    results: dict[str, Any] = {**about(torch.device("cpu" if cpu else "cuda")), "settings": size}
+    with tempfile.TemporaryDirectory(prefix="raystow-megatron-", dir=store) as root:
+        if proof:
+            results["equal"] = prove(layouts, small, Path(root), together=not cpu)
+            report.keep(out, "gpu_megatron", results)
+        if figures:
+            results["layouts"] = {}
+            for name in layouts:
+                results["layouts"][name] = measured({**LAYOUTS[name], **size}, Path(root), contestants)
+                report.keep(out, "gpu_megatron", results)
+                report.show(console, tables(results["layouts"], name), {})
+    if any(one for of in results.get("equal", {}).values() for one in of.values()):
+        raise SystemExit("runs differ")
+    report.leave()
 
 
 if __name__ == "__main__":

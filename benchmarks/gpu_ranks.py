@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import typer
 from gpu_contestants import DCP, TORCH_CHECKPOINTING, Contestant, Dcp, Raystow, TorchCheckpointing, Wait
-from gpu_save import Window, console_for_tables, leave, style, window
+from gpu_save import Window, console_for_tables, style, window
 from gpu_workload import GPT, Size, State, about, device_named, nbytes, tensors_of
 from report import table_of
 from rich.table import Table
@@ -344,7 +344,7 @@ def main(
                 report.keep(out, "gpu_ranks", results)
             shutil.rmtree(root, ignore_errors=True)
     report.show(console, tables(results), {})
-    leave()
+    report.leave()
 
 
 if __name__ == "__main__":

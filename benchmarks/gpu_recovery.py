@@ -164,7 +164,7 @@ def main(
     batch: Annotated[int, typer.Option(help="sequences in a micro-batch")] = Size.batch,
 ) -> None:
     """Measure a whole recovery with Ray Train."""
-    from gpu_save import console_for_tables, leave
+    from gpu_save import console_for_tables
 
     console, names = console_for_tables(), report.chosen(saver or SAVERS, (*SAVERS, STORE))
     size = {"layers": layers, "width": width, "context": context, "batch": batch}
@@ -183,7 +183,7 @@ def main(
     results["claims"] = claims(results["recoveries"])
     report.show(console, tables(results["recoveries"]), results["claims"])
     report.write(console, out, "gpu_recovery", results)
-    leave()
+    report.leave()
 
 
 if __name__ == "__main__":

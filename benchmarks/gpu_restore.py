@@ -24,7 +24,7 @@ import torch
 import typer
 from gpu_coders import WORDS
 from gpu_contestants import PEERS, Contestant, field, ours, start_ray
-from gpu_save import clear, console_for_tables, leave, style
+from gpu_save import clear, console_for_tables, style
 from gpu_workload import Size, State, Training, about, device_named, nbytes, tensors_of
 from report import table_of
 from rich.table import Table
@@ -147,7 +147,7 @@ def main(
             file.write_text(json.dumps(results, indent=1) + "\n")
     report.show(console, tables(results), results["claims"])
     console.print(f"written to {file}")
-    leave()
+    report.leave()
 
 
 if __name__ == "__main__":

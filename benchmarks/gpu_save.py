@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -382,15 +381,6 @@ def clear(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def leave() -> None:
-    """End the process immediately, because threads of other libraries would block its exit."""
-    import ray
-
-    ray.shutdown()
-    sys.stdout.flush()
-    os._exit(0)
-
-
 def contest(training: Training, made: Contestant, lengths: dict[int, int], saves: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Measure a contestant for each number of micro-batches; ``lengths``: number of micro-batches -> steps of a window."""
     try:
@@ -491,7 +481,7 @@ def main(
             keep()
     report.show(console, tables(results), results["claims"])
     console.print(f"written to {file}")
-    leave()
+    report.leave()
 
 
 if __name__ == "__main__":

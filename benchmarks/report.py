@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -92,6 +93,15 @@ def keep(folder: Path, name: str, results: Mapping[str, Any]) -> Path:
     file = folder / f"{name}-{results['date'][:10]}.json"
     file.write_text(json.dumps(results, indent=1) + "\n")
     return file
+
+
+def leave() -> None:
+    """End the process immediately, because threads of other libraries would block its exit."""
+    import ray
+
+    ray.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def cpu_seconds() -> float:

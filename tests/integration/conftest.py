@@ -17,6 +17,7 @@ from raystow.orchestrator.export import version_files
 
 if TYPE_CHECKING:
     from integration.gloo import Ranks
+    from integration.ray_train_runs import Spares
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +49,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(tmp_path_factory.mktemp("groups"))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def spares(cluster: Cluster) -> Iterator[Spares]:
+    """Two spare nodes, and those that a test adds."""
+    from integration.ray_train_runs import Spares  # with torch
+
+    spares = Spares(cluster)
+    spares.add()
+    spares.add()
+    yield spares
+    for node in spares.nodes:
+        cluster.remove_node(node, allow_graceful=False)
 
 
 @pytest.fixture

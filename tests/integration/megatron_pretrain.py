@@ -6,6 +6,7 @@ Prints a line for each step with its loss as a hexadecimal float, on the last ra
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 from typing import Any
@@ -31,21 +32,8 @@ SMALL = [
     *("--transformer-impl", "local", "--bf16", "--distributed-backend", "gloo", "--no-gradient-accumulation-fusion"),
     *("--use-distributed-optimizer", "--swiglu", "--disable-bias-linear", "--no-bias-swiglu-fusion", "--log-interval", "1"),
     *("--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-bias-dropout-fusion", "--eval-iters", "0"),
-    *(
-        "--eval-interval",
-        "1000",
-        "--lr-decay-style",
-        "constant",
-        "--lr-decay-iters",
-        "100",
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
-        "--use-cpu-initialization",
-        "--num-workers",
-        "0",
-    ),
+    *("--eval-interval", "1000", "--lr-decay-style", "linear", "--lr-decay-iters", "100", "--lr-warmup-iters", "3"),
+    *("--use-cpu-initialization", "--dataloader-type", "external"),
     *("--no-create-attention-mask-in-dataloader", "--ckpt-format", "torch_dist", "--no-check-for-nan-in-loss-and-grad"),
 ]
 
@@ -85,7 +73,8 @@ def forward(data: Any, gpt: Any, *_: Any) -> Any:
 
 
 def datasets(sizes: Any, **_: Any) -> Any:
-    return [torch.zeros(1)] * 10_000, None, None
+    """Iterators of what ``forward`` does not use. A DataLoader would draw from the generator that dropout uses on a CPU."""
+    return itertools.repeat(0), None, None
 
 
 def with_devices(initialize: Any) -> Any:

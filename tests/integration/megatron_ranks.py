@@ -100,7 +100,8 @@ class Training:
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
             gradient_accumulation_fusion=False,
-            use_cpu_initialization=True,
+            use_cpu_initialization=not torch.cuda.is_available(),
+            deterministic_mode=True,
             **(experts if layout.experts else {}),
         )
         config.finalize_model_grads_func = finalize_model_grads
@@ -167,7 +168,6 @@ class Training:
         """The sharded state of model, optimizer and step. ``metadata``: of the optimizer's state. ``rng``: also the random
         generators, which depend on the layout, as Megatron's training loop saves them."""
         from megatron.core.dist_checkpointing.mapping import ShardedObject
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
         from megatron.core.utils import unwrap_model
 
         chunks = [unwrap_model(chunk) for chunk in self.model]
@@ -180,11 +180,16 @@ class Training:
         if rng:
             groups = self.groups
             at = groups.get_pipeline_model_parallel_rank(), groups.get_tensor_model_parallel_rank()
-            own = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state()}
-            own |= {"numpy": np.random.get_state(), "tracker": get_cuda_rng_tracker().get_states()}
-            shape = self.layout.pp, self.layout.tp
+            own, shape = self.random_generators(), (self.layout.pp, self.layout.tp)
             state["rng_state"] = ShardedObject("rng_state", own, shape, at, replica_id=groups.get_data_parallel_rank())
         return state
+
+    def random_generators(self) -> dict[str, Any]:
+        """The states of the random generators."""
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        states = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state()}
+        return states | {"numpy": np.random.get_state(), "tracker": get_cuda_rng_tracker().get_states()}
 
     def take(self, loaded: dict[str, Any]) -> None:
         """Take what ``raystow.megatron.load`` has returned."""

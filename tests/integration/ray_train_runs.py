@@ -18,6 +18,7 @@ from raystow.storage.runtime.clock import SYSTEM
 
 DEADLINE = 120.0
 SIZE = 1001
+SPARE = "spare"
 
 
 def advance(w: torch.Tensor, step: int) -> None:
@@ -134,6 +135,22 @@ def trainer(folder: Path, config: dict[str, Any], *, workers: int | tuple[int, i
         ),
         **({"validation_config": validation} if validation else {}),
     )
+
+
+class Spares:
+    """Nodes of one CPU each with the resource ``spare``, added and removed by tests."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.nodes = cluster, list[Any]()
+
+    def add(self) -> None:
+        self.nodes.append(self.cluster.add_node(num_cpus=1, resources={SPARE: 1}))
+
+    def of(self, id: str) -> Any:
+        """Return the node with this id, and remove it from the list of spare nodes."""
+        node = next(node for node in self.nodes if node.node_id == id)
+        self.nodes.remove(node)
+        return node
 
 
 def kill(cluster: Cluster, node: Any) -> None:

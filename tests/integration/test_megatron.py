@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ pytest.importorskip("megatron.core", reason="make test-frameworks installs Megat
 from helpers.polling import wait_until
 from helpers.s3_server import free_port
 
-from integration.megatron_ranks import Layout, Training, new_ranks, replace_cuda, run, whole
+from integration.megatron_ranks import Layout, Training, inner_optimizers, new_ranks, replace_cuda, run, whole
 
 SCRIPT = Path(__file__).with_name("megatron_pretrain.py")
 
@@ -50,9 +51,17 @@ def load(training: Training, uri: str, steps: int = 0) -> tuple[Any, list[str]]:
         return training.parts(), training.train(steps)
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_megatron_resumes_bit_for_bit(cluster: Cluster, tmp_path: Path, sharded: bool) -> None:
-    layout, uri = Layout(dp=2, sharded=sharded), str(tmp_path / "run")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(dp=2), id="data"),
+        pytest.param(Layout(tp=2, sharded=False), id="tensors-mixed-precision"),
+        pytest.param(Layout(tp=2), id="tensors", marks=pytest.mark.long),
+        pytest.param(Layout(pp=2), id="pipeline", marks=pytest.mark.long),
+    ],
+)
+def test_megatron_resumes_bit_for_bit(cluster: Cluster, tmp_path: Path, layout: Layout) -> None:
+    uri = str(tmp_path / "run")
     saved = run(tmp_path / "a", cluster.address, layout, save, uri)
     resumed = run(tmp_path / "b", cluster.address, layout, load, uri, 2, seed=2)
     assert whole([found for found, _ in resumed]) == whole([found for found, _ in saved])
@@ -119,6 +128,41 @@ def test_every_layout_restores_every_other(cluster: Cluster, tmp_path: Path, sha
     check_every_layout(cluster, tmp_path, layouts, layouts)
 
 
+def memory_of_saves(training: Training, uri: str) -> tuple[int, int]:
+    """Save twice, and return the bytes that this rank has of the state, and by how much its memory has grown at the peak."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    import raystow.megatron
+
+    def resident(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+    training.train(1)
+    state = training.state()
+    with raystow.Checkpointer(uri) as checkpointer:
+        small = ShardedTensor.from_rank_offsets("w", torch.ones(1), replica_id=torch.distributed.get_rank())
+        raystow.megatron.save(checkpointer, {"w": small}, step=0).result()  # starts threads, and imports what saves need
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = resident("VmRSS")
+        for _ in range(2):
+            raystow.megatron.save(checkpointer, state, step=training.step_number).result()
+            training.train(1)
+        grown = resident("VmHWM") - before
+    tensors = [parameter for chunk in training.model for parameter in chunk.parameters()]
+    for inner in inner_optimizers(training.optimizer):
+        tensors += [one for parameter, state in inner.state.items() for one in (parameter, *state.values()) if one.ndim]
+    return sum(tensor.nbytes for tensor in tensors), grown
+
+
+@pytest.mark.long
+def test_a_save_needs_little_more_memory_than_a_rank_has(cluster: Cluster, tmp_path: Path) -> None:
+    layout = Layout(dp=2, hidden=512, vocabulary=40_000)
+    for shard, grown in run(tmp_path / "ranks", cluster.address, layout, memory_of_saves, str(tmp_path / "run")):
+        assert shard > 200 << 20
+        assert grown <= 1.2 * shard
+
+
 def refusals(rank: int, n: int, address: str, uri: str) -> list[str]:
     """Save states that Megatron itself would store wrongly, and return the errors."""
     replace_cuda()
@@ -159,11 +203,11 @@ def test_a_state_that_would_be_mixed_up_is_refused_on_all_ranks(cluster: Cluster
 
 
 def pretrain(
-    address: str, folder: Path, uri: object, *arguments: str, ranks: int = 2, kill_after: Path | None = None
+    address: str, folder: Path, uri: object, *arguments: str, kill_after: Path | None = None, code: int = 0
 ) -> tuple[list[str], str]:
-    """Run Megatron's own training loop, and return the losses of rank 0 and its output. ``kill_after``: a file; all ranks are
-    killed when it is there."""
-    port, running = free_port(), []
+    """Run Megatron's own training loop on two ranks, and return the losses of rank 0 and its output. ``kill_after``: a file; all
+    ranks are killed when it is there. ``code``: with which they end otherwise."""
+    ranks, port, running = 2, free_port(), []
     for rank in range(ranks):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "RAY_ADDRESS": address, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -177,12 +221,14 @@ def pretrain(
             process.kill()
     codes = [process.wait(300) for process in running]
     outputs = [(folder / f"output-{rank}").read_text() for rank in range(ranks)]
-    assert codes == [0 if kill_after is None else -signal.SIGKILL] * ranks, outputs[0][-3000:] + outputs[-1][-3000:]
+    assert codes == [code if kill_after is None else -signal.SIGKILL] * ranks, outputs[0][-3000:] + outputs[-1][-3000:]
     return re.findall("^loss .*", outputs[0], re.MULTILINE), outputs[0]
 
 
 @pytest.mark.long
 def test_megatrons_loop_resumes_on_new_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    from raystow.integrations.megatron import plain_objects
+
     address, folder, uri = cluster.address, tmp_path / "checkpoints", tmp_path / "run"
     undisturbed, _ = pretrain(address, tmp_path, "")
     saving = ["--save", str(folder), "--save-interval", "2", "--async-save", "--use-persistent-ckpt-worker"]
@@ -195,6 +241,9 @@ def test_megatrons_loop_resumes_on_new_nodes(cluster: Cluster, tmp_path: Path) -
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["iter_0000004", "iter_0000006"]
     assert [version.step for version in raystow.open(uri).versions()] == [2, 4, 6]
+    assert json.loads((folder / "iter_0000006" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    common = plain_objects.decode(raystow.open(uri).version("step:6").read("common_state"))
+    assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_sharded_model_space"
 
 
 @pytest.mark.slow
@@ -214,16 +263,43 @@ def test_megatrons_loop_resumes_after_its_ranks_were_killed(cluster: Cluster, tm
 @pytest.mark.long
 def test_megatrons_loop_loads_what_its_arguments_say(cluster: Cluster, tmp_path: Path) -> None:
     address, folder, uri = cluster.address, tmp_path / "checkpoints", tmp_path / "run"
+    plain, tensors = ["--rerun-mode", "disabled"], ["--tensor-model-parallel-size", "2"]
     some = ["--non-persistent-save-interval", "1", "--non-persistent-ckpt-type", "global"]
-    pretrain(address, tmp_path, uri, "--save", str(folder), "--save-interval", "2", "--exit-interval", "3", *some)
-    load = ["--load", str(folder), "--tensor-model-parallel-size", "2", "--no-load-rng"]
-    losses, output = pretrain(address, tmp_path, uri, *load, "--exit-interval", "4", *some)
+    pretrain(address, tmp_path, uri, *plain, "--save", str(folder), "--save-interval", "2", "--exit-interval", "3", *some)
+    load = [*plain, "--load", str(folder)]
+    losses, output = pretrain(address, tmp_path, uri, *load, *tensors, "--exit-interval", "4", *some)
     assert "at iteration 3" in output  # which is not persistent
     assert {line.split()[1] for line in losses} == {"12"}, "the data goes on"
-    losses, output = pretrain(address, tmp_path, uri, *load, "--ckpt-step", "2", "--no-load-optim", "--exit-interval", "3")
+    asked = [*load, "--ckpt-step", "2", "--exit-interval", "4"]
+    everything, output = pretrain(address, tmp_path, uri, *asked, "--dist-ckpt-strictness", "raise_all")
     assert "at iteration 2" in output
-    losses, output = pretrain(address, tmp_path, tmp_path / "another", *load, "--finetune", "--exit-interval", "1")
+    weights, _ = pretrain(address, tmp_path, uri, *asked, "--no-load-optim")
+    assert weights[0] == everything[0]
+    assert weights[-1] != everything[-1]
+    no_generators, _ = pretrain(address, tmp_path, uri, *asked, "--no-load-rng")
+    assert no_generators[0] != everything[0]
+    losses, output = pretrain(address, tmp_path, tmp_path / "another", *load, *tensors, "--finetune", "--exit-interval", "1")
     assert "at iteration 0" in output
+    assert {line.split()[1] for line in losses} == {"0"}, "the data begins anew"
+
+
+@pytest.mark.long
+def test_megatrons_loop_loads_a_checkpoint_of_megatron(cluster: Cluster, tmp_path: Path) -> None:
+    address, folder = cluster.address, tmp_path / "checkpoints"
+    pretrain(address, tmp_path, "", "--save", str(folder), "--save-interval", "2", "--exit-interval", "2")
+    load = ["--load", str(folder), "--exit-interval", "3"]
+    expected, _ = pretrain(address, tmp_path, "", *load)
+    losses, output = pretrain(address, tmp_path, tmp_path / "run", *load)
+    assert "at iteration 2" in output
+    assert losses == expected
+
+
+@pytest.mark.long
+def test_megatrons_loop_refuses_an_argument_before_it_trains(cluster: Cluster, tmp_path: Path) -> None:
+    saving = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "2", "--save-retain-interval", "4"]
+    losses, output = pretrain(cluster.address, tmp_path, tmp_path / "run", *saving, code=1)
+    assert not losses
+    assert "StateError: raystow.megatron: --save-retain-interval 4 is not supported" in output
 
 
 def test_arguments_that_are_not_supported_are_refused_by_name() -> None:
@@ -236,6 +312,7 @@ def test_arguments_that_are_not_supported_are_refused_by_name() -> None:
         ("non_persistent_ckpt_type", "local"),
         ("save_retain_interval", 10),
         ("use_precision_aware_optimizer", True),
+        ("dist_ckpt_strictness", "return_all"),
     ]:
         with pytest.raises(raystow.StateError, match=f"--{name.replace('_', '-')} {value} is not supported"):
             check_arguments(argparse.Namespace(**{"ckpt_format": "torch_dist", name: value}))
@@ -265,5 +342,6 @@ def test_megatron_has_what_is_replaced() -> None:
         for name in names:
             assert hasattr(module, name), f"{module.__name__}.{name}"
     sharded = optimizer.DistributedOptimizer
-    for name in ("sharded_state_dict", "sharded_param_state_fs_model_space", "load_parameter_state_from_fs_model_space"):
+    of_format = "sharded_param_state_fs_model_space", "load_parameter_state_from_fs_model_space"
+    for name in ("sharded_state_dict", "load_state_dict", *of_format):
         assert vars(sharded)[name].__module__ == "raystow.integrations.megatron.distributed_optimizer", name

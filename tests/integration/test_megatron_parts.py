@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from argparse import Namespace
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.enums import AttnBackend
 
 from raystow.integrations.megatron import plain_objects
+from raystow.integrations.megatron.async_saves import AsyncSave, AsyncSaves
 from raystow.integrations.megatron.flat_range import FlatRange
 from raystow.state import value_text
 
@@ -86,3 +89,37 @@ def test_objects_of_other_classes_are_refused() -> None:
     text = value_text.dumps({"\0": ("object", "subprocess.Popen", {"args": "true"})})
     with pytest.raises(raystow.Damaged, match="an object of Megatron that this release does not know"):
         plain_objects.decode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+
+
+@dataclass
+class SaveInFlight:
+    """What ``AsyncSaves`` asks of a ``Pending``."""
+
+    step: int
+    outcome: Exception | None = None
+    ended: bool = False
+
+    def done(self) -> bool:
+        return self.ended
+
+    def result(self) -> None:
+        self.ended = True
+        if self.outcome is not None:
+            raise self.outcome
+
+
+def test_a_tracker_is_written_after_the_commit_only() -> None:
+    saves, written = AsyncSaves(), list[int]()
+    in_flight = [SaveInFlight(1, raystow.SaveFailed("the store does not answer")), SaveInFlight(2), SaveInFlight(3)]
+    for one in in_flight:
+        save = AsyncSave(cast("raystow.Pending", one))
+        save.add_finalize_fn(functools.partial(written.append, one.step))
+        saves.schedule_async_request(save)
+    saves.maybe_finalize_async_calls()
+    assert not written
+    in_flight[0].ended = in_flight[1].ended = True
+    saves.maybe_finalize_async_calls()
+    assert written == [2]
+    saves.maybe_finalize_async_calls(blocking=True)
+    assert written == [2, 3]
+    assert saves.get_num_unfinalized_calls() == 0

@@ -4,7 +4,6 @@ repository keep the same versions."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,38 +14,11 @@ from ray.cluster_utils import Cluster
 from ray.train import TrainingFailedError
 
 import raystow
-from integration.ray_train_runs import DEADLINE, Run, check, drain, expected, kill, score, trainer
+from integration.ray_train_runs import DEADLINE, SPARE, Run, Spares, check, drain, expected, kill, score, trainer
 from integration.ray_trainer_runs import TRAINERS
 from raystow import ray_train
 
 pytestmark = pytest.mark.slow
-SPARE = "spare"
-
-
-class Spares:
-    """Nodes of one CPU each with the resource ``spare``, added and removed by tests."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.nodes = cluster, list[Any]()
-
-    def add(self) -> None:
-        self.nodes.append(self.cluster.add_node(num_cpus=1, resources={SPARE: 1}))
-
-    def of(self, id: str) -> Any:
-        """Return the node with this id, and remove it from the list of spare nodes."""
-        node = next(node for node in self.nodes if node.node_id == id)
-        self.nodes.remove(node)
-        return node
-
-
-@pytest.fixture
-def spares(cluster: Cluster) -> Iterator[Spares]:
-    spares = Spares(cluster)
-    spares.add()
-    spares.add()
-    yield spares
-    for node in spares.nodes:
-        cluster.remove_node(node, allow_graceful=False)
 
 
 def agree(result: Any, uri: str | Path) -> list[int]:

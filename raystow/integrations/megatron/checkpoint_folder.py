@@ -77,7 +77,7 @@ def complete(folder: str | os.PathLike[str], uri: str, iteration: int | None = N
             asked = _iteration(repository.version(f"step:{iteration}"), name)
             wanted += [asked] if asked is not None else []
     for place, version in wanted:
-        CheckpointPointer(uri, version.id).write(Path(folder, place))
+        CheckpointPointer(repository.uri, version.id).write(Path(folder, place))
     latest = newest[0].removeprefix("iter_")
     _replace(Path(folder, _TRACKER), str(int(latest)) if latest.isdecimal() else latest)
 

@@ -1,9 +1,9 @@
 """Lets ``DistributedOptimizer`` of Megatron-Core give its state by parameters, without a gather, and take it back.
 
 Megatron names this format ``fully_sharded_model_space``. It is the default of ``DistributedOptimizer.sharded_state_dict``, but
-Megatron's own tensors of 0.19 refuse the flat ranges that it consists of. ``replace_methods`` makes it work, also for torch's
-AdamW, which Megatron uses without Transformer Engine and Apex: Megatron loads one tensor as the step of all parameters, which
-then counts each step once for each of them.
+Megatron's own tensors of 0.19 refuse the flat ranges that it consists of. ``replace_methods`` makes it work. It also mends loads
+of torch's AdamW, which Megatron uses without Transformer Engine and Apex: Megatron asks a new optimizer for its step, and loads
+one tensor as the step of all parameters, which then counts each step once for each of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -40,13 +40,14 @@ check_methods(
     ),
 )
 
-_megatron_state = DistributedOptimizer.sharded_state_dict
+_megatron_state, _megatron_load = DistributedOptimizer.sharded_state_dict, DistributedOptimizer.load_state_dict
 
 
 @functools.cache
 def replace_methods() -> None:
     """Replace the methods of the class."""
     DistributedOptimizer.sharded_state_dict = sharded_state_dict
+    DistributedOptimizer.load_state_dict = load_state_dict
     DistributedOptimizer.sharded_param_state_fs_model_space = flat_ranges
     DistributedOptimizer.load_parameter_state_from_fs_model_space = take_ranges
 
@@ -60,15 +61,20 @@ def sharded_state_dict(
 ) -> ShardedStateDict:
     """As Megatron's, which needs moments to be there. ``StateError`` for an optimizer that is not supported."""
     chosen = (metadata or {}).get(FORMAT_KEY, FORMAT) if sharding_type is None else sharding_type
-    if chosen != FORMAT:
-        return _megatron_state(self, model_sharded_state_dict, is_loading, sharding_type, metadata)
-    _check(self)
-    if is_loading and not self.optimizer.state:
+    if chosen == FORMAT:
+        _check(self)
+    of_torch = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    if is_loading and not self.optimizer.state and (of_torch or chosen == FORMAT):
         _initialize(self)
-    state = _megatron_state(self, model_sharded_state_dict, is_loading, sharding_type, metadata)
-    if is_loading:
-        _separate_steps(self.optimizer)
-    return state
+    return _megatron_state(self, model_sharded_state_dict, is_loading, sharding_type, metadata)
+
+
+def load_state_dict(self: DistributedOptimizer, state_dict: StateDict) -> None:
+    """As Megatron's, and give each parameter a step of its own."""
+    _megatron_load(self, state_dict)
+    for state in self.optimizer.state.values():
+        if isinstance(step := state.get("step"), torch.Tensor):
+            state["step"] = step.clone()
 
 
 def flat_ranges(
@@ -102,7 +108,6 @@ def take_ranges(self: DistributedOptimizer, state: ShardedStateDict) -> None:
             for name, loaded in state.get(number, {}).items():
                 if loaded.data_ptr() != tensors[name].data_ptr():
                     tensors[name].copy_(loaded)
-    _separate_steps(self.optimizer)
 
 
 def _tensors(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
@@ -126,13 +131,6 @@ def _initialize(optimizer: DistributedOptimizer) -> None:
         for tensor in state.values():
             if isinstance(tensor, torch.Tensor):
                 tensor.zero_()
-
-
-def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Give each parameter a step of its own: Megatron loads one tensor for all, which would then be increased for each."""
-    for state in optimizer.state.values():
-        if isinstance(step := state.get("step"), torch.Tensor):
-            state["step"] = step.clone()
 
 
 def _check(optimizer: DistributedOptimizer) -> None:
