@@ -11,8 +11,9 @@ compared only if both describe the same ranges.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -62,12 +63,25 @@ class ReplicaRange(ShardRange):
         return words.reshape(-1).view(np.uint8)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReplicaGroup:
     """Ranges that the same ranks compare."""
 
     key: int
     ranges: tuple[ReplicaRange, ...]
+
+    @functools.cached_property
+    def numbers(self) -> Mapping[int | None, list[int]]:
+        """The numbers of its ranges by their CUDA device; None for host memory."""
+        found = defaultdict[int | None, list[int]](list)
+        for number, one in enumerate(self.ranges):
+            found[one.shard.device].append(number)
+        return dict(found)
+
+    @property
+    def devices(self) -> list[int]:
+        """The CUDA devices of its ranges."""
+        return [device for device in self.numbers if device is not None]
 
     @property
     def infos(self) -> tuple[RangeInfo, ...]:
