@@ -12,9 +12,9 @@ import pytest
 import ray
 import torch
 from helpers.local_cluster import LocalCluster
+from integration.ranks import Rank, every
 
 import raystow
-from integration.ranks import Rank, every
 from raystow.storage.format.replica_difference import ReplicaDifference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
