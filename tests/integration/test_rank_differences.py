@@ -128,6 +128,54 @@ def test_hundreds_of_differing_tensors_are_bounded(caplog: pytest.LogCaptureFixt
     assert "and 29 more" in caplog.text
 
 
+DISAGREEMENTS = {
+    "presence": ({"lr": 0.1}, {}, {"lr"}),
+    "container": ({"betas": (0.9, 0.99)}, {"betas": [0.9, 0.99]}, {"betas.0", "betas.1"}),
+    "tensor's container": ({"t": [torch.ones(2)]}, {"t": (torch.ones(2),)}, {"t.0"}),
+    "int and float": ({"n": 5}, {"n": 5.0}, {"n"}),
+    "bool and int": ({"n": True}, {"n": 1}, {"n"}),
+    "None and text": ({"n": None}, {"n": "None"}, {"n"}),
+    "value and dict": ({"n": 3}, {"n": {"a": 3}}, {"n", "n.a"}),
+    "keys": ({"n": {1: 2}}, {"n": {"1": 2}}, {"n.1"}),
+    "PerRank": ({"n": raystow.PerRank(3)}, {"n": 3}, {"n"}),
+}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_with_other_values_are_named(first: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Presence, types and containers: each save says that the ranks disagree on this value, and no other."""
+    with LocalCluster("memory://values") as cluster:
+        for step, (what, (*parts, names)) in enumerate(DISAGREEMENTS.items(), start=1):
+            states = [{**plain_state(), **parts[first]}, {**plain_state(), **parts[1 - first]}, {**plain_state(), **parts[first]}]
+            differences = found(cluster.save_all(states, step=step))
+            assert {*differences} == names, what
+            assert all((one.kind, one.odd, one.others) == ("value", (1,), (0, 2)) for one in differences.values()), what
+            assert all(name in caplog.text for name in names), what
+        assert cluster.save_all([plain_state() for _ in range(3)], step=99).record.differences == ()
+
+
+def box(rows: int, rank: int, dtype: torch.dtype = torch.float32) -> raystow.Box:
+    return raystow.Box(torch.ones(2, 4, dtype=dtype), (rows, 4), (2 * rank, 0), (rank,))
+
+
+@pytest.mark.parametrize(
+    ("parts", "match"),
+    [
+        ([{"t": torch.ones(3)}, {"t": torch.ones(4)}], r"ranks \[1\] hold other plain tensors .*rank 1 has t float32 \[4\]"),
+        ([{"t": torch.ones(3)}, {"t": torch.ones(3).half()}], r"ranks \[1\] .*rank 1 has t float16 \[3\]; rank 0 has t float32"),
+        ([{"t": torch.ones(3)}, {}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
+        ([{"t": torch.ones(3)}, {"t": 3}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
+        ([{"t": torch.ones(3)}, {"t": raystow.PerRank(torch.ones(3))}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
+        ([{"t": box(4, 0)}, {"t": box(4, 1, torch.float16)}], r"whole tensor 't'"),
+        ([{"t": box(4, 0)}, {"t": box(6, 1)}], r"whole tensor 't'"),
+        ([{"t": box(4, 0)}, {}], r"whole tensor 't'"),
+    ],
+)
+def test_ranks_with_other_tensors_fail_the_save(parts: list[State], match: str) -> None:
+    with LocalCluster("memory://tensors") as cluster, pytest.raises(raystow.SaveFailed, match=match):
+        cluster.save_all(parts, step=1)
+
+
 def join_group(self: Rank, port: int) -> None:
     import torch.distributed as dist
 

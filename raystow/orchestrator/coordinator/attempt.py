@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...state.coverage import differing, total
@@ -227,7 +227,8 @@ class Attempt:
         """Why what all ranks have delivered are no whole tensors; "" if they are. ``plain_tensors``: by rank."""
         if odd := self.odd_ranks:
             same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
-            what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(plain_tensors, odd[0])}"
+            none = {rank for rank, held in self.replicated.items() if not held}
+            what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(plain_tensors, odd[0], none)}"
             return f"{what}: {same}; shard what differs as DTensors"
         if (covered := total(self.covered.values())) == self.expected:
             return ""
@@ -297,12 +298,13 @@ def _hosts(hosts: Mapping[str, str]) -> dict[str, str]:
     return {"hosts": ", ".join(named[:_HOSTS]) + more} if named else {}
 
 
-def first_differences(plain_tensors: Mapping[int, tuple[str, ...]], rank: int) -> str:
-    """Name tensors that only ``rank`` or rank 0 has; "" if a restart has lost which they have. ``plain_tensors``: by rank."""
+def first_differences(plain_tensors: Mapping[int, tuple[str, ...]], rank: int, none: Collection[int] = ()) -> str:
+    """Name tensors that only ``rank`` or rank 0 has; "" if a restart has lost which they have. ``plain_tensors``: by rank.
+    ``none``: the ranks that have none."""
     plain = {r: dict.fromkeys(plain_tensors.get(r, ())) for r in (rank, 0)}
     examples = [
         f"rank {one} has {', '.join(only[:3])}"
         for one, other in ((rank, 0), (0, rank))
         if (only := [tensor for tensor in plain[one] if tensor not in plain[other]])
     ]
-    return f" ({'; '.join(examples)})" if all(plain.values()) and examples else ""
+    return f" ({'; '.join(examples)})" if all(held or r in none for r, held in plain.items()) and examples else ""

@@ -15,8 +15,8 @@ from ...storage.coding.digest import finish
 from .digests import Digests
 
 _PRIORITY = -5
-"""Of the stream: ``fence`` waits for the reads, which take the GPU some milliseconds. At a lower priority they would end only when
-the training's kernels do."""
+"""Of the stream: ``fence`` waits for the reads, which take the GPU some milliseconds. At a lower priority they would wait for the
+kernels of the training."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class ReplicaDigester:
     """Belongs to the staging thread. What the kernels of a GPU need is kept as long as the group is the same."""
 
     def __init__(self) -> None:
-        self._described: set[int] = set()  # the groups that the node worker knows
+        self._described: dict[int, tuple[str, ...]] = {}  # the groups that the node worker knows, and their names
         self._devices: WeakKeyDictionary[ReplicaGroup, dict[int, DeviceRanges]] = WeakKeyDictionary()
         self._refused = False  # by a GPU or its software, which is logged once
 
@@ -50,15 +50,15 @@ class ReplicaDigester:
 
     def news(self, groups: Iterable[ReplicaGroup | ValueGroup]) -> DescribeReplicas | None:
         """The description of the groups that the node worker does not know; None if it knows all."""
-        new = {group.key: group.infos for group in groups if group.key not in self._described}
+        new = {group.key: group for group in groups if self._described.get(group.key) != group.names}
         if not new:
             return None
         anew = len(self._described) > _DESCRIBED
         if anew:
-            new = {group.key: group.infos for group in groups}
+            new = {group.key: group for group in groups}
             self._described.clear()
-        self._described.update(new)
-        return DescribeReplicas(new, anew)
+        self._described.update((key, group.names) for key, group in new.items())
+        return DescribeReplicas({key: group.infos for key, group in new.items()}, anew)
 
     def _on_device(self, device: int, group: ReplicaGroup) -> DeviceRanges:
         import torch
