@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 
 def state_of(world: int) -> State:
-    """Tensors of each dtype, larger and smaller than a range, strided ones, and a part that all ranks have."""
+    """Tensors of each dtype, larger and smaller than a range, strided ones, and a box that all ranks have."""
     torch.manual_seed(0)
     big = torch.randn(1500, 1000, device="cuda")
     tensors: State = {
@@ -36,7 +36,7 @@ def state_of(world: int) -> State:
         "complex": torch.randn(300, device="cuda", dtype=torch.complex128),
         "host": torch.arange(4000.0),
     }
-    tensors["hybrid"] = raystow.Box(torch.randn(700, 600, device="cuda"), (1400, 600), (0, 0), tuple(range(world)))
+    tensors["hybrid"] = raystow.Box(torch.randn(700, 600, device="cuda"), (700, 600), (0, 0), tuple(range(world)))
     return tensors
 
 
