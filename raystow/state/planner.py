@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..storage.coding.rounded import Rounded
-from ..storage.errors import StateError
+from ..storage.errors import RaystowError, ReplicasDiffer, StateError
 from ..storage.format import values
 from ..storage.format.manifest import path_text
+from ..storage.format.root import Entry
 from ..storage.limits import MAX_ROWS
 from ..storage.runtime.gc_pause import uncollected
 from .assignment import ChunkAssignment, GpuCoding, assign_chunks
@@ -89,6 +90,16 @@ class Planner:
             tensors = [(one.leaf.name, path_text(one.leaf.path)) for one in division.shards if not one.holders]
             self._structure = division, leaves, structure_group([*leaves, *tensors], plan.world_size)
         return [*value_groups(values, plan.world_size), self._structure[2]]
+
+    def noting(self, report: Callable[[Entry | RaystowError], None]) -> Callable[[Entry | RaystowError], None]:
+        """``report``, which is called with the outcome of a save, after it has been noted if ranks do not agree."""
+
+        def noted(outcome: Entry | RaystowError) -> None:
+            if isinstance(outcome, ReplicasDiffer):
+                self.derived.store_shared()
+            report(outcome)
+
+        return noted
 
     def release(self) -> None:
         if self._last is not None:
