@@ -35,34 +35,40 @@ class DerivedTensors:
     def __init__(self) -> None:
         self._sampled = 0  # number of the save of the last sample
         self._found: dict[int, int] = {}
-        self._known: Sequence[Likeness] = ()
+        self._shared = True  # whether tensors that several ranks hold may be derived
+        self._known: tuple[Sequence[Likeness], bool] = (), True
 
     def of(self, known: Sequence[Likeness], shards: Callable[[], Sequence[Shard]], ready: Ready, *, save: int) -> dict[int, int]:
         """Numbers of shards, each with the number of the shard that it seems to be derived from. ``known``: the ``likeness`` of
         all. ``save``: its number, from 1. Not on the training thread."""
-        if known != self._known or self._is_due(save - 1):
-            self._sampled, self._found, self._known = save, _find(shards(), ready), known
+        key = known, self._shared
+        if key != self._known or self._is_due(save - 1):
+            self._sampled, self._found, self._known = save, _find(shards(), ready, shared=key[1]), key
         return self._found
 
     def refresh(self, shards: Sequence[Shard], ready: Ready, *, save: int) -> None:
         """Sample for later saves if this save is one to sample in: the shards of ``of``, before the tensors may change."""
         if self._is_due(save):
-            found = _find(shards, ready)
+            found = _find(shards, ready, shared=self._known[1])
             self._sampled, self._found = save, self._found if found == self._found else found  # the same object, if equal
+
+    def store_shared(self) -> None:
+        """Derive no tensors any more that several ranks hold: the ranks have found different ones, and so have not stored all."""
+        self._shared = False
 
     def _is_due(self, save: int) -> bool:
         return self._sampled.bit_length() < save.bit_length()
 
     def forget(self, shard: Shard) -> None:
-        self._found = {i: source for i, source in self._found.items() if self._known[i][0] != shard.leaf.name}
+        self._found = {i: source for i, source in self._found.items() if self._known[0][i][0] != shard.leaf.name}
 
 
-def _find(shards: Sequence[Shard], ready: Ready) -> dict[int, int]:
+def _find(shards: Sequence[Shard], ready: Ready, *, shared: bool) -> dict[int, int]:
     for event in ready.values():
         event.synchronize()
     alike: dict[object, list[int]] = defaultdict(list)
     for i, shard in enumerate(shards):
-        if shard.derivable:
+        if shard.derivable and (shared or len(shard.holders) == 1):
             alike[shard.shape, shard.offset, shard.extent, shard.holders, shard.device].append(i)
     found: dict[int, int] = {}
     for numbers in alike.values():

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..storage.coding.rounded import Rounded
-from ..storage.errors import StateError
+from ..storage.errors import RaystowError, ReplicasDiffer, StateError
 from ..storage.format import values
 from ..storage.format.manifest import path_text
+from ..storage.format.root import Entry
 from ..storage.limits import MAX_ROWS
 from ..storage.runtime.clock import SYSTEM
 from ..storage.runtime.gc_pause import uncollected
@@ -21,7 +22,7 @@ from .lossy import rounded_chunk
 from .lossy.profiles import Lossy
 from .objects import ObjectTree
 from .planned_chunk import DeviceChunks, PlannedChunk, PlannedDerived
-from .replica_groups import Compared, ReplicaGroup, ReplicaGroups, ValueGroup, value_groups
+from .replica_groups import Compared, ReplicaGroup, ReplicaGroups, ValueGroup, shared_values, structure_group, value_groups
 from .shard_cache import ShardCache, TensorView
 from .shard_rules import ShardRules
 from .shards import Shard, check_memory
@@ -46,6 +47,7 @@ class Planner:
         self._rules = ShardRules(lossy or Lossy({}))
         self._compared: Compared = compared
         self._groups: tuple[ChunkAssignment, ReplicaGroups] | None = None
+        self._structure: tuple[ChunkAssignment, list[tuple[str, str]], ValueGroup] | None = None
         self._last: ChunkAssignment | None = None
         self._key: list[object] = []
 
@@ -80,8 +82,25 @@ class Planner:
         return self._groups[1].of(plan.save, self._compared)
 
     def value_groups(self, plan: SavePlan) -> list[ValueGroup]:
-        """The plain values that this rank compares with others."""
-        return [] if self._compared == "off" else value_groups(plan.values, plan.objects.own_paths(), plan.world_size)
+        """The plain values that this rank compares with others, and the structure of its state."""
+        if self._compared == "off" or plan.world_size == 1:
+            return []
+        values = shared_values(plan.values, plan.objects.own_paths())
+        division, leaves = plan.division, [(name, path) for name, path, _ in values]
+        if self._structure is None or self._structure[0] is not division or self._structure[1] != leaves:
+            tensors = [(one.leaf.name, path_text(one.leaf.path)) for one in division.shards if not one.holders]
+            self._structure = division, leaves, structure_group([*leaves, *tensors], plan.world_size)
+        return [*value_groups(values, plan.world_size), self._structure[2]]
+
+    def noting(self, report: Callable[[Entry | RaystowError], None]) -> Callable[[Entry | RaystowError], None]:
+        """``report``, which is called with the outcome of a save, after it has been noted if ranks do not agree."""
+
+        def noted(outcome: Entry | RaystowError) -> None:
+            if isinstance(outcome, ReplicasDiffer):
+                self.derived.store_shared()
+            report(outcome)
+
+        return noted
 
     def release(self) -> None:
         if self._last is not None:

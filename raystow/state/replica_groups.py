@@ -11,8 +11,10 @@ compared only if both describe the same ranges.
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +24,7 @@ import numpy.typing as npt
 
 from ..storage.coding.digest import stored_digest
 from ..storage.coding.kernels import Bytes
+from ..storage.limits import MAX_NAME
 from .assignment import HeldPiece
 from .chunk_info import RangeInfo
 from .chunks import Cut, cuts_of_extent
@@ -36,6 +39,7 @@ RANGE = 1 << 20
 Compared = Literal["all", "small", "off", "whole"]
 """What is compared: in a save all tensors, small ones, or none; after a restore all tensors, by all holders at once."""
 
+_STRUCTURE, _NAMED = 256, 3  # digests of the structure, and names that one of them has at most
 _VALUE_GROUPS = 16  # groups of plain values, one for each key of the state's uppermost dict; others are in one group
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norms, of which each rank of DDP has its own
 
@@ -62,12 +66,27 @@ class ReplicaRange(ShardRange):
         return words.reshape(-1).view(np.uint8)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReplicaGroup:
     """Ranges that the same ranks compare."""
 
     key: int
     ranges: tuple[ReplicaRange, ...]
+    names: tuple[str, ...] = ()
+    """Empty: the key determines them."""
+
+    @functools.cached_property
+    def numbers(self) -> Mapping[int | None, list[int]]:
+        """The numbers of its ranges by their CUDA device; None for host memory."""
+        found = defaultdict[int | None, list[int]](list)
+        for number, one in enumerate(self.ranges):
+            found[one.shard.device].append(number)
+        return dict(found)
+
+    @property
+    def devices(self) -> list[int]:
+        """The CUDA devices of its ranges."""
+        return [device for device in self.numbers if device is not None]
 
     @property
     def infos(self) -> tuple[RangeInfo, ...]:
@@ -77,7 +96,7 @@ class ReplicaGroup:
 
 @dataclass(frozen=True)
 class ValueGroup:
-    """Plain values that all ranks with the same ones compare: their names, and the digests of their texts."""
+    """Plain values that all ranks with the same ones compare, or the structure of the state: names and digests."""
 
     key: int
     names: tuple[str, ...]
@@ -145,17 +164,20 @@ def comparing(holders: tuple[int, ...], writer: int, save: int) -> tuple[int, ..
     return writer, *(holders[(place + 1 + step) % len(holders)] for step in sorted(steps))
 
 
-def value_groups(values: Iterable[tuple[str, str, str]], own: Iterable[str], world_size: int) -> list[ValueGroup]:
-    """The groups of plain values, given as name, path and JSON text. ``own``: paths below which each rank has its own."""
-    if world_size == 1:
-        return []
+def shared_values(values: Iterable[tuple[str, str, str]], own: Iterable[str]) -> list[tuple[str, str, str]]:
+    """The plain values, given as name, path and JSON text, that all ranks should have. ``own``: paths below which each rank has
+    its own."""
     prefixes = tuple(path[:-1] for path in own)
     exact, below = {f"{prefix}]" for prefix in prefixes}, tuple(f"{prefix}," for prefix in prefixes)
+    return [row for row in values if row[1] not in exact and not row[1].startswith(below)]
+
+
+def value_groups(values: Iterable[tuple[str, str, str]], world_size: int) -> list[ValueGroup]:
+    """The groups of plain values, given as name, path and JSON text."""
     by_key = defaultdict[str, list[tuple[str, str]]](list)
     for name, path, text in values:
-        if path not in exact and not path.startswith(below):
-            around = path.partition(",")[0]
-            by_key[around if around in by_key or len(by_key) < _VALUE_GROUPS else ""].append((name, text))
+        around = path.partition(",")[0]
+        by_key[around if around in by_key or len(by_key) < _VALUE_GROUPS else ""].append((name, text))
     found = list[ValueGroup]()
     for around, rows in by_key.items():
         rows.sort()
@@ -163,6 +185,18 @@ def value_groups(values: Iterable[tuple[str, str, str]], own: Iterable[str], wor
         key = _key("\0".join((f"values {world_size} {around}", *names)).encode())
         found.append(ValueGroup(key, names, tuple(_key(text.encode()) for _, text in rows)))
     return found
+
+
+def structure_group(leaves: Iterable[tuple[str, str]], world_size: int) -> ValueGroup:
+    """The group that compares which tensors and plain values ranks have, and in which lists, tuples and dicts. ``leaves``: names
+    and paths of those that all ranks should have. All ranks have this group, whatever they have: names are spread over a fixed
+    number of digests."""
+    spread = [list[tuple[str, str]]() for _ in range(_STRUCTURE)]
+    for name, path in leaves:
+        spread[zlib.crc32(name.encode()) % _STRUCTURE].append((path, name))
+    names = tuple(", ".join(name for _, name in sorted(few)[:_NAMED])[:MAX_NAME] for few in spread)
+    digests = (_key("\0".join(path for path, _ in sorted(few)).encode()) if few else 0 for few in spread)
+    return ValueGroup(_key(f"structure {world_size}".encode()), names, tuple(digests))
 
 
 def combined(digests: npt.NDArray[np.uint64]) -> int:

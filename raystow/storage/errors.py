@@ -17,6 +17,7 @@
     ├── Fenced                 another run writes to the repository: stop one of the two
     ├── InvariantError         a change of the root would break one of its invariants, and was not made: plan again
     ├── SaveFailed             this attempt becomes no version; training and later saves go on
+    │   └── ReplicasDiffer     ranks hold other bits of the same tensor: drain a node, or restore
     ├── OutcomeUnknown         a save may or may not have become a version: call ``result()`` again, or list the versions
     ├── DeadlineExceeded       the wait ended before the operation did; also a TimeoutError
     └── ClusterError           Ray, a node worker or the coordinator cannot be reached
@@ -111,6 +112,10 @@ class InvariantError(RaystowError):
 
 class SaveFailed(RaystowError):
     """An attempt to make a version was given up; nothing of it is visible."""
+
+
+class ReplicasDiffer(SaveFailed):
+    """Ranks hold other bits of the same tensor, and no version is made of these."""
 
 
 class OutcomeUnknown(RaystowError):

@@ -128,6 +128,54 @@ def test_hundreds_of_differing_tensors_are_bounded(caplog: pytest.LogCaptureFixt
     assert "and 29 more" in caplog.text
 
 
+DISAGREEMENTS = {
+    "presence": ({"lr": 0.1}, {}, {"lr"}),
+    "container": ({"betas": (0.9, 0.99)}, {"betas": [0.9, 0.99]}, {"betas.0", "betas.1"}),
+    "tensor's container": ({"t": [torch.ones(2)]}, {"t": (torch.ones(2),)}, {"t.0"}),
+    "int and float": ({"n": 5}, {"n": 5.0}, {"n"}),
+    "bool and int": ({"n": True}, {"n": 1}, {"n"}),
+    "None and text": ({"n": None}, {"n": "None"}, {"n"}),
+    "value and dict": ({"n": 3}, {"n": {"a": 3}}, {"n", "n.a"}),
+    "keys": ({"n": {1: 2}}, {"n": {"1": 2}}, {"n.1"}),
+    "PerRank": ({"n": raystow.PerRank(3)}, {"n": 3}, {"n"}),
+}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_with_other_values_are_named(first: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Presence, types and containers: each save says that the ranks disagree on this value, and no other."""
+    with LocalCluster("memory://values") as cluster:
+        for step, (what, (*parts, names)) in enumerate(DISAGREEMENTS.items(), start=1):
+            states = [{**plain_state(), **parts[first]}, {**plain_state(), **parts[1 - first]}, {**plain_state(), **parts[first]}]
+            differences = found(cluster.save_all(states, step=step))
+            assert {*differences} == names, what
+            assert all((one.kind, one.odd, one.others) == ("value", (1,), (0, 2)) for one in differences.values()), what
+            assert all(name in caplog.text for name in names), what
+        assert cluster.save_all([plain_state() for _ in range(3)], step=99).record.differences == ()
+
+
+def box(rows: int, rank: int, dtype: torch.dtype = torch.float32) -> raystow.Box:
+    return raystow.Box(torch.ones(2, 4, dtype=dtype), (rows, 4), (2 * rank, 0), (rank,))
+
+
+@pytest.mark.parametrize(
+    ("parts", "match"),
+    [
+        ([{"t": torch.ones(3)}, {"t": torch.ones(4)}], r"ranks \[1\] hold other plain tensors .*rank 1 has t float32 \[4\]"),
+        ([{"t": torch.ones(3)}, {"t": torch.ones(3).half()}], r"ranks \[1\] .*rank 1 has t float16 \[3\]; rank 0 has t float32"),
+        ([{"t": torch.ones(3)}, {}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
+        ([{"t": torch.ones(3)}, {"t": 3}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
+        ([{"t": torch.ones(3)}, {"t": raystow.PerRank(torch.ones(3))}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
+        ([{"t": box(4, 0)}, {"t": box(4, 1, torch.float16)}], r"whole tensor 't'"),
+        ([{"t": box(4, 0)}, {"t": box(6, 1)}], r"whole tensor 't'"),
+        ([{"t": box(4, 0)}, {}], r"whole tensor 't'"),
+    ],
+)
+def test_ranks_with_other_tensors_fail_the_save(parts: list[State], match: str) -> None:
+    with LocalCluster("memory://tensors") as cluster, pytest.raises(raystow.SaveFailed, match=match):
+        cluster.save_all(parts, step=1)
+
+
 def join_group(self: Rank, port: int) -> None:
     import torch.distributed as dist
 
@@ -168,6 +216,32 @@ def test_rank_0_is_warned_of_a_difference_on_ray(tmp_path: Path) -> None:
     first, second = every(ranks, "do", lambda self: (self.pending[-1].result(60), self.pending.pop().warnings)[1])
     assert any("rank 1 and rank 0 differ in model.b, from element [0] on" in warning for warning in first)
     assert second == ()
+
+
+def master_state(rank: int) -> State:
+    """Rounded weights of which rank 1 has one that is not rounded from its master copy."""
+    master = {str(i): torch.randn(100_000, generator=torch.Generator().manual_seed(i)) for i in range(2)}
+    weights = {name: one.bfloat16() for name, one in master.items()}
+    if rank == 1:
+        weights["1"] = torch.ones(100_000).bfloat16()
+    return {"master": master, "weights": weights}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_copy_on_one_rank_alone_fails_one_save(tmp_path: Path) -> None:
+    """The save after it stores all tensors that several ranks hold, and warns as of any difference."""
+    ranks = start(str(tmp_path), 2)
+    ray.get([rank.set.remote(master_state, number) for number, rank in enumerate(ranks)])
+    every(ranks, "save", 1)
+    for rank in ranks:
+        with pytest.raises(raystow.SaveFailed, match=r"rank 0 has weights\.1 bfloat16 \[100000\] like master\.1.*the next save"):
+            ray.get(rank.result.remote())
+    for step in (2, 3):
+        every(ranks, "save", step)
+        first, second = every(ranks, "do", lambda self: (self.pending[-1].result(60), self.pending.pop().warnings)[1])
+        assert any("differ in weights.1, from element [0] on" in warning for warning in first)
+        assert not any("differ" in warning for warning in second)
+    assert raystow.open(tmp_path).latest().record.differences[0].name == "weights.1"
 
 
 class Spoiler:

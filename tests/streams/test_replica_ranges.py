@@ -31,8 +31,6 @@ def test_the_device_and_the_host_compute_the_same_digests(gpu: Device) -> None:
         sources += [Source(f"{dtype}{n}", (100 * weights(n)).to(dtype)) for n in (1, 7, 5_003)]
     ranges: Any = sources
     of_device = DeviceRanges(HERE, ranges)
-    assert of_device.fits(ranges)
-    assert not of_device.fits(ranges[1:])
     numbers = of_device.take(gpu.default.record_event())()
     assert [RangeDigest(*map(int, column)) for column in numbers.T] == [on_host(source) for source in sources]
     sources[0].tensor.add_(1)  # in later saves the same tables are used

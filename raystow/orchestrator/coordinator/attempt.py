@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...state.coverage import differing, total
 from ...storage.commit.committer import Committer
-from ...storage.errors import RaystowError, SaveFailed
+from ...storage.errors import RaystowError, ReplicasDiffer, SaveFailed
 from ...storage.format import values
 from ...storage.format.capacity import check_record
 from ...storage.format.replica_difference import CAUSES, ReplicaDifference
@@ -227,11 +227,12 @@ class Attempt:
             self.warn(f"ranks have other metrics than rank 0, whose metrics the version has: {what}", 0)
         return bool(conflicts)
 
-    def incomplete(self, plain_tensors: Mapping[int, tuple[str, ...]]) -> str:
+    def incomplete(self, plain_tensors: Mapping[int, tuple[str, ...]]) -> str | ReplicasDiffer:
         """Why what all ranks have delivered are no whole tensors; "" if they are. ``plain_tensors``: by rank."""
         if odd := self.odd_ranks:
             same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
-            what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(plain_tensors, odd[0])}"
+            none = {rank for rank, held in self.replicated.items() if not held}
+            what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(plain_tensors, odd[0], none)}"
             return f"{what}: {same}; shard what differs as DTensors"
         if (covered := total(self.covered.values())) == self.expected:
             return ""
@@ -239,10 +240,9 @@ class Attempt:
         texts = {rank: plain_tensors.get(rank, ()) for rank in self.covered}
         if odd := [rank for rank, text in texts.items() if sorted(text) != sorted(texts[0])]:
             # Each rank decides by the bits that it holds which tensors follow from others, and so which rank stores them.
-            return (
-                f"ranks {odd} hold other bits than rank 0 of tensors that follow from others on some ranks only"
-                f"{first_differences(plain_tensors, odd[0])}; {CAUSES}"
-            )
+            what = "hold other bits than rank 0 of tensors that follow from others on some ranks only"
+            what = f"ranks {odd} {what}{first_differences(plain_tensors, odd[0])}; {CAUSES}"
+            return ReplicasDiffer(what, subject=self.subject, remedy="the next save stores them whole and compares them")
         whole = f"add up to the whole tensor {found[0]!r}" if len(found) == 1 else "add up to whole tensors"
         return f"the shards of all ranks do not {whole}: there is a gap or an overlap, or the ranks disagree on its placement"
 
@@ -308,12 +308,13 @@ def _hosts(hosts: Mapping[str, str]) -> dict[str, str]:
     return {"hosts": ", ".join(named[:_HOSTS]) + more} if named else {}
 
 
-def first_differences(plain_tensors: Mapping[int, tuple[str, ...]], rank: int) -> str:
-    """Name tensors that only ``rank`` or rank 0 has; "" if a restart has lost which they have. ``plain_tensors``: by rank."""
+def first_differences(plain_tensors: Mapping[int, tuple[str, ...]], rank: int, none: Collection[int] = ()) -> str:
+    """Name tensors that only ``rank`` or rank 0 has; "" if a restart has lost which they have. ``plain_tensors``: by rank.
+    ``none``: the ranks that have none."""
     plain = {r: dict.fromkeys(plain_tensors.get(r, ())) for r in (rank, 0)}
     examples = [
         f"rank {one} has {', '.join(only[:3])}"
         for one, other in ((rank, 0), (0, rank))
         if (only := [tensor for tensor in plain[one] if tensor not in plain[other]])
     ]
-    return f" ({'; '.join(examples)})" if all(plain.values()) and examples else ""
+    return f" ({'; '.join(examples)})" if all(held or r in none for r, held in plain.items()) and examples else ""

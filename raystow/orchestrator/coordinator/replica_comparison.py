@@ -123,7 +123,7 @@ class ReplicaComparison:
             for number in group.differing:
                 described = {rank: one for rank, answer in group.ranges.items() for one in answer.ranges if one.number == number}
                 if len({one.whole for one in described.values()}) > 1:
-                    info = next(iter(described.values())).info
+                    info = max((one.info for one in described.values()), key=lambda one: len(one.name))
                     by_name[info.name].append((info, _Sides.of(info, group.sides, described)))
         return tuple(_difference(found) for _, found in sorted(by_name.items()))[:MAX_DIFFERENCES]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...storage.errors import SaveFailed
+from ...storage.errors import ReplicasDiffer
 from ...storage.format.replica_difference import CAUSES, TENSOR, ReplicaDifference
 from ...storage.runtime.metrics import DIFFERENCES, record
 from .attempt import Attempt
@@ -19,7 +19,7 @@ class ReplicaReports:
     def __init__(self, uri: str) -> None:
         self._uri, self._named = uri, set[str]()
 
-    def report(self, attempt: Attempt) -> SaveFailed | None:
+    def report(self, attempt: Attempt) -> ReplicasDiffer | None:
         """Report the differences of an attempt, which its record will have. Returns why it fails, if it does."""
         attempt.differences = found = attempt.comparison.differences()
         tensors = [one for one in found if one.kind == TENSOR]
@@ -30,7 +30,7 @@ class ReplicaReports:
         if not found and attempt.comparison.unnamed:
             attempt.warn("ranks hold other bits of the same tensors, but their nodes have not said which", 0)
         if tensors and attempt.raises:
-            return SaveFailed(f"{_listed(tensors)}; {CAUSES}", subject=attempt.subject, remedy=REMEDY)
+            return ReplicasDiffer(f"{_listed(tensors)}; {CAUSES}", subject=attempt.subject, remedy=REMEDY)
         if tensors:
             attempt.warn(f"{_listed(tensors)}; {CAUSES}", 0)
         if new:

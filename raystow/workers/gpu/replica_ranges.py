@@ -14,6 +14,10 @@ from ...storage.coding import dtypes
 from ...storage.coding.digest import finish
 from .digests import Digests
 
+_PRIORITY = -5
+"""Of the stream: ``fence`` waits for the reads, which take the GPU some milliseconds. At a lower priority they would wait for the
+kernels of the training."""
+
 
 @dataclass(frozen=True)
 class _FirstElement:
@@ -45,16 +49,12 @@ class DeviceRanges:
     """The ranges of one device. The kernels' tables are made once."""
 
     def __init__(self, device: torch.device, ranges: Sequence[ReplicaRange]) -> None:
-        self._device, self._ranges = device, ranges
+        self._device = device
         self._sizes = np.array([(one.nbytes, one.dtype.itemsize) for one in ranges], np.uint64).T
         with torch.cuda.device(self._device):
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device, priority=_PRIORITY)
             with torch.cuda.stream(self._stream):
                 self._digests = [Digests(of, self._device) for of in (ranges, [_FirstElement(one) for one in ranges])]
-
-    def fits(self, ranges: Sequence[ReplicaRange]) -> bool:
-        """Whether these are the ranges."""
-        return len(ranges) == len(self._ranges) and all(a is b for a, b in zip(ranges, self._ranges, strict=True))
 
     def take(self, after: torch.cuda.Event) -> Callable[[], npt.NDArray[np.uint64]]:
         """Begin to take the digests, after an event. Return a function that waits for those of all ranges, and of their first

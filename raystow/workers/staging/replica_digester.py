@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from ...state.planner import SavePlan
 from ...state.replica_digests import range_digest
-from ...state.replica_groups import ReplicaGroup, ReplicaRange, ValueGroup
+from ...state.replica_groups import ReplicaGroup, ValueGroup
 from ...storage.errors import Unsupported
 from ..protocol.messages import DescribeReplicas
 
@@ -26,68 +26,58 @@ _DESCRIBED = 4096  # groups that the node worker may remember
 
 
 class ReplicaDigester:
-    """Belongs to the staging thread. What the kernels of a GPU need is kept as long as the ranges are the same."""
+    """Belongs to the staging thread. What the kernels of a GPU need is kept as long as the group is the same."""
 
     def __init__(self) -> None:
-        self._described: set[int] = set()  # the groups that the node worker knows
-        self._devices: dict[int, DeviceRanges] = {}
+        self._described: dict[int, tuple[str, ...]] = {}  # the groups that the node worker knows, and their names
+        self._devices: WeakKeyDictionary[ReplicaGroup, dict[int, DeviceRanges]] = WeakKeyDictionary()
         self._refused = False  # by a GPU or its software, which is logged once
 
     def begin(self, plan: SavePlan) -> ReplicaDigests:
         """Begin to take the digests of a save on its GPUs."""
         groups, values = plan.compared
-        ranges = [one for group in groups for one in group.ranges]
-        by_device = defaultdict[int | None, list[int]](list)
-        for i, one in enumerate(ranges):
-            by_device[one.shard.device].append(i)
-        digests = ReplicaDigests(groups, values, ranges, by_device.pop(None, []))
-        for device, numbers in by_device.items():
-            assert device is not None
-            try:
-                digests.add(numbers, self._on_device(device, [ranges[i] for i in numbers]).take(plan.ready[device]))
-            except (ImportError, Unsupported) as error:
-                digests.leave_out(numbers)
-                if not self._refused:
-                    self._refused = True
-                    logger.warning("tensors of GPUs are not compared with those of other ranks: %s", error)
+        digests = ReplicaDigests(groups, values)
+        try:
+            for group in groups:
+                for device in group.devices:
+                    digests.add(group, device, self._on_device(device, group).take(plan.ready[device]))
+        except (ImportError, Unsupported) as error:
+            digests.leave_out_devices()
+            if not self._refused:
+                self._refused = True
+                logger.warning("tensors of GPUs are not compared with those of other ranks: %s", error)
         return digests
 
     def news(self, groups: Iterable[ReplicaGroup | ValueGroup]) -> DescribeReplicas | None:
         """The description of the groups that the node worker does not know; None if it knows all."""
-        new = {group.key: group.infos for group in groups if group.key not in self._described}
+        new = {group.key: group for group in groups if self._described.get(group.key) != group.names}
         if not new:
             return None
         anew = len(self._described) > _DESCRIBED
         if anew:
-            new = {group.key: group.infos for group in groups}
+            new = {group.key: group for group in groups}
             self._described.clear()
-        self._described.update(new)
-        return DescribeReplicas(new, anew)
+        self._described.update((key, group.names) for key, group in new.items())
+        return DescribeReplicas({key: group.infos for key, group in new.items()}, anew)
 
-    def _on_device(self, device: int, ranges: list[ReplicaRange]) -> DeviceRanges:
+    def _on_device(self, device: int, group: ReplicaGroup) -> DeviceRanges:
         import torch
 
         from ..gpu.replica_ranges import DeviceRanges
 
-        if device not in self._devices or not self._devices[device].fits(ranges):
-            self._devices[device] = DeviceRanges(torch.device("cuda", device), ranges)
-        return self._devices[device]
+        made = self._devices.setdefault(group, {})
+        if device not in made:
+            made[device] = DeviceRanges(torch.device("cuda", device), [group.ranges[i] for i in group.numbers[device]])
+        return made[device]
 
 
 class ReplicaDigests:
-    """The digests of one save. ``on_host``: numbers of the ranges in host memory."""
+    """The digests of one save."""
 
-    def __init__(
-        self,
-        groups: Sequence[ReplicaGroup],
-        values: Sequence[ValueGroup],
-        ranges: Sequence[ReplicaRange],
-        on_host: Sequence[int],
-    ) -> None:
-        self._groups, self._values, self._ranges, self.on_host = groups, values, ranges, on_host
-        self._left_out = set[int]()
-        self._found = np.zeros((2, len(ranges)), np.uint64)
-        self._pending = list[tuple[list[int], Callable[[], _Numbers]]]()
+    def __init__(self, groups: Sequence[ReplicaGroup], values: Sequence[ValueGroup]) -> None:
+        self._groups, self._values = groups, values
+        self._found = {group.key: np.zeros((2, len(group.ranges)), "<u8") for group in groups}
+        self._pending = list[tuple[ReplicaGroup, int, Callable[[], _Numbers]]]()
 
     @property
     def groups(self) -> list[ReplicaGroup | ValueGroup]:
@@ -95,38 +85,36 @@ class ReplicaDigests:
         return [*self._groups, *self._values]
 
     @property
+    def on_host(self) -> list[tuple[ReplicaGroup, int]]:
+        """The ranges in host memory: their groups, and their numbers there."""
+        return [(group, number) for group in self._groups for number in group.numbers.get(None, ())]
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of the ranges in host memory."""
-        return sum(self._ranges[number].nbytes for number in self.on_host)
+        return sum(group.ranges[number].nbytes for group, number in self.on_host)
 
-    def leave_out(self, numbers: Iterable[int]) -> None:
-        """Leave the groups of these ranges out, of which there are no digests."""
-        left_out = {id(self._ranges[number]) for number in numbers}
-        self._left_out |= {group.key for group in self._groups if any(id(one) in left_out for one in group.ranges)}
+    def add(self, group: ReplicaGroup, device: int, taken: Callable[[], _Numbers]) -> None:
+        """Add the digests of the ranges of a group on a device, which takes them: uint64 [2, ranges], once it has done so."""
+        self._pending.append((group, device, taken))
 
-    def add(self, numbers: list[int], taken: Callable[[], _Numbers]) -> None:
-        """Add the digests of these ranges, which a device takes: uint64 [2, ranges], once it has done so."""
-        self._pending.append((numbers, taken))
+    def leave_out_devices(self) -> None:
+        """Leave the groups out that have ranges on devices, of which there are no digests."""
+        self.wait_for_devices()
+        self._groups = [group for group in self._groups if not group.devices]
 
     def wait_for_devices(self) -> None:
         """Wait until the ranges on GPUs have been read."""
-        for numbers, taken in self._pending:
-            self._found[:, numbers] = taken()
+        for group, device, taken in self._pending:
+            self._found[group.key][:, group.numbers[device]] = taken()
         self._pending.clear()
 
     def take_on_host(self) -> None:
         """Take the digests of the ranges in host memory."""
-        for number in self.on_host:
-            self._found[:, number] = range_digest(self._ranges[number])
+        for group, number in self.on_host:
+            self._found[group.key][:, number] = range_digest(group.ranges[number])
 
     def packed(self) -> dict[int, bytes]:
         """The digests of each group by its key, as in ``EndSave``."""
-        found, first = dict[int, bytes](), 0
-        for group in self._groups:
-            last = first + len(group.ranges)
-            if group.key not in self._left_out:
-                found[group.key] = self._found[:, first:last].astype("<u8").tobytes()
-            first = last
-        for values in self._values:
-            found[values.key] = np.array([values.digests] * 2, "<u8").tobytes()
-        return found
+        found = {group.key: self._found[group.key].tobytes() for group in self._groups}
+        return found | {values.key: np.array([values.digests] * 2, "<u8").tobytes() for values in self._values}

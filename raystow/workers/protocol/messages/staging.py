@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ....state.chunk_info import ChunkInfo as ChunkInfo
 from ....state.chunk_info import DerivedChunk as DerivedChunk
 from ....state.chunk_info import RangeInfo
 from ....storage.coding.rounded import Rounded
-from ....storage.errors import Fenced, OutcomeUnknown, RaystowError, SaveFailed
+from ....storage.errors import Fenced, OutcomeUnknown, RaystowError, ReplicasDiffer, SaveFailed
 from ....storage.format.root import Entry
 from ....storage.limits import MAX_NAME
 from ....storage.stores.settings import StoreAddress
@@ -179,29 +179,36 @@ class SaveWarning(Message, frozen=True):
     text: Text
 
 
+_Lost: TypeAlias = Literal["failed", "differ", "unknown", "fenced"]
+_LOST: dict[_Lost, type[RaystowError]] = {
+    "differ": ReplicasDiffer,
+    "failed": SaveFailed,
+    "unknown": OutcomeUnknown,
+    "fenced": Fenced,
+}
+
+
 class SaveLost(Message, frozen=True):
     """A save has ended without a version, as far as the node worker knows: the fields of its error.
 
     Args:
-        kind: "failed": it will not be a version. "unknown": it may be one. "fenced": another run has taken over.
+        kind: "failed": it will not be a version. "differ": nor will it, since ranks hold other bits of the same tensor.
+            "unknown": it may be one. "fenced": another run has taken over.
     """
 
     save: int
     what: Text
     subject: Text
     remedy: Text
-    kind: Literal["failed", "unknown", "fenced"] = "failed"
+    kind: _Lost = "failed"
 
     @staticmethod
     def of(save: int, error: RaystowError) -> SaveLost:
         """The message for an error."""
-        kind: Literal["failed", "unknown", "fenced"] = "failed"
-        if isinstance(error, OutcomeUnknown | Fenced):
-            kind = "fenced" if isinstance(error, Fenced) else "unknown"
+        kind: _Lost = next((kind for kind, of in _LOST.items() if isinstance(error, of)), "failed")
         return SaveLost(save, error.what[:MAX_NAME], error.subject[:MAX_NAME], error.remedy[:MAX_NAME], kind)
 
     @property
     def error(self) -> RaystowError:
         """The error."""
-        kinds = {"failed": SaveFailed, "unknown": OutcomeUnknown, "fenced": Fenced}
-        return kinds[self.kind](self.what, subject=self.subject, remedy=self.remedy)
+        return _LOST[self.kind](self.what, subject=self.subject, remedy=self.remedy)
