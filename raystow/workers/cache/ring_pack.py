@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from ..shm.ring import SlotPart
@@ -26,8 +27,9 @@ class RingPack:
         return RingPack(uses[0].slots, parts, sum(size for _, _, size in parts))
 
     def lend(self) -> LentMemory:
-        """Return the memory, after the ring is retired. Before that, slots may be filled again: copy what ``hold`` returns."""
-        return LentMemory(self.slots.lend(self._parts), self.slots.ring.spans(self._parts))
+        """Return the memory. Its slots are in use until it is closed."""
+        _, use = self.slots.take_over(self._parts)
+        return LentMemory(os.dup(self.slots.ring.fd), self.slots.ring.spans(self._parts), use)
 
     def hold(self) -> tuple[list[memoryview], SlotUse]:
         """Return the bytes in parts, and what to call when they are no longer read."""

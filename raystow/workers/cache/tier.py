@@ -230,26 +230,13 @@ class MemoryTier:
         return copied(held, file.size).content
 
     def lend(self, repository: str, key: str) -> LentMemory | None:
-        """Return an object's memory, which the caller closes; None if it is not here. An object in a ring that a process still
-        fills is copied first, since the reader does not report when it has read the memory."""
+        """Return an object's memory, which the caller closes; None if it is not here. A ring's object is not copied: its slots
+        are in use until then."""
         with self._lock:
             file = self._files.get((repository, key))
-            if file is None:
-                return None
-            if not isinstance(file, RingPack):
-                return LentMemory(file.lend())
-            if file.slots.retired:
+            if isinstance(file, RingPack):
                 return file.lend()
-            held = file.hold()
-        copy = copied(held, file.size)
-        lent = LentMemory(copy.lend())
-        with self._changing():
-            if self._files.get((repository, key)) is file and self._fits(file.size):
-                self._used += file.size
-                self._place(repository, key, copy)
-            else:
-                copy.close()
-        return lent
+            return None if file is None else LentMemory(file.lend())
 
     def close(self) -> None:
         """Drop everything. Memory that was lent stays valid for its readers."""
