@@ -19,7 +19,6 @@ from raystow.storage.format import keys
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import direct_io
 from raystow.storage.versions.version import Version
-from raystow.workers.cache import cache_server
 from raystow.workers.cache.lent_memory import LentMemory
 from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from raystow.workers.cache.ring_pack import RingPack
@@ -143,22 +142,6 @@ def test_lent_slots_are_not_filled_until_the_reader_ends(cluster: LocalCluster) 
         assert len(rank.free) <= rank.ring.slots - 2 * SLOTS
     assert content(lent, place) == first.tobytes()
     await_free_slots(rank, 5)
-    rank.close()
-
-
-def test_a_reader_that_asks_for_nothing_keeps_no_slots(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be frozen. What it reads later is compared with digests, like all that it reads."""
-    monkeypatch.setattr(cache_server, "_LEASE", 0.01)
-    rank = connected(cluster)
-    rank.save(1, random_bytes(1))
-    version = cluster.repository.latest()
-    (pack,) = version.packs
-    key = keys.pack(version.id, version.attempt, pack.node, pack.group, pack.number)
-    reader = NodeCacheStore(version.store, cluster.address(0), cluster.repository.id)
-    reader.location = lambda key: ObjectLocation(pack.size)
-    reader.get_range(key, 0, pack.size)
-    await_free_slots(rank, 2)
-    reader.close()
     rank.close()
 
 

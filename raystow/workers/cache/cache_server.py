@@ -16,7 +16,6 @@ from ..protocol.unix_channel import Connection
 from .fetcher import Fetcher
 from .lent_memory import LentMemory
 
-_LEASE = 60.0  # seconds after a request for which slots of a ring are not filled again, unless the connection ends
 _Read = tuple[LentMemory, bool]
 
 
@@ -27,12 +26,14 @@ def serve_reads(
     store_of: Callable[[StoreAddress], ObjectStore],
     *,
     pending_after: float = 5.0,
+    lease: float = 60.0,
 ) -> None:
     """Answer until the process goes away. ``first``: its first request; ``store_of``: returns a store. ``pending_after``: seconds
     after which the process gets the answer that its bytes are still being read.
 
-    Slots of a ring stay in use until the process goes away, or asks for nothing for a minute: it may be frozen, and a training
-    may need them. If they are filled while it reads, it finds bytes without their digest, and reads these from the store.
+    Slots of a ring stay in use until the process goes away, or asks for nothing for ``lease`` seconds: it may be frozen, and a
+    training may need them. If they are filled while it reads, it finds bytes without their digest, and reads these from the
+    store.
     """
     request: ReadCached | None = first
     with ThreadPoolExecutor(1, "raystow-read") as reader, contextlib.ExitStack() as uses:
@@ -53,7 +54,7 @@ def serve_reads(
                 _send(connection, read, *found, uses)
             finally:
                 fetched = found = None  # an error in it keeps the memory that was to be filled
-            if not connection.arrives(_LEASE):
+            if not connection.arrives(lease):
                 uses.close()
             received = connection.receive(ReadCached)
             request = received and received[0]
@@ -64,6 +65,6 @@ def _send(connection: Connection, read: Counter[str], memory: LentMemory, whole:
     if memory.end is not None:
         uses.callback(memory.end)
     try:
-        connection.send(CachedObject(read, whole, memory.extents), fd=memory.descriptor)
+        connection.send(CachedObject(read, whole, memory.extents, memory.others), fd=memory.descriptor)
     finally:
         os.close(memory.descriptor)

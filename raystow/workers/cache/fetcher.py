@@ -55,7 +55,7 @@ class Fetcher:
 
     def kept(self, request: ReadCached, read: Counter[str]) -> tuple[LentMemory, bool] | None:
         """What ``get`` returns, if the memory tier has the object; it is not waited for."""
-        memory = self._tier.lend(request.repository, request.key)
+        memory = self._tier.lend_version(request.repository, request.key)
         if memory is None:
             return None
         read["memory"] += sum(end - start for start, end in request.spans)

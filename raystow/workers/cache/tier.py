@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ...storage.format.keys import attempt_of
 from ...storage.log import about
 from ...storage.object_store import Buffer
 from ..protocol.messages import AttemptKey, Holding, NodePart
@@ -25,6 +26,8 @@ from .pack_file import PackFile, Spares
 from .ring_pack import RingPack, copied
 
 logger = logging.getLogger(__name__)
+
+_TOGETHER = 4096  # objects that are lent at a time
 
 
 @dataclass
@@ -237,6 +240,20 @@ class MemoryTier:
             if isinstance(file, RingPack):
                 return file.lend()
             return None if file is None else LentMemory(file.lend())
+
+    def lend_version(self, repository: str, key: str) -> LentMemory | None:
+        """Do as ``lend``, and lend other objects of the version that are in the same ring, so that a reader asks once."""
+        with self._lock:
+            file = self._files.get((repository, key))
+            if not isinstance(file, RingPack):
+                return None if file is None else LentMemory(file.lend())
+            whose = repository, attempt_of(key)
+            same = (
+                (name, pack)
+                for (of, name), pack in self._files.items()
+                if isinstance(pack, RingPack) and pack.slots is file.slots and (of, attempt_of(name)) == whose and name != key
+            )
+            return file.lend(dict(itertools.islice(same, _TOGETHER)))
 
     def close(self) -> None:
         """Drop everything. Memory that was lent stays valid for its readers."""
