@@ -70,10 +70,8 @@ def fsdp2(uri: str, death: int) -> tuple[int, dict[str, str]]:
                 pending = checkpointer.save(state, step=step)
             die(step, death)
         pending.result()
-    tensors = {name: one.full_tensor() for name, one in net.state_dict().items()}  # type: ignore[attr-defined]  # a DTensor
-    moments = [
-        optimizer.state[parameter][key].full_tensor() for parameter in net.parameters() for key in ("exp_avg", "exp_avg_sq")
-    ]
+    tensors = {name: one.full_tensor() for name, one in net.state_dict().items()}
+    moments = [optimizer.state[one][key].full_tensor() for one in net.parameters() for key in ("exp_avg", "exp_avg_sq")]
     return begin, digest({**tensors, **{str(number): one for number, one in enumerate(moments)}})
 
 
