@@ -73,12 +73,14 @@ class SessionOpened(Message, frozen=True):
 
 
 class BeginSave(Message, frozen=True):
-    """A training process begins a save, of so many ``chunks``."""
+    """A training process begins a save, of so many ``chunks``. ``raw``: whether the node worker may store floating-point tensors
+    in host memory without coding."""
 
     request: RankSaveRequest
     contents: SaveContents
     values: Values
     chunks: int = 0
+    raw: bool = False
 
 
 class RawChunk(MessagePart, frozen=True):
