@@ -72,7 +72,7 @@ class NodeCacheStore:
         self._connections: list[Connection] = []
         self._answered = set[tuple[str, int, int]]()
         self._whole: OrderedDict[str, LentMemory] = OrderedDict()
-        self._together: dict[str, LentMemory] = {}  # objects of which one request has told where they are
+        self._together: dict[str, LentMemory] = {}  # objects whose places came with one answer
         self._first = threading.Lock()  # held until the first answer has come: it may be the only one that is needed
         self._asked = False
         self._mapped: OrderedDict[str, tuple[int, mmap.mmap]] = OrderedDict()  # key -> inode and mapping
@@ -164,7 +164,7 @@ class NodeCacheStore:
             return None
 
     def _known(self, key: str, length: int) -> LentMemory | None:
-        """Return the memory of an object that an earlier answer has told; count the bytes that are read there."""
+        """Return the memory of an object that came with an earlier answer; count the bytes that are read there."""
         with self._lock:
             if (memory := self._together.get(key)) is None and (memory := self._whole.get(key)) is not None:
                 self._whole.move_to_end(key)
