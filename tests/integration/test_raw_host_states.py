@@ -17,7 +17,7 @@ from raystow.storage.coding.chunk import RAW, ZSTD
 def test_a_fast_store_gets_raw_floats(tmp_path: Path, memory: int) -> None:
     draw = torch.Generator().manual_seed(0)
     frozen = {"frozen": torch.randn(3_000_001, generator=draw)}
-    with LocalCluster(f"memory://{tmp_path.name}", memory=memory, raw=True, delta="auto") as cluster:
+    with LocalCluster(f"memory://{tmp_path.name}", memory=memory, raw=True, delta="auto", threads=1) as cluster:
         for step in range(4):
             state = {
                 **frozen,

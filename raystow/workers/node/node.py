@@ -138,7 +138,7 @@ class Node:
             uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=give_way),
             budget=MemoryBudget(),
         )
-        self._host_coding = HostCoding()
+        self._host_coding = HostCoding(threads)
         self._lock = threading.Lock()
         self._repositories: dict[StoreAddress, _Repository] = {}
         self._settings: dict[StoreAddress, JobSettings] = {}

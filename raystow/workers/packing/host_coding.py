@@ -34,10 +34,11 @@ class HostChoice:
 
 
 class HostCoding:
-    """Chooses for each save of a node. Thread-safe. ``cores``: of the node."""
+    """Chooses for each save of a node. Thread-safe. ``threads``: that code; by default, as many as there are cores."""
 
-    def __init__(self, cores: int | None = None) -> None:
-        self._cores = cores or len(os.sched_getaffinity(0))
+    def __init__(self, threads: int | None = None) -> None:
+        self._cores = len(os.sched_getaffinity(0))
+        self._most = min(SHARE * self._cores, threads or self._cores)
         self._lock = threading.Lock()
         self._before = 0, 0
 
@@ -45,8 +46,7 @@ class HostCoding:
         """Return what is faster. ``store``: the store's throughput in bytes per second, 0 if it is unknown."""
         if not store:
             return HostChoice(ZSTD, "tensors in host memory: what the store takes is not known yet")
-        cores = min(SHARE * self._cores, self._idle())
-        return sooner(store=store / 1e9, cores=cores, coding=_coding_rate())
+        return sooner(store=store / 1e9, cores=min(self._most, self._idle()), coding=_coding_rate())
 
     def _idle(self) -> float:
         """The cores that were idle since the last call; all at the first one, or where the system does not tell."""

@@ -25,7 +25,7 @@ def test_coding_is_chosen_if_it_keeps_up_with_the_store(store: float, cores: flo
 
 
 def test_states_are_coded_until_the_rate_of_the_store_is_known() -> None:
-    coding = HostCoding(cores=2)
+    coding = HostCoding(threads=2)
     assert coding.choose(0.0).codec == ZSTD
     assert coding.choose(1.0).codec == ZSTD
     assert coding.choose(1e15).codec == RAW
