@@ -29,6 +29,7 @@ PEERS = (TORCH_SAVE, DCP, TORCH_CHECKPOINTING)
 NONE = "no save"
 NODE = "raystow deflate, node"
 OBJECTS, DICTS = "raystow deflate, objects", "raystow deflate, state dicts"
+MEMORY, SECOND = "raystow, node's memory", "raystow, node's memory, second Checkpointer"
 HOST, PINNED, BY_CPU = "raystow, host memory", "raystow, pinned host memory", "raystow, host memory, by the CPU"
 
 
@@ -178,6 +179,23 @@ class Raystow(Contestant):
         return max((self._root / "versions").iterdir())
 
 
+class RaystowMemory(Raystow):
+    """raystow, whose training rolls back: it restores from the memory of its node, in which its ring keeps the version."""
+
+    def load(self, into: State) -> None:
+        self.checkpointer.restore_latest(into=into, allow_uncommitted=False)
+
+
+class RaystowSecond(Raystow):
+    """raystow, whose version another Checkpointer of the process restores, each time a new one."""
+
+    def load(self, into: State) -> None:
+        import raystow
+
+        with raystow.Checkpointer(str(self._root), rank=0, world_size=1) as second:
+            second.restore_latest(into=into, allow_uncommitted=False)
+
+
 class RaystowObjects(Raystow):
     """raystow, given the modules and the optimizer themselves."""
 
@@ -221,6 +239,14 @@ def field(root: Path, codecs: tuple[str, ...], memory: int | None) -> dict[str, 
         TORCH_SAVE: lambda: TorchSave(root / "torch-save"),
         DCP: lambda: Dcp(root / "dcp"),
         TORCH_CHECKPOINTING: lambda: TorchCheckpointing(root / "torch-checkpointing"),
+    }
+
+
+def of_node_memory(root: Path, codec: str, memory: int | None) -> dict[str, Callable[[], Contestant]]:
+    """Return factories, as ``field`` does, for the contestants that restore from the memory of their node."""
+    return {
+        MEMORY: partial(RaystowMemory, root / "raystow-memory", codec, memory),
+        SECOND: partial(RaystowSecond, root / "raystow-second", codec, memory),
     }
 
 

@@ -22,7 +22,7 @@ import torch
 import typer
 from gpu_restore import load
 from gpu_save import LONG, SHORT, Others, console_for_tables, measure
-from gpu_workload import Size, State, Training, about, device_named, nbytes
+from gpu_workload import Size, Training, about, device_named, nbytes
 from report import table_of
 
 NO_GROUP, BOTH = "alone", "both at once"
@@ -51,17 +51,11 @@ class Trainer:
     """One of the two trainings, in a separate process."""
 
     def __init__(self, number: int, root: str, codec: str, steps: int, size: Size) -> None:
-        from gpu_contestants import Raystow
-
-        class FromMemory(Raystow):
-            """A restore from the node's memory, as in a rank of the run."""
-
-            def load(self, into: State) -> None:
-                self.checkpointer.restore_latest(into=into, allow_uncommitted=False)
+        from gpu_contestants import RaystowMemory
 
         self.training = Training(size, device_named("cuda"))
         self.training.run(steps)
-        self.saver = FromMemory(Path(root) / f"run{number}", codec, None)
+        self.saver = RaystowMemory(Path(root) / f"run{number}", codec, None)
 
     def about(self) -> dict[str, Any]:
         """Describe the machine and its software."""

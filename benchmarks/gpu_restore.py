@@ -2,11 +2,11 @@
 
 Each contestant saves the state of ``gpu_workload`` (6.17 GB) once to /dev/shm and loads it several times into the tensors on
 the GPU. Rates are of raw bytes. raystow restores what its GPU coders write (deflate, ans) and what its node worker writes
-(zstd).
+(zstd); and from the memory of its node in the training process that has saved, by its Checkpointer and by a second one.
 
-Method. Before each load the tensors are set to zero. The clock runs between synchronizations of the GPU. Afterwards every
-tensor is compared bit for bit with a copy on the GPU. The first load, which compiles kernels and pins memory, is reported
-separately.
+Method. Before each load the training takes two steps, and the tensors are set to zero. The clock runs between synchronizations
+of the GPU. Afterwards every tensor is compared bit for bit with a copy on the GPU. The first load, which compiles kernels and
+pins memory, is reported separately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import report
 import torch
 import typer
 from gpu_coders import WORDS
-from gpu_contestants import PEERS, Contestant, field, ours, start_ray
+from gpu_contestants import MEMORY, PEERS, SECOND, Contestant, field, of_node_memory, ours, start_ray
 from gpu_save import clear, console_for_tables, style
 from gpu_workload import Size, State, Training, about, device_named, nbytes, tensors_of
 from report import table_of
@@ -55,6 +55,7 @@ def measure(training: Training, contestant: Contestant, kept: State, rounds: int
 
 def load(training: Training, contestant: Contestant, into: State, kept: State) -> float:
     """Load once; return seconds."""
+    training.run(2)
     for tensor in tensors_of(into):
         tensor.zero_()
     training.synchronize()
@@ -98,6 +99,12 @@ def claims(results: dict[str, Any]) -> dict[str, bool | None]:
         rate = rates.get(name)
         held[f"{name} loads at least 20 GB/s"] = None if rate is None else rate >= 20
         held[f"{name} loads at least 5 times as fast as the best peer"] = None if not (rate and best) else rate >= 5 * best
+    store = rates.get(ours(CODECS[0]))
+    for name in (MEMORY, SECOND):
+        rate = rates.get(name)
+        held[f"{name}: at least the rate from the store, and 20 GB/s"] = (
+            None if not (rate and store) else rate >= max(20, 0.95 * store)
+        )
     return held
 
 
@@ -114,7 +121,7 @@ def main(
     batch: Annotated[int, typer.Option(help="sequences in a micro-batch")] = Size.batch,
 ) -> None:
     """Measure how fast a training state is restored."""
-    names = report.chosen(contestant, field(Path(), CODECS, None))
+    names = report.chosen(contestant, {**field(Path(), CODECS, None), **of_node_memory(Path(), CODECS[0], None)})
     where = device_named(device)
     console = console_for_tables()
     settings = {"rounds": rounds, "steps": steps, "memory GiB": memory, "layers": layers, "width": width}
@@ -131,7 +138,8 @@ def main(
 
     with tempfile.TemporaryDirectory(prefix="raystow-gpu-restore-", dir=store) as folder:
         root = Path(folder)
-        makers = field(root, CODECS, int(memory * (1 << 30)) if memory else None)
+        limit = int(memory * (1 << 30)) if memory else None
+        makers = {**field(root, CODECS, limit), **of_node_memory(root, CODECS[0], limit)}
         for name in names:
             try:
                 results["contestants"][name] = row = measure(training, makers[name](), kept, rounds)

@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,16 @@ def now() -> str:
 
 def about(*packages: str) -> dict[str, Any]:
     """Describe when and where a benchmark runs, with the versions of these packages."""
-    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in packages}}
     return {"date": now(), "machine": machine(), "versions": versions}
+
+
+def _version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed, but in ``PYTHONPATH``."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def chosen(names: Sequence[str] | None, known: Iterable[str]) -> list[str]:

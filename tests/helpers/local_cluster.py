@@ -97,7 +97,7 @@ class KnownStall(SaveProgress):
 
 class LocalCluster:
     """``uri``: the repository, created if missing. ``memory``: bytes for each rank. ``threads``: coding threads of a node.
-    ``host``: the CUDA device that codes tensors in host memory."""
+    ``host``: the CUDA device that codes tensors in host memory; ``raw``: whether the node may store them without coding."""
 
     def __init__(
         self,
@@ -111,10 +111,11 @@ class LocalCluster:
         lossy: Mapping[str, RuleSelector] | str | None = None,
         delta: Delta = 0,
         host: int | None = None,
+        raw: bool = False,
         on_difference: OnDifference = "warn",
         clock: Clock = SYSTEM,
     ) -> None:
-        self._gpus = GpuCoding(codec != "cpu", host)
+        self._gpus, self._raw = GpuCoding(codec != "cpu", host), raw
         self.repository = create_repository(uri, clock=clock)
         self.uri = self.repository.uri
         self.committer = Committer(self.repository, f"local-{SYSTEM.token()}")
@@ -234,7 +235,7 @@ class LocalCluster:
             if known is not None:
                 known[1].close()
             opening = self._openings[rank] = replace(self.opening(rank, world_size), process=self._process)
-            staging = Staging(self.address(rank % len(self._nodes)), opening, codec=self._codec)
+            staging = Staging(self.address(rank % len(self._nodes)), opening, codec=self._codec, raw=self._raw)
             self._stagings[rank] = world_size, staging
             return staging
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,17 @@ def read_of(cluster: LocalCluster, version: Version) -> dict[str, int]:
         assert bytes(cache.get_range(key, 0, size)) == stored
     cache.close()
     return dict(cache.read)
+
+
+def await_free_slots(rank: CodedRank, step: int) -> None:
+    """Save from ``step`` on until only the newest version is in the ring."""
+    steps = itertools.count(step)
+
+    def free() -> bool:
+        rank.save(next(steps), random_bytes(0))
+        return len(rank.free) == rank.ring.slots - SLOTS
+
+    wait_until(free, "all slots but those of the newest version are free")
 
 
 def lent_pack(cluster: LocalCluster) -> tuple[LentMemory, list[int]]:
@@ -120,13 +132,16 @@ def test_no_version_of_a_float32_state_is_copied(cluster: LocalCluster) -> None:
     rank.close()
 
 
-def test_a_reader_gets_a_copy_while_the_ring_is_in_use(cluster: LocalCluster) -> None:
+def test_lent_slots_are_not_filled_until_the_reader_ends(cluster: LocalCluster) -> None:
     rank = connected(cluster)
     rank.save(1, first := random_bytes(1))
     lent, place = lent_pack(cluster)
+    assert os.fstat(lent.descriptor).st_ino == os.fstat(rank.ring.fd).st_ino
     for step in range(2, 5):
-        rank.save(step, random_bytes(step))  # all slots are filled again
+        rank.save(step, random_bytes(step))  # all other slots are filled again
+        assert len(rank.free) <= rank.ring.slots - 2 * SLOTS
     assert content(lent, place) == first.tobytes()
+    await_free_slots(rank, 5)
     rank.close()
 
 
@@ -137,7 +152,7 @@ def test_lent_memory_is_unchanged_after_its_version_is_replaced(cluster: LocalCl
     inode = os.fstat(rank.ring.fd).st_ino
     rank.close()
     (kept,) = (file for file in cluster.tier(0)._files.values() if isinstance(file, RingPack))
-    wait_until(lambda: kept.slots.retired, "the ring is retired")  # lent before that, it would be copied
+    wait_until(lambda: kept.slots.retired, "the ring is retired")
     lent, place = lent_pack(cluster)
     assert os.fstat(lent.descriptor).st_ino == inode
     assert lent.extents

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 import raystow
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.state.planner import plan_save
+from raystow.storage.coding.chunk import RAW
 from raystow.workers.protocol.messages import OpenSession
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
@@ -25,6 +26,7 @@ from raystow.workers.staging.progress import SaveProgress
 
 STATES: dict[str, Callable[[], dict[str, Any]]] = {
     "tensors": lambda: {"w": torch.arange(3 << 20), "small": torch.ones(3), "step": 7},  # 24 MiB
+    "raw tensors": lambda: {"w": torch.arange(6 << 20, dtype=torch.float32), "small": torch.ones(3), "step": 7},
     "plain values": lambda: {"step": 7, "name": "a", "rate": 2.5},
     "nothing": dict,
 }
@@ -36,7 +38,7 @@ ENDS: dict[str, Callable[[], object]] = {
 
 def train(address: str, opening: OpenSession, state: str, end: str) -> None:
     """Save as a training process, and die once the save is staged."""
-    staging = Staging(address, replace(opening, pid=os.getpid()))
+    staging = Staging(address, replace(opening, pid=os.getpid()), raw=True)
     plan = plan_save(STATES[state](), rank=opening.rank, world_size=opening.world_size)
 
     class Dying(SaveProgress):
@@ -57,7 +59,8 @@ def processes() -> Any:
 
 @pytest.fixture
 def node() -> Iterator[LocalCluster]:
-    with LocalCluster("memory://killed") as cluster:
+    with LocalCluster("memory://killed", threads=1) as cluster:
+        cluster.save({"w": torch.ones(1 << 20)}, step=0)  # the rate of the store is known afterwards
         yield cluster
 
 
@@ -76,6 +79,8 @@ def save_and_die(processes: Any, node: LocalCluster, state: str, end: str, ranks
     into = {key: torch.zeros_like(value) if torch.is_tensor(value) else None for key, value in STATES[state]().items()}
     raystow.restore_latest(node.uri, into=into)
     assert same(into, STATES[state]())
+    if state == "raw tensors":
+        assert RAW in version.record.coding
     assert version.world_size == ranks
 
 

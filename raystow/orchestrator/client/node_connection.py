@@ -52,7 +52,9 @@ class NodeConnection:
                 self.reset()
             if self._staging is None:
                 opening = self._opening(plan)
-                self._staging = Staging(self._startup.node_address(), opening, codec=self._codec)
+                self._staging = Staging(
+                    self._startup.node_address(), opening, codec=self._codec, raw=self._compression.may_be_raw
+                )
             return self._staging
 
     def prepare(self, plan: Callable[[], SavePlan | None]) -> None:
@@ -88,10 +90,13 @@ class NodeConnection:
     def _opening(self, plan: SavePlan) -> OpenSession:
         """The first message: who the rank is, and how much memory its saves may take."""
         member, in_training, machine = self._startup.member, self._compression.process == "training", memory_limit()
-        gpus = max(1, ray_cluster.gpus_here(self._startup.connection)) if plan.ready else 0
-        left = max(0, machine - gpus * plan.on_host)
-        staging = self._memory.staging or default_staging(plan.nbytes if plan.ready else 0, gpus=gpus, machine=left)
-        coded = staging // 8 if plan.ready else staging // 2  # what a GPU has coded stays in the ring until it is uploaded
+        in_ring = (
+            bool(plan.ready) or self._compression.may_be_raw
+        )  # what is not coded by the node stays there until it is uploaded
+        ranks = max(1, ray_cluster.gpus_here(self._startup.connection)) if plan.ready else member.world_size
+        left = max(0, machine - ranks * plan.on_host)
+        staging = self._memory.staging or default_staging(plan.nbytes if in_ring else 0, ranks=ranks, machine=left)
+        coded = staging // 8 if in_ring else staging // 2
         # If the rank's share of the node's memory for versions allows.
         keep = two_versions(plan.nbytes) if plan.ready and in_training else 0
         cache = machine // 4 if self._memory.cache is None else self._memory.cache
@@ -109,6 +114,6 @@ class NodeConnection:
             replicas=self._replication.replicas,
             replication_rate=self._replication.rate,
             process="training" if in_training else "node",
-            keep=keep if keep <= cache // max(1, gpus) else 0,
+            keep=keep if keep <= cache // ranks else 0,
             place=place_of(self._startup.store),
         )

@@ -30,8 +30,8 @@ class Memory:
     """Limit the host memory that saves take and that cached versions take.
 
     Args:
-        staging: Bytes per rank for staged and encoded data together, at least 32 MiB. None: 1 GiB; for a state on GPUs enough
-            for one whole save, but at most this rank's share of half of the machine's memory.
+        staging: Bytes per rank for staged and encoded data together, at least 32 MiB. None: enough for one whole save, but at
+            most this rank's share of half of the machine's memory, and at least 1 GiB; 1 GiB for what only the CPU encodes.
         cache: Bytes per node (not per rank) for its part of the newest version, which restores read first. A part that does not
             fit is not cached; 0 turns the cache off. None: a quarter of the machine's memory. A rank whose share of the cache is
             at least 1.75 times its state on GPUs pins that much host memory: the GPU writes the version there, and no copy of it
@@ -68,6 +68,8 @@ class Compression:
             See ``docs/gpu.md``.
         host: Where floating-point tensors in host memory are encoded: "cpu", or "auto": on the current CUDA device, if the
             training has initialized CUDA, they have 256 MiB or more, and 3 GiB of device memory are free at the first save.
+            Else on the CPU, unless a quarter of the cores, or fewer that are idle, would encode slower than the store takes
+            bytes: then they are stored raw. ``delta`` and ``lossy`` always encode. ``raystow show`` prints the reason.
         process: The process that encodes tensors on a GPU. "training": the training process, which slows training least.
             "node": the node worker; the training process only copies tensors to 256 MiB of shared device memory.
         lossy: Tensors that are stored with fewer bits: the profile "resume-bounded" or "archive", or rules by group such as
@@ -84,6 +86,11 @@ class Compression:
     host: str = "auto"
     lossy: Mapping[str, RuleSelector] | str | None = None
     delta: int | None = None
+
+    @property
+    def may_be_raw(self) -> bool:
+        """Whether tensors in host memory may be stored without coding: nothing here asks for coding by the node's CPU."""
+        return self.host == "auto" and self.codec != "cpu" and not self.delta and not Lossy.of(self.lossy).rules
 
     def __post_init__(self) -> None:
         one_of("Compression.codec", self.codec, CODECS)
@@ -150,16 +157,14 @@ class Interval:
             raise StateError(f"Interval has {' and '.join(given)}", remedy="give steps, or seconds, or mtbf and budget")
 
 
-def default_staging(nbytes: int, *, gpus: int, machine: int) -> int:
-    """The default of ``Memory.staging`` for a rank that stores ``nbytes`` from GPUs, one of ``gpus`` ranks on a machine with
-    ``machine`` bytes of memory, apart from the states of these ranks in it.
+def default_staging(nbytes: int, *, ranks: int, machine: int) -> int:
+    """The default of ``Memory.staging`` for a rank that stores ``nbytes`` in the ring until they are uploaded, one of ``ranks``
+    ranks on a machine with ``machine`` bytes of memory, apart from the states of these ranks in it.
 
-    Enough for one whole save, so that staging does not wait for uploads, but at most this rank's share of half the machine. 1 GiB
-    without GPUs.
+    Enough for one whole save, so that staging does not wait for uploads, but at most this rank's share of half the machine. At
+    least 1 GiB.
     """
-    if not gpus:
-        return _DEFAULT_STAGING
-    return max(_DEFAULT_STAGING, min(nbytes * 8 // 7 + _SLACK, machine // 2 // gpus))
+    return max(_DEFAULT_STAGING, min(nbytes * 8 // 7 + _SLACK, machine // 2 // ranks))
 
 
 def usable_codec(codec: str) -> str:

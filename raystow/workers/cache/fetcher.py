@@ -47,13 +47,19 @@ class Fetcher:
         The bytes that this call reads are added to ``read``, by source; "instead" is the store, because the node that was to read
         them did not send them. What other threads have read is not counted.
         """
-        kept = self._tier.lend(request.repository, request.key)
-        if kept is not None:
-            read["memory"] += sum(end - start for start, end in request.spans)
-            return kept, True
+        if (kept := self.kept(request, read)) is not None:
+            return kept
         with self._file(request) as file:
             file.ensure(request.spans, lambda start, target: self._fetch(request, store, read, start, target))
             return LentMemory(file.lend()), False
+
+    def kept(self, request: ReadCached, read: Counter[str]) -> tuple[LentMemory, bool] | None:
+        """What ``get`` returns, if the memory tier has the object; it is not waited for."""
+        memory = self._tier.lend_version(request.repository, request.key)
+        if memory is None:
+            return None
+        read["memory"] += sum(end - start for start, end in request.spans)
+        return memory, True
 
     def lend(self, repository: str, key: str, span: Span, seconds: float) -> LentMemory | None:
         """Return memory in which a span is filled, for another node; None if it is not here. Waits while it is being fetched:

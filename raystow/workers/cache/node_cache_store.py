@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -42,6 +43,13 @@ class BorrowedMemory(LentMemory):
         self.close()
 
 
+@dataclass(frozen=True)
+class _BorrowedPart(LentMemory):
+    """Another object in memory that this process has received."""
+
+    memory: LentMemory | None = None
+
+
 class NodeCacheStore:
     """A thread-safe ``ObjectStore`` for reading.
 
@@ -63,7 +71,10 @@ class NodeCacheStore:
         self._lock = threading.Lock()
         self._connections: list[Connection] = []
         self._answered = set[tuple[str, int, int]]()
-        self._whole: OrderedDict[str, BorrowedMemory] = OrderedDict()
+        self._whole: OrderedDict[str, LentMemory] = OrderedDict()
+        self._together: dict[str, LentMemory] = {}  # objects whose places came with one answer
+        self._first = threading.Lock()  # held until the first answer has come: it may be the only one that is needed
+        self._asked = False
         self._mapped: OrderedDict[str, tuple[int, mmap.mmap]] = OrderedDict()  # key -> inode and mapping
 
     @property
@@ -112,6 +123,7 @@ class NodeCacheStore:
                 connection.close()
             self._connections.clear()
             self._whole.clear()
+            self._together.clear()
             self._mapped.clear()
 
     def __getattr__(self, name: str) -> Any:
@@ -132,7 +144,7 @@ class NodeCacheStore:
     ) -> _Result | None:
         """Return ``use`` of memory that contains these bytes; None if they must be read from the store."""
         location, asked = self.location(key), (key, start, length)
-        silent = self._frozen and key not in self._whole
+        silent = self._frozen and key not in self._whole and key not in self._together
         if location is None or silent or start + length > location.size or not length:
             with self._lock:
                 self.read["store"] += length
@@ -141,17 +153,24 @@ class NodeCacheStore:
             if asked in self._answered:
                 raise ClusterError("it is requested again, so the first answer must have been wrong", subject=self._address)
             self._answered.add(asked)
-            with self._lock:
-                if (memory := self._whole.get(key)) is not None:
-                    self._whole.move_to_end(key)
-                    self.read["memory"] += length
-            return use(location, memory or self._request(key, location, start, length))
+            with contextlib.nullcontext() if self._asked else self._first:
+                memory = self._known(key, length) or self._request(key, location, start, length)
+            return use(location, memory)
         except ClusterError as error:
             self._frozen = self._frozen or isinstance(error.__cause__, TimeoutError)
             about(logger, repository=self.uri, **whose(key)).warning("%s is read without the node worker: %s", key, error)
             with self._lock:
                 self.read["store"] += length
             return None
+
+    def _known(self, key: str, length: int) -> LentMemory | None:
+        """Return the memory of an object that came with an earlier answer; count the bytes that are read there."""
+        with self._lock:
+            if (memory := self._together.get(key)) is None and (memory := self._whole.get(key)) is not None:
+                self._whole.move_to_end(key)
+            if memory is not None:
+                self.read["memory"] += length
+        return memory
 
     def _request(self, key: str, location: ObjectLocation, start: int, length: int) -> BorrowedMemory:
         """Ask the node worker for memory with these bytes, and keep it open if it has the whole object."""
@@ -166,13 +185,20 @@ class NodeCacheStore:
             uri=self._store.uri,
             place=place_of(self._store),
         )
-        answer, descriptor = self._ask(request)
+        try:
+            answer, descriptor = self._ask(request)
+        finally:
+            self._asked = True
         memory = BorrowedMemory(descriptor, answer.extents)
         if not memory.extents and (size := os.fstat(descriptor).st_size) < request.size:
             raise ClusterError(f"the node worker lent {size} bytes instead of {request.size}", subject=self._address)
         with self._lock:
             self.read.update(answer.read)
-            if answer.whole:
+            for other, extents in answer.others.items():
+                self._together[other] = _BorrowedPart(descriptor, extents, memory=memory)
+            if answer.others:
+                self._together[key] = memory
+            elif answer.whole:
                 self._whole[key] = memory
                 if len(self._whole) > HELD:
                     self._whole.popitem(last=False)

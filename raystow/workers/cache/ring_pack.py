@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import os
+from collections.abc import Mapping, Sequence
 
 from ..shm.ring import SlotPart
 from ..shm.slots import Slots, SlotUse
@@ -15,7 +17,7 @@ class RingPack:
 
     def __init__(self, slots: Slots, parts: Sequence[SlotPart], size: int) -> None:
         self.slots, self.size = slots, size
-        self._parts = parts
+        self._parts, self._spans = parts, slots.ring.spans(parts)
 
     @staticmethod
     def of(uses: Sequence[SlotUse]) -> RingPack | None:
@@ -25,9 +27,11 @@ class RingPack:
             return None
         return RingPack(uses[0].slots, parts, sum(size for _, _, size in parts))
 
-    def lend(self) -> LentMemory:
-        """Return the memory, after the ring is retired. Before that, slots may be filled again: copy what ``hold`` returns."""
-        return LentMemory(self.slots.lend(self._parts), self.slots.ring.spans(self._parts))
+    def lend(self, others: Mapping[str, RingPack] | None = None) -> LentMemory:
+        """Return the memory, and that of other objects in the same ring, by key. Its slots are in use until it is closed."""
+        ring, more = self.slots.ring, others or {}
+        _, use = self.slots.take_over([*self._parts, *itertools.chain.from_iterable(pack._parts for pack in more.values())])
+        return LentMemory(os.dup(ring.fd), self._spans, {key: pack._spans for key, pack in more.items()}, use)
 
     def hold(self) -> tuple[list[memoryview], SlotUse]:
         """Return the bytes in parts, and what to call when they are no longer read."""

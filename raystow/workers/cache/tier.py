@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ...storage.format.keys import attempt_of
 from ...storage.log import about
 from ...storage.object_store import Buffer
 from ..protocol.messages import AttemptKey, Holding, NodePart
@@ -25,6 +26,8 @@ from .pack_file import PackFile, Spares
 from .ring_pack import RingPack, copied
 
 logger = logging.getLogger(__name__)
+
+_TOGETHER = 4096  # objects that are lent at a time
 
 
 @dataclass
@@ -230,26 +233,27 @@ class MemoryTier:
         return copied(held, file.size).content
 
     def lend(self, repository: str, key: str) -> LentMemory | None:
-        """Return an object's memory, which the caller closes; None if it is not here. An object in a ring that a process still
-        fills is copied first, since the reader does not report when it has read the memory."""
+        """Return an object's memory, which the caller closes; None if it is not here. A ring's object is not copied: its slots
+        are in use until then."""
         with self._lock:
             file = self._files.get((repository, key))
-            if file is None:
-                return None
-            if not isinstance(file, RingPack):
-                return LentMemory(file.lend())
-            if file.slots.retired:
+            if isinstance(file, RingPack):
                 return file.lend()
-            held = file.hold()
-        copy = copied(held, file.size)
-        lent = LentMemory(copy.lend())
-        with self._changing():
-            if self._files.get((repository, key)) is file and self._fits(file.size):
-                self._used += file.size
-                self._place(repository, key, copy)
-            else:
-                copy.close()
-        return lent
+            return None if file is None else LentMemory(file.lend())
+
+    def lend_version(self, repository: str, key: str) -> LentMemory | None:
+        """Do as ``lend``, and lend other objects of the version that are in the same ring, so that a reader asks once."""
+        with self._lock:
+            file = self._files.get((repository, key))
+            if not isinstance(file, RingPack):
+                return None if file is None else LentMemory(file.lend())
+            whose = repository, attempt_of(key)
+            same = (
+                (name, pack)
+                for (of, name), pack in self._files.items()
+                if isinstance(pack, RingPack) and pack.slots is file.slots and (of, attempt_of(name)) == whose and name != key
+            )
+            return file.lend(dict(itertools.islice(same, _TOGETHER)))
 
     def close(self) -> None:
         """Drop everything. Memory that was lent stays valid for its readers."""

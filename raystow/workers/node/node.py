@@ -31,6 +31,7 @@ from ..journal.node_journal import NodeJournal
 from ..node_peers import NodePeers, NoPeers
 from ..packing.attempt import Executors, NodeAttempt, Outcome
 from ..packing.chunk_writer import warm_up
+from ..packing.host_coding import HostChoice, HostCoding
 from ..packing.metered_store import Metered
 from ..packing.stale_state import OptimizerWatch
 from ..protocol import peer_tls
@@ -137,6 +138,7 @@ class Node:
             uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=give_way),
             budget=MemoryBudget(),
         )
+        self._host_coding = HostCoding(threads)
         self._lock = threading.Lock()
         self._repositories: dict[StoreAddress, _Repository] = {}
         self._settings: dict[StoreAddress, JobSettings] = {}
@@ -337,6 +339,10 @@ class Node:
         with self._lock:
             known = self._repositories.get(store)
         return known.store.rate if known else 0.0
+
+    def host_coding(self, store: StoreAddress) -> HostChoice:
+        """See ``session.SessionHost``."""
+        return self._host_coding.choose(self.store_rate(store))
 
     def rank_disconnected(self, store: StoreAddress, rank: int, incarnation: Incarnation, reason: str) -> None:
         """See ``session.SessionHost``."""

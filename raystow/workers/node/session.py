@@ -8,15 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from ...state.chunk_info import RangeInfo
+from ...storage.coding.chunk import RAW
 from ...storage.coding.derived import Derivation
 from ...storage.coding.digest import process_keys
+from ...storage.coding.dtypes import dtype
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.log import about
 from ...storage.stores.settings import StoreAddress
 from ..cache.base_version import KnownChunks
 from ..packing.attempt import NodeAttempt, Outcome, draft, taken_over
+from ..packing.host_coding import HostChoice
 from ..protocol.messages import (
     STAGING,
     AbortSave,
@@ -39,6 +43,8 @@ from ..protocol.messages import (
     Message,
     OpenDevice,
     OpenSession,
+    RawChunk,
+    SaveContents,
     SaveDone,
     SaveLost,
     SaveStaged,
@@ -78,6 +84,9 @@ class SessionHost(Protocol):
     def store_rate(self, store: StoreAddress) -> float:
         """Return the bytes per second that the store of the repository in ``store`` has taken so far; 0 if unknown."""
 
+    def host_coding(self, store: StoreAddress) -> HostChoice:
+        """Choose whether tensors in host memory are coded before they are stored there."""
+
     def grow(self, nbytes: int) -> None:
         """Add a process's share to the budget of coded bytes."""
 
@@ -107,7 +116,7 @@ class Session:
         self._sent: dict[int, tuple[int, int]] = {}  # by device, the version and the chunks whose digests were sent last
         self._replicas: Mapping[int, Sequence[RangeInfo]] = {}  # by group, what the process compares with others
         self._attempt: NodeAttempt | None = None
-        self._number = 0
+        self._number, self._raw = 0, False
 
     def serve(self) -> None:
         """Handle messages until the connection ends."""
@@ -163,9 +172,7 @@ class Session:
         active = attempt if attempt is not None and not attempt.over else None  # what comes for a failed save is dropped
         match message:
             case StageRaw(chunks) if active is not None:
-                parts, done = self._slots.take_over([(raw.slot, raw.start, raw.nbytes) for raw in chunks])
-                drafts = [draft(raw.info, self._number) for raw in chunks]
-                active.add(rank, list(zip(drafts, parts, strict=True)), done)
+                self._take_over(active, chunks)
             case StageDerived(chunks) if active is not None:
                 for one in chunks:
                     derivation = Derivation(one.source, one.source_dtype)
@@ -198,8 +205,32 @@ class Session:
             case OpenDevice() | CheckDevice() | LendSlots():
                 self._ask(message)
 
+    def _take_over(self, attempt: NodeAttempt, chunks: Sequence[RawChunk]) -> None:
+        """Add chunks in host memory: those that are stored raw, which stay in the ring until then, and those that are coded."""
+        raw, coded = list[RawChunk](), list[RawChunk]()
+        for chunk in chunks:
+            (raw if self._raw and dtype(chunk.info.dtype).is_float else coded).append(chunk)
+        if raw:
+            taken = self._slots.take_over_each([[(chunk.slot, chunk.start, chunk.nbytes)] for chunk in raw])
+            drafts = (draft(chunk.info, self._number) for chunk in raw)
+            attempt.add_raw(self._opening.rank, [(row, parts, use) for row, (parts, use) in zip(drafts, taken, strict=True)])
+        if coded:
+            elements, done = self._slots.take_over([(chunk.slot, chunk.start, chunk.nbytes) for chunk in coded])
+            rows = [draft(chunk.info, self._number) for chunk in coded]
+            attempt.add(self._opening.rank, list(zip(rows, elements, strict=True)), done)
+
+    def _contents(self, message: BeginSave) -> SaveContents:
+        """Choose how tensors in host memory are stored; return what the save says of itself, with the reason."""
+        self._raw = False
+        if not message.raw:
+            return message.contents
+        choice, known = self._host.host_coding(self._opening.store), message.contents.coding
+        self._raw = choice.codec == RAW
+        why = "; ".join(filter(None, (known.get(choice.codec), choice.why)))  # a GPU may use the same codec
+        return replace(message.contents, coding={**known, choice.codec: why})
+
     def _begin(self, message: BeginSave) -> None:
-        request, begin = message.request, Begin(self._node, message.request, message.contents)
+        request, begin = message.request, Begin(self._node, message.request, self._contents(message))
         try:
             attempt, self._number = self._host.open_attempt(self._opening.store, self._opening.repository, begin)
         except Exception as error:

@@ -191,6 +191,16 @@ class NodeAttempt:
             release_all(itertools.chain.from_iterable(waiting))
             raise
 
+    def add_raw(self, rank: int, chunks: Sequence[Coded]) -> None:
+        """Pack chunks whose elements are stored as they are, each in one part, which is in use until it is stored."""
+        with self._lock:
+            self._coding[rank] += 1
+        try:
+            background.submit(self._executors.coders, "raystow-code", self._pack_raw, rank, chunks)
+        except BaseException:
+            release_all(chunks)
+            raise
+
     def add_derived(self, rank: int, chunk: Chunk) -> None:
         """Add a chunk that is derived from another chunk of this rank, which is also added, before or after."""
         self._writer.add_derived(chunk)
@@ -290,6 +300,14 @@ class NodeAttempt:
         """Pack chunks that a GPU has coded."""
         with self._task_of(rank), self._failing(rank, f"{len(chunks)} chunks from {chunks[0][0].name!r} on"):
             self._cover(rank, *self._writer.append(rank, chunks))
+
+    def _pack_raw(self, rank: int, chunks: Sequence[Coded]) -> None:
+        """Compute the digests of chunks, and pack them, unless the attempt has ended."""
+        with self._task_of(rank), self._failing(rank, repr(chunks[0][0].name)):
+            if self.over:
+                release_all(chunks)
+            else:
+                self._cover(rank, *self._writer.append_raw(rank, chunks))
 
     def _cover(self, rank: int, *chunks: Chunk) -> None:
         """Count chunks."""

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ...state.chunk_info import HOST_CHUNK
 from ...storage.coding import delta, dtypes
-from ...storage.coding.chunk import ChunkEncoder, Coding
+from ...storage.coding.chunk import RAW, ChunkEncoder, Coding
 from ...storage.coding.derived import Derivation
 from ...storage.coding.digest import digest_pair, process_keys, stored_digest
 from ...storage.coding.kernels import Bytes
@@ -104,6 +104,20 @@ class ChunkWriter:
         for _, release in same:
             release()
         return [*self._pack(new), *(row for row, _ in same)]
+
+    def append_raw(self, rank: int, chunks: Sequence[Coded]) -> list[Chunk]:
+        """Do as ``append`` with chunks whose elements are stored as they are, each in one part: compute their digests first."""
+        digested = list[Coded]()
+        try:
+            for chunk, parts, release in chunks:
+                digest, second = digest_pair(np.frombuffer(parts[0], np.uint8), process_keys())
+                self.note(chunk, second)
+                raw = Coding(False, False, (RAW,), (parts[0].nbytes,))
+                digested.append((replace(chunk, raw_digest=digest, coding=raw), parts, release))
+        except BaseException:
+            release_all(chunks)
+            raise
+        return self.append(rank, digested)
 
     def note(self, chunk: Chunk, second: int) -> None:
         """Remember the second number of ``digest_pair`` of a chunk that comes later."""

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import socket
 import struct
 import threading
@@ -158,6 +159,15 @@ class Connection:
                 logger.log(level, "a message could not be sent: %s", error)
                 self.shut()
                 return
+
+    def arrives(self, seconds: float) -> bool:
+        """Whether ``receive`` returns without waiting, at the latest after ``seconds``."""
+        waiting = select.poll()
+        try:
+            waiting.register(self._socket, select.POLLIN)
+        except ValueError:  # it is closed
+            return True
+        return bool(waiting.poll(1000 * seconds))
 
     def receive(self, *expected: type[_Message], timeout: float | None = None) -> tuple[_Message, int | None] | None:
         """Return the next message, of one of these classes, and the descriptor sent with it; None when the peer is gone.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ class Slots:
         self._kept: Counter[int] = Counter()  # those among them that are parts of versions in memory
         self._filled: set[int] = set()  # slots in use in which no more chunks will be announced
         self._changed = threading.Condition()
-        self._lent: set[int] = set()  # slots that other processes may read at any time
         self.retired = False
 
     @property
@@ -78,13 +76,6 @@ class Slots:
             _subtract(self._kept, slots)
         self.release(slots)
 
-    def lend(self, parts: Sequence[SlotPart]) -> int:
-        """Return a descriptor of the ring, for the caller to close, through which these parts can be read. Only after ``retire``:
-        the reader does not report when it has read the parts, so they must never be filled again."""
-        with self._changed:
-            self._lent.update(slot for slot, _, _ in parts)
-            return os.dup(self.ring.fd)
-
     def filled(self, slots: Sequence[int]) -> None:
         """Note that no more chunks will be announced in some slots: each is free once those in it are no longer used."""
         with self._changed:
@@ -116,7 +107,7 @@ class Slots:
 
     def _discard(self, slots: Sequence[int]) -> None:
         if self.ring.kept:
-            self.ring.discard({*slots} - self._lent)
+            self.ring.discard(slots)
         if not self._uses:
             self.ring.close()
 

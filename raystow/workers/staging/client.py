@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ...state.assignment import SMALL
 from ...state.planned_chunk import DeviceChunks
 from ...state.planner import SavePlan
 from ...storage.commit.committer import UNKNOWN
@@ -71,9 +72,17 @@ class Staging:
         lost: Whether the node worker is gone.
     """
 
-    def __init__(self, address: str, opening: OpenSession, *, codec: str = "auto", patience: float = OPENING) -> None:
-        """Connect to the node worker at ``address``, and take over the ring. ``codec``: of chunks on a GPU. ``patience``: seconds
-        within which the node worker must have allocated the ring."""
+    def __init__(
+        self, address: str, opening: OpenSession, *, codec: str = "auto", raw: bool = False, patience: float = OPENING
+    ) -> None:
+        """Connect to the node worker at ``address``, and take over the ring.
+
+        Args:
+            codec: Of chunks on a GPU.
+            raw: Whether the node worker may store tensors in host memory without coding.
+            patience: Seconds within which the node worker must have allocated the ring.
+        """
+        self._raw = raw
         self._log = about(logger, repository=opening.uri, rank=opening.rank)
         self.connection = Connection.connect(address)
         with contextlib.ExitStack() as failed:
@@ -171,8 +180,9 @@ class Staging:
         from_host = any(piece.on_host for device in devices for piece in plan.parts[device].pieces)
         coding = {choice.codec: choice.why + _FROM_HOST * from_host for choice in choices}
         contents = SaveContents(*plan.coverage, plan.owned_dtensors, new, coding)
-        self.connection.post(BeginSave(order.request, contents, plan.values, plan.chunks, plan.text))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
+        raw = self._raw and host is not None and any(one.nbytes > SMALL and one.dtype.is_float for one in host.pieces)
+        self.connection.post(BeginSave(order.request, contents, plan.values, plan.chunks, plan.text, raw))
         compared = self._replicas.begin(plan)
         at_host = host is not None or bool(compared.on_host)
         early = at_host and (not devices or compared.host_bytes + _nbytes(host) <= _BRIEF)

@@ -64,11 +64,13 @@ class CachedObject(Message, frozen=True):
         read: Bytes that were read for this request, by source.
         whole: Whether the whole object is in that memory, not only the spans.
         extents: Where its bytes are in that memory, one after the other; if empty, at the beginning.
+        others: By key, where other whole objects of the version are in it.
     """
 
     read: Table[Text, int]
     whole: bool
     extents: Column[Span] = ()
+    others: Table[Text, Column[Span]] = {}
 
 
 class ReadFailed(Message, frozen=True):

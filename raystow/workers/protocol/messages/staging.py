@@ -73,13 +73,15 @@ class SessionOpened(Message, frozen=True):
 
 
 class BeginSave(Message, frozen=True):
-    """A training process begins a save, of so many ``chunks``, whose names and paths have at least ``text`` characters."""
+    """A training process begins a save, of so many ``chunks``, whose names and paths have at least ``text`` characters. ``raw``:
+    whether the node worker may store floating-point tensors in host memory without coding."""
 
     request: RankSaveRequest
     contents: SaveContents
     values: Values
     chunks: int = 0
     text: int = 0
+    raw: bool = False
 
 
 class RawChunk(MessagePart, frozen=True):

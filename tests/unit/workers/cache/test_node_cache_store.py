@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from helpers.pack_memory import opened
+from helpers.polling import wait_until
 from helpers.scripted_store import ScriptedStore, script
 
 from raystow.storage.errors import RaystowError, StoreError, StoreUnavailable
+from raystow.storage.format import keys
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache import cache_server
 from raystow.workers.cache.cache_server import serve_reads
 from raystow.workers.cache.fetcher import Fetcher
+from raystow.workers.cache.lent_memory import LentMemory
 from raystow.workers.cache.node_cache_store import HELD, NodeCacheStore, ObjectLocation
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol.messages import AttemptKey, ReadCached, ReadPending
 from raystow.workers.protocol.unix_channel import Connection, Listener
+from raystow.workers.shm.ring import Ring
+from raystow.workers.shm.slots import Slots
 
 
 class Failing(ScriptedStore):
@@ -207,3 +214,38 @@ def test_a_repeated_read_of_cached_bytes_uses_the_store(rank: NodeCacheStore, ti
     tier.put(AttemptKey("r", 1, "a"), 0, "pack", [memoryview(b"wrong")])
     assert [bytes(rank.get_range("pack", 0, 5)) for _ in range(2)] == [b"wrong", b"bytes"]
     assert rank.read == {"memory": 5, "store": 5}
+
+
+def test_one_request_finds_all_packs_of_a_ring(failing: Failing) -> None:
+    """The slots are free after the lease: a reader that asks for nothing more may be frozen."""
+    tier, free, size = MemoryTier(1 << 20), list[int](), mmap.PAGESIZE
+    ring = Slots(Ring.create(2 * size, size, keep=4 * size), free.extend)
+    assert tier.admit(ring)
+    key = AttemptKey("r", 1, "0" * 16)
+    names = [keys.pack(1, key.token, 0, "weights", number) for number in range(4)]
+    for number, name in enumerate(names):
+        ring.ring.slot(number)[:] = number
+        views, use = ring.take_over([(number, 0, size)])
+        assert tier.put(key, 0, name, views, uses=[use]) is None
+        ring.filled([number])
+        use()
+    requests = list[str]()
+
+    class Counted(Fetcher):
+        def kept(self, request: ReadCached, read: Counter[str]) -> tuple[LentMemory, bool] | None:
+            requests.append(request.key)
+            return super().kept(request, read)
+
+    fetcher = Counted(tier, NoPeers(), budget=1 << 20)
+
+    def answer(connection: Connection) -> None:
+        received = connection.receive(ReadCached)
+        assert received is not None
+        serve_reads(connection, received[0], fetcher, lambda uri: failing, lease=0.01)
+
+    with a_rank(answer) as rank:
+        rank.location = lambda key: ObjectLocation(size)
+        assert [bytes(rank.get_range(name, 5, 9)) for name in names] == [bytes([number]) * 9 for number in range(4)]
+        tier.close()
+        wait_until(lambda: sorted(free) == [0, 1, 2, 3], "the slots are free, though the reader is connected")
+    assert requests == names[:1]

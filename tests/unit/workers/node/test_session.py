@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from raystow.storage.coding.chunk import RAW
 from raystow.storage.coding.digest import process_keys
 from raystow.storage.errors import SaveFailed
 from raystow.storage.format.root import Entry
@@ -27,6 +28,7 @@ from raystow.workers.cache.tier import AttemptKey, MemoryTier
 from raystow.workers.node.session import Session
 from raystow.workers.packing.attempt import draft
 from raystow.workers.packing.chunk_writer import Coded
+from raystow.workers.packing.host_coding import HostChoice
 from raystow.workers.protocol.messages import (
     AttemptJoined,
     BaseDigests,
@@ -105,6 +107,7 @@ class FakeAttempt:
     bytes: dict[str, bytes] = field(default_factory=dict)
     on_end: Any = None
     ended: list[str] = field(default_factory=list)
+    raw: list[str] = field(default_factory=list)
 
     def join(self, rank: int, values: list[Any], on_end: Any, on_warning: Any, *, chunks: int, text: int) -> None:
         self.on_end = on_end
@@ -116,6 +119,10 @@ class FakeAttempt:
     def add_coded(self, rank: int, chunks: Sequence[Coded]) -> None:
         for chunk, parts, done in chunks:
             self.bytes[chunk.name], self.done[chunk.name] = b"".join(map(bytes, parts)), done
+
+    def add_raw(self, rank: int, chunks: Sequence[Coded]) -> None:
+        self.raw += [chunk.name for chunk, _, _ in chunks]
+        self.add_coded(rank, chunks)
 
     def note(self, chunk: Any, second: int) -> None:
         self.noted.append((chunk.name, second))
@@ -146,8 +153,10 @@ class FakeHost:
     attempt: FakeAttempt | SaveFailed
     budget: int = 0
     gone: list[str] = field(default_factory=list)
+    coding: dict[str, str] = field(default_factory=dict)
 
     def open_attempt(self, store: StoreAddress, repository: str, begin: Begin) -> tuple[Any, int]:
+        self.coding |= begin.contents.coding
         if isinstance(self.attempt, SaveFailed):
             raise self.attempt
         return self.attempt, 0
@@ -169,6 +178,9 @@ class FakeHost:
 
     def store_rate(self, store: StoreAddress) -> float:
         return 0.0
+
+    def host_coding(self, store: StoreAddress) -> HostChoice:
+        return HostChoice(RAW, "the store is fast")
 
 
 def serve(
@@ -253,6 +265,26 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
     assert attempt.ended == ["finished"]
     assert host.budget == 0
     assert len(host.gone) == 1
+
+
+@pytest.mark.parametrize("may_be_raw", [True, False])
+def test_floats_that_may_be_raw_stay_in_the_ring(may_be_raw: bool) -> None:
+    """Until they are stored. The reason is passed on; integers, in which coding finds repetitions, are coded."""
+    attempt = FakeAttempt()
+
+    def script(scripted: ScriptedConnection) -> Iterator[Message]:
+        yield replace(BEGIN, raw=may_be_raw)
+        for number, kind in enumerate(("float32", "int32")):
+            yield StageRaw((RawChunk(replace(INFO, name=kind, dtype=kind), number, 64, 8),))
+            yield SlotsFilled((number,))
+        assert attempt.raw == ["float32"] * may_be_raw
+        assert not scripted.free
+        attempt.release("float32")
+        assert scripted.free == [0]
+        yield END
+
+    _, host = serve(script, attempt)
+    assert host.coding == ({RAW: "the store is fast"} if may_be_raw else {})
 
 
 @pytest.mark.parametrize("began", [True, False])
