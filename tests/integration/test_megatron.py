@@ -145,9 +145,8 @@ def memory_of_saves(training: Training, uri: str) -> tuple[int, int]:
         raystow.megatron.save(checkpointer, {"w": small}, step=0).result()  # starts threads, and imports what saves need
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = resident("VmRSS")
-        for _ in range(2):
-            raystow.megatron.save(checkpointer, state, step=training.step_number).result()
-            training.train(1)
+        for step in 1, 2:
+            raystow.megatron.save(checkpointer, state, step=step).result()
         grown = resident("VmHWM") - before
     tensors = [parameter for chunk in training.model for parameter in chunk.parameters()]
     for inner in inner_optimizers(training.optimizer):
