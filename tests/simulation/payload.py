@@ -114,8 +114,8 @@ def _difference(words: Words, base: Words) -> Words:
 
 
 def digests(rank: int, step: int, save: Save) -> HeldDigests:
-    """Return what a rank compares in a save: the tensors that all ranks hold, of which ``flip_of`` has changed one bit on one rank.
-    Their bits are others in each save, also if a step is repeated after a restart, so digests of two saves are never equal."""
+    """Return what a rank compares in a save: the tensors that all ranks hold, of which ``flip_of`` has changed one bit on one
+    rank. Their bits are others in each save, also if a step is repeated after a restart, so digests of two saves differ."""
     infos, found = [], []
     for name in HELD:
         data = _bits(name, save)
