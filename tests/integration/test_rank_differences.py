@@ -319,3 +319,39 @@ def test_flipped_bits_of_dtensors_are_found_on_ray(tmp_path: Path) -> None:
         assert f"differ in {name}, element [{first[0]}, 3] alone" in warning
         assert all(warnings == () for _, warnings in version[1:])
     ray.get([rank.do.remote(lambda self: __import__("torch").distributed.destroy_process_group()) for rank in ranks])
+
+
+@pytest.mark.long
+def test_random_flips_are_named_within_as_many_saves_as_holders() -> None:
+    """Two hundred flips in tensors that are smaller and larger than a range, strided, or boxes: the rank, the tensor and the
+    element are named, and nothing after the bit is as it was."""
+    rng, world = np.random.default_rng(5), 3
+
+    def state_of(rank: int) -> State:
+        generator = torch.Generator().manual_seed(1)
+        return {
+            "large": torch.randn(530, 600, generator=generator),
+            "strided": torch.randn(600, 530, generator=generator).t(),
+            "small": torch.randn(33, 7, generator=generator),
+            "scalar": torch.tensor(float("nan")),
+            "box": raystow.Box(torch.randn(90, 40, generator=generator), (90, 40), (0, 0), tuple(range(world))),
+            "own": raystow.PerRank({"noise": torch.full((5,), float(rank))}),
+        }
+
+    states = [state_of(rank) for rank in range(world)]
+    with LocalCluster("memory://random-flips") as cluster:
+        steps = iter(range(1, 1000))
+        assert cluster.save_all(states, step=next(steps)).record.differences == ()
+        for _ in range(200):
+            odd, name = int(rng.integers(world)), str(rng.choice([one for one in states[0] if one != "own"]))
+            value = states[odd][name]
+            words = (value.local if isinstance(value, raystow.Box) else value).view(torch.int32)
+            index = tuple(int(rng.integers(size)) for size in words.shape)
+            mask = int(np.uint32(1 << rng.integers(32)).astype(np.int32))
+            words[index] ^= mask
+            saves = (cluster.save_all(states, step=next(steps)).record.differences for _ in range(world))
+            (difference,) = next(filter(None, saves), (None,))
+            assert difference is not None, (odd, name, index)
+            assert (difference.name, difference.first, difference.elements, difference.odd) == (name, index, 1, (odd,))
+            words[index] ^= mask
+        assert cluster.save_all(states, step=next(steps)).record.differences == ()

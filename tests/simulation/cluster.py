@@ -65,7 +65,7 @@ class Cluster:
         self._hosts: list[Host] = []
         self._nodes: list[Node] = []
         self._operators: list[Operator] = []
-        self._step = self._saves = 0
+        self._step = self._saves = self._restarts = 0
         self._faults_ended = False
 
     def play(self) -> None:
@@ -132,7 +132,7 @@ class Cluster:
         self._step, self._saves = self._step + 1, self._saves + 1
         for node in self._nodes:
             if node.process.alive:
-                node.save(self._step, self._saves)
+                node.save(self._step, (self._restarts, self._saves))
 
     def _supervise(self) -> None:
         """Restart dead processes, and cause the faults that are independent of store calls."""
@@ -187,6 +187,7 @@ class Cluster:
         self._nodes = [node if node.process.alive else Node(self, node.rank) for node in self._nodes]
         versions = self.watch.root["versions"] if self.watch.root is not None else []
         self._step, self._saves = (versions[-1]["step"] if versions else 0), 0
+        self._restarts += 1
         for node in self._nodes:
             node.join()
 

@@ -86,7 +86,7 @@ class Host:
         while True:
             while (attempt := core.next_commit()) is not None:
                 record = core.record(attempt)
-                self._check_differences(record)
+                self._check_differences(attempt, record)
                 core.settled(attempt, self._commit(record))
                 self._notify()
                 if attempt.phase is Phase.COMMITTED:
@@ -186,13 +186,22 @@ class Host:
             if attempt.phase is not Phase.READY and attempt.deadline <= self._clock.monotonic():
                 raise Violation("every attempt ends", f"{self.process} lets {attempt.attempt} live past its deadline")
 
-    def _check_differences(self, record: VersionRecord) -> None:
-        """Check that no rank is blamed that holds what others hold. A node that does not answer leaves a difference unnamed."""
-        odd = payload.odd_rank(record.step)
-        for difference in record.differences:
-            sides = {*difference.odd, *difference.others}
-            if odd not in sides or (len(sides) > 2 and difference.odd != (odd,)):
-                raise Violation("only ranks with other bits are blamed", f"{difference}, where rank {odd} has other bits")
+    def _check_differences(self, attempt: Attempt, record: VersionRecord) -> None:
+        """Check that each flipped bit is named with its tensor, its element and the right rank, and that nothing else is. A node
+        that does not answer leaves a difference unnamed, which is a warning."""
+        flip, found = payload.flip_of(record.step), record.differences
+        wrong = flip is not None and flip.rank < record.world_size and record.world_size > 1
+        if found and (flip is None or not wrong):
+            raise Violation("no rank is blamed for bits that all have", f"{found} in step {record.step}")
+        if flip is None or not wrong:
+            return
+        if not found and not any("other bits of the same tensors" in warning.text for warning in attempt.warnings):
+            raise Violation("no rank has other bits unnoticed", f"{flip} in step {record.step}")
+        for one in found:
+            sides = {*one.odd, *one.others}
+            blamed = one.odd == (flip.rank,) if len(sides) > 2 else flip.rank in sides
+            if len(found) > 1 or not blamed or (one.name, one.first, one.elements) != (flip.name, (flip.element,), 1):
+                raise Violation("a difference is named as it is", f"{one}, where {flip} was made")
 
     def _check_order(self, committed: Attempt) -> None:
         for attempt in self._open():

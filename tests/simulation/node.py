@@ -66,14 +66,14 @@ class Node:
 
         self.process.spawn(tell)
 
-    def save(self, step: int, number: int) -> None:
+    def save(self, step: int, save: payload.Save) -> None:
         """Begin to save a step; a frozen node does so later, for the present training process."""
         incarnation = self.incarnation
         assert incarnation is not None
-        self.process.spawn(lambda: self._save(step, number, incarnation))
+        self.process.spawn(lambda: self._save(step, save, incarnation))
 
-    def _save(self, step: int, number: int, incarnation: Incarnation) -> None:
-        cluster = self._cluster
+    def _save(self, step: int, save: payload.Save, incarnation: Incarnation) -> None:
+        cluster, number = self._cluster, save[1]
         self.saving += 1
         port = SimPort(cluster, self.process)
         request = RankSaveRequest(
@@ -97,13 +97,13 @@ class Node:
                 pass
             return
         try:
-            self._store_and_wait(port, ticket)
+            self._store_and_wait(port, ticket, save)
         except RaystowError as error:
             self._end(step, error)
         else:
             self._end(step, None)
 
-    def _store_and_wait(self, port: SimPort, ticket: Ticket) -> None:
+    def _store_and_wait(self, port: SimPort, ticket: Ticket, save: payload.Save) -> None:
         lost = self._cluster.rng.chance(0.2)  # the base may no longer be in memory
         base = None if ticket.base is None or not ticket.deltas or lost else ticket.base.id
         part = payload.part(ticket.node, ticket.id % payload.KINDS, base)
@@ -127,7 +127,7 @@ class Node:
         self.process.spawn(upload)
         reported = False
         try:
-            held = payload.digests(self.rank, ticket.step)
+            held = payload.digests(self.rank, ticket.step, save)
             port.ask(RankFinished(ticket, self.rank, 0, held.of(self.rank)))
             while isinstance(asked := port.ask(AwaitRanks(ticket), self._warned), ReplicaQuestions):
                 port.ask(AnswerReplicas(ticket, tuple(map(held.answer, asked.questions))))

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,7 +21,24 @@ from raystow.workers.packing.held_digests import HeldDigests
 
 KINDS = 4
 GROUP = "weights"
+_SIZES = {"b": 1, "v": 33, "w": 700}  # elements
+HELD = tuple(_SIZES)
+"""The tensors that all ranks hold."""
+
+Save: TypeAlias = tuple[int, int]
+"""How often the training was restarted before, and the number of the save since then."""
+
 _SHAPE = (128, 64)  # enough float32 numbers that thinning rounds them and stores deltas
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A bit of a tensor that is wrong on one rank, which worlds with few ranks may not have."""
+
+    rank: int
+    name: str
+    element: int
+    bit: int
 
 
 @dataclass(frozen=True)
@@ -95,13 +113,34 @@ def _difference(words: Words, base: Words) -> Words:
     return stored
 
 
-def digests(rank: int, step: int) -> HeldDigests:
-    """Return what a rank compares in a save: a tensor that all ranks hold, of which ``odd_rank`` holds other bits."""
-    held, word = HeldDigests(), 1000 + step + 7 * (rank == odd_rank(step))
-    held.add(rank, {1: (RangeInfo("w", "float32", (0,), (4,), 0),)}, {1: np.array([word, word], "<u8").tobytes()})
+def digests(rank: int, step: int, save: Save) -> HeldDigests:
+    """Return what a rank compares in a save: the tensors that all ranks hold, of which ``flip_of`` has changed one bit on one
+    rank. Their bits are others in each save, also if a step is repeated after a restart, so digests of two saves differ."""
+    infos, found = [], []
+    for name in HELD:
+        data = _bits(name, save)
+        if (flip := flip_of(step)) is not None and (flip.rank, flip.name) == (rank, name):
+            data[flip.element] ^= np.uint32(1 << flip.bit)
+        infos.append(RangeInfo(name, "float32", (0,), (len(data),), 0))
+        found.append((raw_digest(data.view(np.uint8)), raw_digest(data[:1].view(np.uint8))))
+    held = HeldDigests()
+    held.add(rank, {1: infos}, {1: np.array(found, "<u8").T.tobytes()})
     return held
 
 
-def odd_rank(step: int) -> int:
-    """Return the rank that holds other bits at a step; -1 if none does."""
-    return step // 16 % 3 if step % 16 == 5 else -1
+def _bits(name: str, save: Save) -> Words:
+    """Return random words, -0.0 and NaNs with payloads, whose number depends on the tensor."""
+    rng = np.random.default_rng([*name.encode(), *save])
+    words = rng.integers(0, 1 << 32, _SIZES[name], np.uint32)
+    words[rng.integers(len(words))] = 1 << 31
+    words[rng.integers(len(words))] = 0x7FC00000 | int(rng.integers(1, 1 << 20))
+    return words
+
+
+def flip_of(step: int) -> Flip | None:
+    """Return what is changed at a step; None in most steps."""
+    if step % 4 != 1:
+        return None
+    rng = np.random.default_rng(step)
+    name = HELD[rng.integers(len(HELD))]
+    return Flip(int(rng.integers(3)), name, int(rng.integers(_SIZES[name])), int(rng.integers(32)))

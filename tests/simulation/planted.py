@@ -233,6 +233,19 @@ BUGS = (
         "a reader takes a rolled-back version for the newest",
         ("LocalAgreement.settle", "$siblings = $root.versions", "$siblings = $root.listed"),
     ),
+    _bug(
+        "the digests of a rank are compared in all attempts",
+        (
+            "Coordinator.finished",
+            "$attempt.comparison.note(rank, digests)",
+            "[one.comparison.note(rank, digests) for one in self._attempts.values()]",
+        ),
+    ),
+    _bug("differences of replicas are not reported", ("ReplicaReports.report", "^", "return None")),
+    _bug(
+        "the rank with the lowest number is taken for the majority",
+        ("_Sides.of", "max($ranks, key=$most)", "min($ranks, key=lambda whole: min($ranks[whole]))"),
+    ),
     _bug("ages are measured by the local clock", ("store_clock:now", "^", "return clock.now()")),
 )
 
