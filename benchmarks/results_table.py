@@ -153,7 +153,14 @@ def restores() -> str:
         ),
         ("New process, from the node's memory", cold(MEMORY).removesuffix(" GB/s"), "", "", "", COLD),
         *(
-            (f"Training process, 64 cores, from {place}", f"{at(ROLLBACK, 'contestants', name, 'GB/s'):.1f}", "", "", "", ROLLBACK)
+            (
+                f"Training process, 64 cores, from {place}",
+                f"{at(ROLLBACK, 'contestants', name, 'GB/s'):.1f}",
+                "",
+                "",
+                "",
+                ROLLBACK,
+            )
             for place, name in (("the node's memory", "raystow, node's memory"), ("/dev/shm", DEFAULT))
         ),
     )
