@@ -30,6 +30,7 @@ from .assignment import HeldPiece
 from .chunk_info import RangeInfo
 from .chunks import Cut, cuts_of_extent
 from .shard_range import ShardRange
+from .wrapper_tensors import DESCRIPTION, WRAPPER
 
 if TYPE_CHECKING:
     import torch
