@@ -166,7 +166,7 @@ def comparing(holders: tuple[int, ...], writer: int, save: int) -> tuple[int, ..
     return writer, *(holders[(place + 1 + step) % len(holders)] for step in sorted(steps))
 
 
-_OF_PART, _WRAPPED = f",{json.dumps(DESCRIPTION)}]", json.dumps(WRAPPER)[:-1]  # a wrapper describes its rank's part
+_OF_PART, _WRAPPED = f", {json.dumps(DESCRIPTION)}]", json.dumps(WRAPPER)[:-1]  # a wrapper describes its rank's part
 
 
 def shared_values(values: Iterable[tuple[str, str, str]], own: Iterable[str]) -> list[tuple[str, str, str]]:
