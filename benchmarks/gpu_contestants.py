@@ -125,8 +125,11 @@ class TorchCheckpointing(Folder):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-        self._manager = CheckpointManager(CheckpointManager.Config.with_async_save())
+        config = CheckpointManager.Config.with_async_save()
+        config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # ext4 refuses what 0.1.1 writes directly
+        self._manager = CheckpointManager(config)
 
     def _save(self, state: State) -> Wait:
         wait: Wait = self._manager.save(str(self._path), state).result

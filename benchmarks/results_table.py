@@ -23,7 +23,7 @@ PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", 
 
 SAVES, NODE_SAVES, OLD_PEERS = "gpu_save-2026-11-26", "gpu_save-2026-11-26-node", "peers-2026-11"
 COLD, LOADS, PAIR = "gpu_cold-2026-11-26", "gpu_restore-2026-11-26", "gpu_pair-2026-11-27"
-ROLLBACK = "gpu_restore-2026-11-28"
+ROLLBACK, NODE_MEMORY = "gpu_restore-2026-11-28", "raystow, node's memory"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-26", "control_plane-2026-11-23", "cpu_cold-2026-11-25-s3"
 DEFAULT, NODE, PEER, PINNED = "raystow deflate", "raystow deflate, node", "torch_checkpointing", "DCP async pinned"
 FAULTS, RANKS, SCALE = "faults-2026-11-25", "gpu_ranks-2026-11-27", "scale-2026-11-28"
@@ -152,17 +152,7 @@ def restores() -> str:
             COLD,
         ),
         ("New process, from the node's memory", cold(MEMORY).removesuffix(" GB/s"), "", "", "", COLD),
-        *(
-            (
-                f"Training process, 64 cores, from {place}",
-                f"{at(ROLLBACK, 'contestants', name, 'GB/s'):.1f}",
-                "",
-                "",
-                "",
-                ROLLBACK,
-            )
-            for place, name in (("the node's memory", "raystow, node's memory"), ("/dev/shm", DEFAULT))
-        ),
+        ("Rollback, from the node's memory", f"{at(ROLLBACK, 'contestants', NODE_MEMORY, 'GB/s'):.1f}", "", "", "", ROLLBACK),
     )
     return _with_files(("GB/s", "raystow", "torch_checkpointing", "DCP", "`torch.load`"), rows)
 

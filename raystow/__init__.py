@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .orchestrator.client.checkpointer import Checkpointer
     from .orchestrator.client.failures import Failures
     from .orchestrator.client.options import Compression, Interval, Memory, Replication
+    from .orchestrator.client.part import BegunSave, Part
     from .orchestrator.client.pending import Pending
     from .orchestrator.export.exports import export_model, export_version
     from .orchestrator.journal.journal import Journal
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsSaved",
+    "BegunSave",
     "Blockwise",
     "Box",
     "Boxes",
@@ -80,6 +82,7 @@ __all__ = [
     "NotARepository",
     "NotFound",
     "OutcomeUnknown",
+    "Part",
     "Pending",
     "PerRank",
     "Policy",
@@ -115,6 +118,7 @@ __all__ = [
 
 _MODULES = {
     "AsSaved": "state.as_saved",
+    "BegunSave": "orchestrator.client.part",
     "Blockwise": "state.lossy.rules",
     "Box": "state.box",
     "Boxes": "state.box",
@@ -122,6 +126,7 @@ _MODULES = {
     "CollectionPlan": "storage.retention.collect",
     "CompactionPlan": "storage.retention.plan",
     "Compression": "orchestrator.client.options",
+    "Part": "orchestrator.client.part",
     "Export": "storage.retention.export_rule",
     "Failures": "orchestrator.client.failures",
     "Journal": "orchestrator.journal.journal",

@@ -137,6 +137,7 @@ def _facts(
         },
         "largest": [{"name": name, **asdict(info), "ratio": ratio(info.stored, info.nbytes)} for name, info in largest],
         "differences": [asdict(one) for one in record.differences],
+        "parts": record.parts,
         "pins": target.pins(version.id),
         "segments": [segment_fields(one) for one in target.segments(version.id)],
     }
@@ -150,6 +151,7 @@ def _lines(target: Target, version: Version, tensors: int) -> Iterator[tuple[str
     ratio = ratio_text(version.bytes, version.raw)
     yield "bytes", f"{size(version.raw)} raw, {size(version.bytes)} stored (ratio {ratio})"
     yield "content", f"{count(tensors, 'tensor')}, {count(version.contents.values, 'plain value')}"
+    yield "parts", ", ".join(f"{name} ({size(nbytes)})" for name, nbytes in record.parts.items())
     yield "objects", f"{count(record.pack_count, 'pack')} of {count(chunks, 'chunk')}"
     yield "needs", _needs(target, version)
     if (thinned := record.thinned) is not None:

@@ -9,7 +9,8 @@ from ..storage import addresses
 from ..storage.arguments import integer, refused
 from ..storage.errors import StateError
 from ..storage.format import values
-from ..storage.limits import MAX_NAME
+from ..storage.format.parts import is_name, part_number
+from ..storage.limits import MAX_NAME, MAX_PARTS
 from ..workers.cache.host_memory import memory_limit
 from ..workers.shm.ring import SLOT
 
@@ -47,6 +48,22 @@ def memory_of_a_rank(value: object, *, name: str = "memory", least: int = 8 * SL
     if nbytes > limit:
         raise refused(name, value, f"bytes, at most the {limit:,} that this machine or container has", instead)
     return nbytes
+
+
+def part_names(parts: object) -> tuple[str, ...]:
+    """The names of parts, of which no two are equal or have the same number."""
+    if isinstance(parts, str) or not isinstance(parts, Sequence) or len(parts) > MAX_PARTS:
+        raise refused("parts", parts, f"at most {MAX_PARTS} names", "()")
+    for name in parts:
+        if not isinstance(name, str) or not is_name(name):
+            raise refused("a name of parts", name, "1 to 64 letters, digits, _ and -")
+    if len(",".join(parts)) > MAX_NAME:
+        raise refused("parts", parts, f"names of at most {MAX_NAME:,} characters in all")
+    numbers = {part_number(name): name for name in parts}
+    if len(numbers) < len(parts):
+        twice = next(name for name in reversed(parts) if parts.count(name) > 1 or numbers[part_number(name)] != name)
+        raise refused("a name of parts", twice, "another name: two parts have this one, or its number")
+    return tuple(parts)
 
 
 def metrics_of(metrics: object) -> dict[str, object]:

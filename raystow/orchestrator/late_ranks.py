@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from ..storage.format.parts import name_of
 from ..storage.format.rank_spans import LISTED, ranks_text
 from ..workers.protocol.messages.incarnation import Incarnation
 
@@ -33,7 +34,7 @@ def with_processes(ranks: Collection[int], member: Callable[[int], Incarnation |
     processes = ["not started" if one is None else one.process for one in members]
     if len(listed) == 1:
         return f"{ranks_text(ranks)} ({processes[0]})"
-    named = "; ".join(f"{rank}: {process}" for rank, process in zip(listed, processes, strict=True))
+    named = "; ".join(f"{name_of(rank) or rank}: {process}" for rank, process in zip(listed, processes, strict=True))
     return f"{ranks_text(ranks)} ({named}{'; ...' if len(ranks) > len(listed) else ''})"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..storage.format.groups import OPTIMIZER, WEIGHTS, group
+from ..storage.format.groups import WEIGHTS, group
 from .chunk_info import DEVICE_CHUNK, HOST_CHUNK
 from .chunks import Cut, cuts
 from .coverage import coverage, total
@@ -146,7 +146,8 @@ def _cut_like(shard: Shard, source: PlannedChunk) -> Cut:
 
 def _group_of(shards: Iterable[Shard]) -> str:
     """The packs of a tensor and of those derived from it: all weights are in the packs of weights."""
-    return WEIGHTS if any(group(shard.leaf.name) == WEIGHTS for shard in shards) else OPTIMIZER
+    groups = {group(shard.leaf.name) for shard in shards}
+    return WEIGHTS if WEIGHTS in groups else groups.pop()
 
 
 def shares_of(pieces: list[PlannedChunk], holders: tuple[int, ...]) -> list[tuple[int, PlannedChunk]]:

@@ -183,6 +183,11 @@ class SavePlan:
         return sum(piece.nbytes for piece in self.pieces)
 
     @property
+    def whole_bytes(self) -> int:
+        """Bytes of all tensors of this rank."""
+        return sum(view.shard.nbytes for view in self.views)
+
+    @property
     def on_host(self) -> int:
         """Bytes of this rank's tensors in host memory."""
         return sum(view.shard.nbytes for view in self.views if view.shard.device is None)

@@ -12,6 +12,7 @@ compared only if both describe the same ranges.
 from __future__ import annotations
 
 import functools
+import json
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from .assignment import HeldPiece
 from .chunk_info import RangeInfo
 from .chunks import Cut, cuts_of_extent
 from .shard_range import ShardRange
+from .wrapper_tensors import DESCRIPTION, WRAPPER
 
 if TYPE_CHECKING:
     import torch
@@ -164,12 +166,16 @@ def comparing(holders: tuple[int, ...], writer: int, save: int) -> tuple[int, ..
     return writer, *(holders[(place + 1 + step) % len(holders)] for step in sorted(steps))
 
 
+_OF_PART, _WRAPPED = f", {json.dumps(DESCRIPTION)}]", json.dumps(WRAPPER)[:-1]  # a wrapper describes its rank's part
+
+
 def shared_values(values: Iterable[tuple[str, str, str]], own: Iterable[str]) -> list[tuple[str, str, str]]:
     """The plain values, given as name, path and JSON text, that all ranks should have. ``own``: paths below which each rank has
     its own."""
     prefixes = tuple(path[:-1] for path in own)
     exact, below = {f"{prefix}]" for prefix in prefixes}, tuple(f"{prefix}," for prefix in prefixes)
-    return [row for row in values if row[1] not in exact and not row[1].startswith(below)]
+    rows = [row for row in values if row[1] not in exact and not row[1].startswith(below)]
+    return [(name, path, text) for name, path, text in rows if not (path.endswith(_OF_PART) and text.startswith(_WRAPPED))]
 
 
 def value_groups(values: Iterable[tuple[str, str, str]], world_size: int) -> list[ValueGroup]:

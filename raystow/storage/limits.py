@@ -97,6 +97,9 @@ MAX_CHAIN = 12
 MAX_DIFFERENCES = 32
 """Differences between ranks in a record."""
 
+MAX_PARTS = 1024
+"""Parts of a version."""
+
 MAX_SIDE = 64
 """Ranks of each side of a difference in a record."""
 

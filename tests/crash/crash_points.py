@@ -23,7 +23,7 @@ Trip = Callable[[str], None]
 
 _OPERATIONS = ("get", "get_range", "get_range_into", "put", "get_tagged", "put_if", "delete", "abort")
 _LISTINGS = ("list", "unfinished")
-_CHANGES = ("join", "begin", "finished", "fragment", "failed", "save_failed", "rank_disconnected", "settled")
+_CHANGES = ("join", "begin", "begin_part", "finished", "fragment", "failed", "save_failed", "rank_disconnected", "settled")
 _EVENTS = {"os.rename": 1, "os.remove": 0, "os.mkdir": 0, "os.rmdir": 0}
 """Audit event -> index of its path argument."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT

@@ -17,7 +17,8 @@ from raystow.storage.coding.kernels import Bytes
 from raystow.storage.coding.rounded import Rounded
 from raystow.storage.commit.committer import Committer
 from raystow.storage.format import keys
-from raystow.storage.format.manifest import Box, Chunk, Fragment, Value, path_text
+from raystow.storage.format.boxes import Box
+from raystow.storage.format.manifest import Chunk, Fragment, Value, path_text
 from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.signature import Signer
 from raystow.storage.format.version_record import VersionRecord

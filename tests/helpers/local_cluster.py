@@ -34,6 +34,7 @@ from raystow.state.planner import Planner, plan_save
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import RaystowError
 from raystow.storage.format import values
+from raystow.storage.format.parts import part_key, part_number
 from raystow.storage.format.root import Entry
 from raystow.storage.repository import create_repository
 from raystow.storage.runtime.clock import SYSTEM, Clock
@@ -140,15 +141,20 @@ class LocalCluster:
         metrics: dict[str, Any] | None = None,
         timeout: float = 60.0,
         stall: float | None = None,
+        parts: tuple[str, ...] = (),
+        part: str = "",
     ) -> Version:
-        """Save one rank's state and wait for the version. With ``world_size`` > 1, every rank calls this on its own thread.
+        """Save one rank's state and wait for the version. With ``world_size`` > 1, every rank calls this on its own thread. So
+        does each of the ``parts`` that ranks declare, with its own name as ``part``.
 
         Raises ``SaveFailed`` if the save fails; it is given up ``timeout`` seconds after the first rank began. ``stall``: the
         seconds that the save reports as its delay of the training.
         """
         planner = Planner(self._lossy)
+        state = {part_key(part): state} if part else state
         plan = plan_save(state, rank=rank, world_size=world_size, gpus=self._gpus, planner=planner)
-        staging = self._staging(rank, world_size)
+        rank = part_number(part) if part else rank
+        staging = self._staging(rank, world_size, part)
         request = first_save(
             self._openings[rank],
             save=next(self._numbers),
@@ -158,6 +164,7 @@ class LocalCluster:
             delta=self._delta,
             lossy=self._lossy.texts(),
             on_difference=self._on_difference,
+            parts=",".join(parts),
         )
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
         progress = KnownStall(step, stall)
@@ -180,6 +187,14 @@ class LocalCluster:
             ]
             versions = [save.result() for save in saves]
         return versions[0]
+
+    def save_with_parts(self, state: dict[str, Any], parts: Mapping[str, dict[str, Any]], *, step: int) -> Version:
+        """Save the state of one rank and of parts, by name, at once, and wait for the version."""
+        with ThreadPoolExecutor(len(parts), "part") as threads:
+            saves = [threads.submit(self.save, own, step=step, part=name) for name, own in parts.items()]
+            version = self.save(state, step=step, parts=(*parts,))
+            assert all(save.result() == version for save in saves)
+        return version
 
     def close(self) -> None:
         """Close all connections, and stop accepting new ones."""
@@ -225,7 +240,7 @@ class LocalCluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _staging(self, rank: int, world_size: int) -> Staging:
+    def _staging(self, rank: int, world_size: int, part: str = "") -> Staging:
         """Return the rank's connection; a new one, like that of a restarted process, if the node worker died or the world size
         changed."""
         with self._lock:
@@ -234,17 +249,17 @@ class LocalCluster:
                 return known[1]
             if known is not None:
                 known[1].close()
-            opening = self._openings[rank] = replace(self.opening(rank, world_size), process=self._process)
+            opening = self._openings[rank] = replace(self.opening(rank, world_size, part), process=self._process)
             staging = Staging(self.address(rank % len(self._nodes)), opening, codec=self._codec, raw=self._raw)
             self._stagings[rank] = world_size, staging
             return staging
 
-    def opening(self, rank: int, world_size: int) -> OpenSession:
+    def opening(self, rank: int, world_size: int, part: str = "") -> OpenSession:
         """Join as a new process of the rank, and return its opening message to its node worker, for this process or another."""
         who = incarnation(SYSTEM.token(), self.repository.id, number=next(self._processes))
-        self._port.ask(JoinRun(rank, who, world_size))
+        self._port.ask(JoinRun(rank, who, world_size, part))
         half = self._memory // 2
-        return OpenSession(self.uri, self.repository.id, rank, world_size, who, os.getpid(), half, SLOT, half)
+        return OpenSession(self.uri, self.repository.id, rank, world_size, who, os.getpid(), half, SLOT, half, part=part)
 
 
 def first_save(opening: OpenSession, **fields: Any) -> RankSaveRequest:

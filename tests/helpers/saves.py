@@ -38,6 +38,7 @@ class Cluster:
         self.uri, self.port, self.answers = "s3://b", self, [*answers]
         self.reported, self.member = list[str](), JoinRun(0, incarnation("i"), 1)
         self._repository = memory_repository()
+        self.store = self._repository.store
 
     def repository(self) -> Any:
         return self._repository

@@ -17,9 +17,9 @@ _EXAMPLES = Path(__file__).parents[2] / "examples"
 _SECONDS = 300
 
 
-def run_example(example: str, *arguments: object, cwd: Path, kill_a_worker: str = "", **environment: str) -> str:
+def run_example(example: str, *arguments: object, cwd: Path, kill_a_worker: str = "", status: int = 0, **environment: str) -> str:
     """Run an example and return its stdout. ``kill_a_worker``: a repository; a worker of Ray Train is killed after its first
-    save."""
+    save. ``status``: the exit status."""
     with subprocess.Popen(
         [sys.executable, str(_EXAMPLES / example), *map(str, arguments)],
         cwd=cwd,
@@ -34,7 +34,7 @@ def run_example(example: str, *arguments: object, cwd: Path, kill_a_worker: str 
             printed, errors = process.communicate(timeout=_SECONDS)
         finally:
             process.kill()
-    assert process.returncode == 0, errors
+    assert process.returncode == status, errors
     return printed
 
 

@@ -5,6 +5,7 @@ Examples with Ray Train take minutes: ``make soak`` runs them, ``make test-s3`` 
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,18 @@ def test_reading_needs_neither_ray_nor_torch(saved: tuple[Path, str], tmp_path: 
     assert "version 1, step 1, saved by 1 ranks, metrics {'loss': 2.5}" in printed
     assert "model.weight  float32 [1024, 1024]  4,194,304 bytes" in printed
     assert "the first rows of model.weight as numpy.ndarray:" in printed
+
+
+@pytest.mark.long
+def test_a_killed_run_with_a_buffer_trains_each_sample_once(cluster: Cluster, tmp_path: Path) -> None:
+    """As many samples, and the same weights, bit for bit, as a run that is not killed."""
+    address = {"cwd": tmp_path, "RAY_ADDRESS": cluster.address}
+    whole = run_example("rl_buffer.py", "whole", 40, **address)
+    run_example("rl_buffer.py", "killed", 40, 35, status=-signal.SIGKILL, **address)
+    printed = run_example("rl_buffer.py", "killed", 40, **address)
+    assert "resumed at step" in printed
+    assert printed.splitlines()[-1] == whole.splitlines()[-1]
+    assert {*raystow.open(tmp_path / "killed").version("latest").parts()} == {"buffer"}
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ class Cluster:
             [None, None, Policy(keep_last=2), Policy(keep_last=1), Policy(keep_last=2, keep_best=("loss", "min", 1))]
         )
         self.delta = root.fork("delta").choice([0, 0, 1, 3])
+        self.parts: tuple[str, ...] = root.fork("parts").choice([(), (), ("buffer",), ("buffer", "rollouts")])
         self._short_grace = shape.chance(0.35) and not self.rates.stale
         self._kinds = [kind for kind in ("prune", "gc", "keeper", "reader", "reader", "reader") if shape.chance(0.7)]
         self._kinds += [kind for kind in ("thinner", "thinner", "compactor") if root.fork(kind).chance(0.4)]
@@ -71,7 +72,7 @@ class Cluster:
     def play(self) -> None:
         """Run hours of faults, then an end without faults. A violated invariant raises ``Violation`` immediately."""
         self._hosts.append(Host(self))
-        self._nodes = [Node(self, rank) for rank in range(self.ranks)]
+        self._nodes = [*(Node(self, rank) for rank in range(self.ranks)), *(Node(self, 0, part) for part in self.parts)]
         for node in self._nodes:
             node.join()
         self._operators = [Operator(self, kind) for kind in self._kinds]
@@ -145,8 +146,12 @@ class Cluster:
                 old.process.kill()
             self._hosts = [host for host in self._hosts if host.process.alive]
         self._operators = [o if o.process.alive else Operator(self, o.kind) for o in self._operators]
-        if not all(node.process.alive for node in self._nodes):
+        if not all(node.process.alive for node in self._nodes if not node.part):
             self.restart_training()
+        for number, node in enumerate(self._nodes):
+            if not node.process.alive:  # a part, without the ranks
+                self._nodes[number] = Node(self, 0, node.part)
+                self._nodes[number].join()
         if rates.outages and rng.chance(_ROUND / 7200):
             self._outage(rng.between(20.0, 600.0))
         if rates.clock_jumps and rng.chance(_ROUND / 1800):
@@ -184,7 +189,7 @@ class Cluster:
 
     def restart_training(self) -> None:
         """Restart all training processes from the newest version, after the loss of a rank or by hand."""
-        self._nodes = [node if node.process.alive else Node(self, node.rank) for node in self._nodes]
+        self._nodes = [node if node.process.alive else Node(self, node.rank, node.part) for node in self._nodes]
         versions = self.watch.root["versions"] if self.watch.root is not None else []
         self._step, self._saves = (versions[-1]["step"] if versions else 0), 0
         self._restarts += 1

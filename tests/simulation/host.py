@@ -86,6 +86,7 @@ class Host:
         while True:
             while (attempt := core.next_commit()) is not None:
                 record = core.record(attempt)
+                self._check_members(record)
                 self._check_differences(attempt, record)
                 core.settled(attempt, self._commit(record))
                 self._notify()
@@ -185,6 +186,13 @@ class Host:
         for attempt in self._open():
             if attempt.phase is not Phase.READY and attempt.deadline <= self._clock.monotonic():
                 raise Violation("every attempt ends", f"{self.process} lets {attempt.attempt} live past its deadline")
+
+    def _check_members(self, record: VersionRecord) -> None:
+        """Check that all ranks and parts have delivered; each has a node of its own."""
+        cluster = self._cluster
+        if len(record.fragments) != cluster.ranks + len(cluster.parts) or {*record.parts} != {*cluster.parts}:
+            nodes = [info.node for info in record.fragments]
+            raise Violation("a version has all ranks and parts", f"{record.id} has nodes {nodes} and parts {record.parts}")
 
     def _check_differences(self, attempt: Attempt, record: VersionRecord) -> None:
         """Check that each flipped bit is named with its tensor, its element and the right rank, and that nothing else is. A node

@@ -1,13 +1,17 @@
-"""A simulated node with one rank: it saves in the same order of steps as ``NodeAttempt``, with prepared bytes."""
+"""A simulated node with one rank or part: it saves in the same order of steps as ``NodeAttempt``, with prepared bytes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from raystow.storage.errors import ClusterError, RaystowError, StoreError
 from raystow.storage.format import keys
+from raystow.storage.format.parts import part_number
 from raystow.workers.protocol.messages import (
     AnswerReplicas,
+    AskNextSave,
     AwaitRanks,
     Begin,
     Incarnation,
@@ -37,11 +41,11 @@ _TIMEOUT = 600.0
 
 
 class Node:
-    """A node worker and the training process of one rank on it."""
+    """A node worker and the training process of one rank on it, or the process of a part."""
 
-    def __init__(self, cluster: Cluster, rank: int) -> None:
-        self._cluster, self.rank = cluster, rank
-        self.process = cluster.process(f"node{rank}", Role("node"))
+    def __init__(self, cluster: Cluster, rank: int, part: str = "") -> None:
+        self._cluster, self.rank, self.part = cluster, part_number(part) if part else rank, part
+        self.process = cluster.process(f"node-{part}" if part else f"node{rank}", Role("node"))
         self.store, self.clock = cluster.store(self.process), cluster.clock(self.process)
         self.incarnation: Incarnation | None = None
         self._started = 0  # training processes
@@ -58,8 +62,8 @@ class Node:
                 port = SimPort(self._cluster, self.process)
                 if former is not None:
                     port.ask(RankDisconnected(self.rank, former, "it went away before it saved"))
-                port.ask(JoinRun(self.rank, incarnation, self._cluster.ranks))
-                if self._cluster.rolls_back:
+                port.ask(JoinRun(self.rank, incarnation, self._cluster.ranks, self.part))
+                if self._cluster.rolls_back and not self.part:
                     port.restore()
             except RaystowError:
                 pass  # the coordinator learns of the rank with its first save
@@ -86,8 +90,12 @@ class Node:
             metrics={"loss": str(float(step % 7))},
             retention=cluster.policy,
             delta=cluster.delta,
+            parts="" if self.part else ",".join(cluster.parts),
         )
         try:
+            if self.part and cluster.rng.chance(0.5):  # else it does not ask, and may begin before the ranks
+                asked = AskNextSave(self.rank, incarnation, 1, step, seconds=0.0, timeout=_TIMEOUT)
+                request = replace(request, step=port.ask(asked).step)
             ticket = port.ask(Begin(self.process.name, request, SaveContents(0, 0)))
         except RaystowError as error:
             self._end(step, error)
@@ -128,7 +136,7 @@ class Node:
         reported = False
         try:
             held = payload.digests(self.rank, ticket.step, save)
-            port.ask(RankFinished(ticket, self.rank, 0, held.of(self.rank)))
+            port.ask(RankFinished(ticket, self.rank, 0, () if self.part else held.of(self.rank)))
             while isinstance(asked := port.ask(AwaitRanks(ticket), self._warned), ReplicaQuestions):
                 port.ask(AnswerReplicas(ticket, tuple(map(held.answer, asked.questions))))
             port.ask(PartStaged(ticket, part.info))

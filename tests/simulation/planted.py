@@ -115,6 +115,10 @@ BUGS = (
             "next(($a for $a in $attempts if $a.phase is Phase.READY), None)",
         ),
     ),
+    _bug(
+        "a version does not wait for its parts",
+        ("Coordinator.finished", "$attempt.world_size + len($attempt.parts)", "$attempt.world_size"),
+    ),
     _bug("deadlines are ignored", ("Coordinator.tick", "$now < $attempt.deadline", "True")),
     _bug(
         "objects are deleted before the version is dropped",

@@ -19,6 +19,7 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from ...orchestrator.client import checkpointer
 from ...orchestrator.client.pending import Pending
+from ...orchestrator.client.save_settings import Values
 from ...state.tree import State
 from ...storage.errors import ClusterError, OutcomeUnknown, SaveFailed, StateError, Unsupported
 from ...storage.format.root import Entry
@@ -91,13 +92,14 @@ class Checkpointer(checkpointer.Checkpointer):
 
         return TrainSync(repository, self._run, listed=_listed, write_pointer=write_pointer)
 
-    def save(self, state: State, *, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
+    def save(self, state: State, *, step: int, metrics: Values | None = None, cut: Values | None = None) -> Pending:
         """Start to save ``state``, then ``report`` the versions that earlier saves have become.
 
         Args:
             state: See ``raystow.Checkpointer.save``.
             step: The training step.
             metrics: Plain values by name; Train also scores versions by them.
+            cut: See ``raystow.Checkpointer.save``.
 
         Returns:
             The save in flight.
@@ -110,7 +112,7 @@ class Checkpointer(checkpointer.Checkpointer):
         if self._sync is not None and not self._sync.started:
             self._sync.collect()
         try:
-            pending = super().save(state, step=step, metrics=metrics)
+            pending = super().save(state, step=step, metrics=metrics, cut=cut)
         except (SaveFailed, OutcomeUnknown):  # on this rank alone: the others report
             self.report()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ...orchestrator.client.checkpointer import Checkpointer
@@ -63,6 +63,7 @@ class Run:
         self._shared, self._per_rank = dict[str, object](), dict[str, object]()
         self._after_step: Callable[[], None] | None = None
         self._metrics = dict[str, object]()
+        self._cuts = dict[str, Callable[[], Mapping[str, object]]]()
         self._begun = False
 
     @property
@@ -92,6 +93,21 @@ class Run:
             StateError: See ``shared``.
         """
         self._add(self._per_rank, objects)
+
+    def part(self, *names: str, cut: Callable[[], Mapping[str, object]] = dict) -> None:
+        """Name parts of the run, which actors outside the ranks save as ``raystow.Part``. See ``docs/parts.md``.
+
+        Args:
+            names: The names of the parts, the same on all ranks.
+            cut: Returns plain values by name, which rank 0 passes to the parts with each save.
+
+        Raises:
+            StateError: ``steps`` has begun, or a name is invalid or used twice.
+        """
+        if self._begun:
+            raise StateError("steps() has begun", subject=", ".join(names), remedy="name everything before steps()")
+        self._checkpointer._declare([*self._cuts, *names])
+        self._cuts.update(dict.fromkeys(names, cut))
 
     def after_step(self, function: Callable[[], None]) -> Callable[[], None]:
         """Call a function after each step, also after each one that is replayed: a moving average of weights, for example.
@@ -167,7 +183,8 @@ class Run:
                 if (due or recorded is not None) and self._checkpointer.rank == 0:
                     gradients.end(step)
                 if due:
-                    self._checkpointer.save(state, step=step, metrics=self._metrics)
+                    cut = {name: value for values in self._cuts.values() for name, value in values().items()}
+                    self._checkpointer.save(state, step=step, metrics=self._metrics, cut=cut)
                     self._metrics = {}
 
     def _add(self, group: dict[str, object], objects: dict[str, object]) -> None:

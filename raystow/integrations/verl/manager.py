@@ -20,7 +20,7 @@ from ...storage.errors import StateError
 from ...storage.repository import open_repository
 from .settings import repository_of
 from .step_folder import find_step_folder, step_folder
-from .training_process import PROCESS, Part
+from .training_process import PROCESS, RoleState
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def save_checkpoint(
         self.checkpoint_save_contents = contents
     device = next(self.model.parameters()).device
     state = _state(self, contents, adapters_only=self.should_save_lora_only and self._has_lora())
-    PROCESS.add(Part(role, folder.step, state, self.model, device, self.optimizer, max_ckpt_to_keep))
+    PROCESS.add(RoleState(role, folder.step, state, self.model, device, self.optimizer, max_ckpt_to_keep))
 
 
 def load_checkpoint(

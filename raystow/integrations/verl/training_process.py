@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Part:
+class RoleState:
     """The state of a role: "actor", "critic", or "" if the training has only one. ``device``: where the model was when the state
     was taken. ``keep``: verl's ``max_ckpt_to_keep``."""
 
@@ -66,7 +66,7 @@ class TrainingProcess:
     """The parts of this process, and its ``Checkpointer`` for each repository: usually one."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, RoleState] = {}
         self._checkpointers: dict[str, RunCheckpointer] = {}
         self._guarded = weakref.WeakSet[torch.optim.Optimizer]()
         atexit.register(self.close)
@@ -77,7 +77,7 @@ class TrainingProcess:
             self._checkpointers[uri] = RunCheckpointer(uri, **options())
         return self._checkpointers[uri]
 
-    def add(self, part: Part) -> None:
+    def add(self, part: RoleState) -> None:
         """Collect a part. The optimizer's steps wait from now on until saved tensors have been read."""
         self._check_committed(part.step)
         self._parts[part.role] = part

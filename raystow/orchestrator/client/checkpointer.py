@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...state.lossy.profiles import Lossy
@@ -25,11 +26,10 @@ from ...storage.retention.policy import Policy
 from ...storage.runtime.clock import SYSTEM
 from ...storage.runtime.metrics import FAILED_SAVES, STALL, record
 from ...storage.stores import open_store
-from ...storage.stores.settings import place_of
 from ...storage.versions.version import Version
 from ...storage.versions.version_selector import LATEST, VersionSelector, selector_text
 from ...workers.protocol import messages
-from ...workers.protocol.messages import START, OpenJournal
+from ...workers.protocol.messages import START
 from ...workers.staging.plan import SaveOrder
 from ...workers.staging.progress import SaveProgress
 from .. import argument_checks, ray_cluster
@@ -51,7 +51,7 @@ from .pending import Pending
 from .provenance import Provenance
 from .rank_discovery import placement
 from .restores import Restores
-from .save_settings import SaveSettings
+from .save_settings import SaveSettings, Values
 from .saves_in_flight import SavesInFlight
 from .startup import Startup
 from .state_notices import StateNotices
@@ -97,6 +97,7 @@ class Checkpointer:
         interval: When ``due`` tells to save. An integer is ``Interval(steps=...)``. By default, that which loses the least time.
         notes: Plain values by name for each version, see ``Version.notes``; what looks like a key is left out.
         export: Which versions are exported for inference, and where.
+        parts: The names of the parts that actors outside the ranks save; see ``Part``. The same on all ranks.
 
     Attributes:
         uri: The address of the repository.
@@ -113,6 +114,8 @@ class Checkpointer:
         ...     checkpointer.restore(into=state)
         ...     checkpointer.save(state, step=100)
     """
+
+    _part = ""
 
     def __init__(
         self,
@@ -134,36 +137,37 @@ class Checkpointer:
         callbacks: Sequence[VersionCallback] = (),
         notes: Mapping[str, object] | None = None,
         export: Export | None = None,
+        parts: Sequence[str] = (),
     ) -> None:
         address = argument_checks.address(uri)
         self._store, retention = self._open(address), kept_by_a_run(retention, address)
         self.uri = self._store.uri
-        self.rank, self.world_size = placement(rank, world_size)
+        self.rank, self.world_size = (0, 1) if self._part else placement(rank, world_size)
         self._log = about(logger, repository=self.uri, rank=self.rank)
         self.failures = Failures(on_failure, count=lambda: record(FAILED_SAVES, repository=self.uri))
-        self._timeout = positive("timeout", timeout, most=LONGEST)
-        limit = integer("max_in_flight", max_in_flight, least=1)
-        self._memory = option("memory", memory, Memory, int)
+        self._timeout, limit = positive("timeout", timeout, most=LONGEST), integer("max_in_flight", max_in_flight, least=1)
+        self._memory, self._interval = option("memory", memory, Memory, int), option("interval", interval, Interval, int)
         self._compression = option("compression", compression, Compression, str)
         self._replication = option("replication", replication, Replication, int)
-        self._interval = option("interval", interval, Interval, int)
         delta: Delta = AUTO if self._compression.delta is None else self._compression.delta
         lossy, self._codec = Lossy.of(self._compression.lossy), usable_codec(self._compression.codec)
-        more = Provenance(self.rank, notes, ray_cluster.entrypoint), export_order(export, retention, self.rank)
+        provenance = Provenance(1 if self._part else self.rank, notes, ray_cluster.entrypoint)
+        more = provenance, export_order(export, retention, self.rank), argument_checks.part_names(parts)
         self._settings = SaveSettings(self._timeout, retention, lossy, delta, on_fenced, on_difference, compare_replicas, *more)
-        version_callbacks = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
+        to_call = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
         if lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", lossy)
         self._gpus, self._planner = GpuCodingChoice(self._compression, self._codec), self._settings.planner()
         self._saves, self._closed = itertools.count(1), False
         self._recorder: StepRecorder | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
-        self._startup = Startup(self._store, self.rank, self.world_size, on_fenced=on_fenced, keep=self._memory.cache_seconds)
-        self._port, self._restores = self._startup.port, Restores(self._startup, self._timeout)
+        who = self.rank, self.world_size, self._part
+        self._startup = Startup(self._store, *who, on_fenced=on_fenced, keep=self._memory.cache_seconds)
+        self._restores = Restores(self._startup, self._timeout)
         self._notices = StateNotices(self.rank, self._restores)
-        reports = FailureReports(self._startup.report_failure, self._log)
+        reports = FailureReports(self._startup.report_failure, self._log), to_call
         self._due_steps = DueSteps(functools.partial(next_save, self._startup, on_fenced), self._log)
-        self._subscribers = OutcomeSubscribers(self.failures, reports, version_callbacks, uri=self.uri)
+        self._subscribers = OutcomeSubscribers(self.failures, *reports, uri=self.uri)
         self._in_flight = SavesInFlight(self._startup, self._subscribers, limit=limit, timeout=self._timeout, log=self._log)
         self._node = NodeConnection(self._startup, (self._memory, self._compression, self._replication), codec=self._codec)
         exit_notice.watch(self._in_flight, self.failures)
@@ -210,7 +214,7 @@ class Checkpointer:
         """Let ``due`` tell all ranks to save within about two seconds. Any rank may call it, in any thread or signal handler."""
         self._due_steps.request()
 
-    def save(self, state: State, *, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
+    def save(self, state: State, *, step: int, metrics: Values | None = None, cut: Values | None = None) -> Pending:
         """Start to save ``state``. Every rank saves the same steps in the same order.
 
         Returns before the save is durable. Plain values, arrays, inference tensors, and in host memory tensors of up to 64 KiB
@@ -228,6 +232,7 @@ class Checkpointer:
                 of these.
             step: The training step, from 0 to 2**63 - 1.
             metrics: Plain values by name. The version has those of rank 0; a warning names what other ranks pass otherwise.
+            cut: Plain values by name, which rank 0 passes to the parts that wait for this save.
 
         Returns:
             The save in flight. Its ``result()`` waits for the version.
@@ -240,12 +245,12 @@ class Checkpointer:
         """
         number, start = next(self._saves), SYSTEM.monotonic()  # also of a save that raises here, on this rank alone
         self.failures.check()
-        step, metrics = integer("step", step, least=0), argument_checks.metrics_of(metrics)
+        step, values = integer("step", step, least=0), [argument_checks.metrics_of(one) for one in (metrics, cut)]
         self._check_open()
         self._startup.wait()
         plan = self._plan(state, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
-        request = self._settings.request(self._startup.member, self._in_flight.restored, save=number, step=step, metrics=metrics)
+        request = self._settings.request(self._startup.member, self._in_flight.restored, number, step, *values)
         if self._recorder is not None:
             self._recorder.saved(step)
         progress = SaveProgress(step, number=number, uri=self.uri, log=self._log)
@@ -307,18 +312,11 @@ class Checkpointer:
         if self._recorder is not None or not optimizers:
             what = "there is a journal already" if optimizers else "there are no optimizers"
             raise StateError(what, subject=self.uri, remedy="make one journal, with all optimizers")
-        durable_every = integer("durable_every", durable_every, least=0)
         from ..journal.journal import Journal
-        from ..journal.port import JournalPort
-        from ..journal.recorder import JournalIdentity, StepRecorder
-        from ..journal.tracked_state import TrackedState
+        from .journal_connection import step_recorder
 
-        repository, calls = self._startup.wait().repository, self._port
-        who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._startup.member.incarnation, self._timeout)
-        state, memory = TrackedState(model, optimizers), (self._replication.replicas, self._memory.journal)
-        opening = OpenJournal(self.uri, repository, self.rank, *memory, durable_every, place_of(self._store))
-        port = JournalPort(opening, self._startup.node_address, settle=calls.ask, reading=calls.send)
-        self._recorder = StepRecorder(state, port, who)
+        options = self._memory, self._replication, self._timeout, durable_every
+        self._recorder = step_recorder(self._startup, model, optimizers, options)
         self._recorder.restored(*self._restored)
         self._subscribers.save_failed = self._recorder.save_failed
         return Journal(self._recorder)
@@ -367,10 +365,10 @@ class Checkpointer:
             DeadlineExceeded: Another rank did not call, or did not read on, for ``timeout`` seconds.
         """
         self._check_open()
-        names = NameRules.of(strict, allow_missing, allow_unused)
+        names = NameRules.of(strict, allow_missing, allow_unused, part=self._part)
         asked = selector_text(version, self._startup.wait().repository)
         self.fence()
-        options = RestoreOptions(self.rank, self.world_size, names, cast)
+        options = RestoreOptions(self.rank, self.world_size, names, cast, self._part, self._settings.parts)
         run = functools.partial(self._restores.run, self._startup.repository(), into, options)
         restored = run(asked=asked, allow_uncommitted=allow_uncommitted, progress=progress)
         if verify_replicas and restored is not None:
@@ -378,8 +376,7 @@ class Checkpointer:
         self._restored = (START if restored is None else restored.step), asked == LATEST
         if self._recorder is not None:
             self._recorder.restored(*self._restored)
-        if restored is not None:
-            self._in_flight.restored = restored
+        self._in_flight.restored = restored or self._in_flight.restored
         if not self._node.made:
             tree = tensors_of(into, self.rank)  # here, since the training changes objects
             self._node.prepare(lambda: None if contains_placeholders(tree) else self._plan(tree))
@@ -419,8 +416,7 @@ class Checkpointer:
     def prepare(self, state: State) -> None:
         """Prepare the first save of a state like this one, in the background.
 
-        Connects to the node worker, pins host memory, allocates device memory, loads kernels and makes the plan for tensors on a
-        GPU. A save that comes earlier uses what is ready. ``restore`` and ``restore_latest`` do the same when they return.
+        Connects to the node worker, and prepares memory, kernels and the plan of tensors on a GPU, as each restore does.
 
         Args:
             state: A state like those that will be saved. It is only read, and may change at any time.
@@ -490,6 +486,10 @@ class Checkpointer:
 
     def _open(self, address: str) -> ObjectStore:
         return open_store(address)
+
+    def _declare(self, parts: Sequence[str]) -> None:
+        """Declare these parts instead, before the first save and restore."""
+        self._settings = replace(self._settings, parts=argument_checks.part_names(parts))
 
     def _plan(self, tree: object, *, planner: Planner | None = None, save: int = 1) -> SavePlan:
         return plan_save(tree, rank=self.rank, world_size=self.world_size, gpus=self._gpus.coding(), planner=planner, save=save)

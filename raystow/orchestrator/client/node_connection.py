@@ -116,4 +116,5 @@ class NodeConnection:
             process="training" if in_training else "node",
             keep=keep if keep <= cache // ranks else 0,
             place=place_of(self._startup.store),
+            part=member.part,
         )

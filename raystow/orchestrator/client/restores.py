@@ -54,11 +54,12 @@ class Restores:
         begun, member, objects = SYSTEM.monotonic(), self._startup.member, ObjectTree(into, what="into")
         tree = objects.into()
         vote = RestoreVote(
-            *(options.rank, options.world_size, member.incarnation, next(self._numbers), self._timeout),
+            *(member.rank, member.world_size, member.incarnation, next(self._numbers), self._timeout),
             allow_uncommitted=allow_uncommitted,
             version=asked,
             names=names_digest(tree) if options.world_size > 1 else 0,
             trace=spans.here(),
+            parts=",".join(options.parts),
         )
         here, address = self._startup.connection.node, self._startup.node_address
         agreement = ClusterAgreement(repository, self._startup.port, vote, self._numbers, address, here=here)

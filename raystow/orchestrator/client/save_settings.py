@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias, cast
 
 from ...state.lossy.profiles import Lossy
 from ...state.planner import Planner
@@ -17,6 +17,9 @@ from ...workers.protocol.messages import ExportOrder, JoinRun, OnDifference, OnF
 from ..argument_checks import one_of
 from ..coordinator.delta_schedule import Delta
 from .provenance import Provenance
+
+Values: TypeAlias = Mapping[str, object]
+"""Plain values by name."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class SaveSettings:
     compare_replicas: str
     provenance: Provenance
     export: ExportOrder | None
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         one_of("on_fenced", self.on_fenced, ("raise", "takeover"))
@@ -43,7 +47,13 @@ class SaveSettings:
         return Planner(self.lossy, compared=cast(Compared, self.compare_replicas))
 
     def request(
-        self, member: JoinRun, resumed: Version | None, *, save: int, step: int, metrics: Mapping[str, object]
+        self,
+        member: JoinRun,
+        resumed: Version | None,
+        save: int,
+        step: int,
+        metrics: Mapping[str, object],
+        cut: Mapping[str, object],
     ) -> RankSaveRequest:
         """Return what is known of a save when it is called. ``resumed``: the version that the run was resumed from."""
         return RankSaveRequest(
@@ -63,4 +73,6 @@ class SaveSettings:
             notes=self.provenance.notes,
             export=self.export,
             trace=spans.here(),
+            parts=",".join(self.parts),
+            cut={name: values.dumps(value) for name, value in cut.items()},
         )

@@ -11,6 +11,8 @@ from weakref import WeakValueDictionary
 
 from ...storage.errors import ClusterError, StateError
 from ...storage.format import key_files
+from ...storage.format.parts import part_number
+from ...storage.format.rank_spans import member_text
 from ...storage.log import here
 from ...storage.object_store import ObjectStore
 from ...storage.repository import Repository
@@ -70,11 +72,15 @@ class Startup:
         port: The coordinator.
 
     Args:
+        part: This process has a part instead of the rank.
         keep: Seconds for which the node keeps its memory after ``close``.
     """
 
-    def __init__(self, store: ObjectStore, rank: int, world_size: int, *, on_fenced: OnFenced, keep: float) -> None:
-        self.store, self.uri, self._rank, self._world_size = store, store.uri, rank, world_size
+    def __init__(
+        self, store: ObjectStore, rank: int, world_size: int, part: str = "", *, on_fenced: OnFenced, keep: float
+    ) -> None:
+        self.store, self.uri, self._world_size, self._part = store, store.uri, world_size, part
+        self._rank = part_number(part) if part else rank
         self.connection = ray_cluster.connect()
         ray_metrics.export()
         here(node=self.connection.node)
@@ -155,7 +161,7 @@ class Startup:
 
     def report_failure(self, number: int, step: int, what: str) -> bool:
         """Tell the coordinator that a save of this rank has failed. Returns whether it did not know."""
-        reason = shortened(f"rank {self._rank}: {what}")
+        reason = shortened(f"{member_text(self._rank)}: {what}")
         return self.port.ask(RankSaveFailed(self._rank, self.member.incarnation, number, step, reason)).first
 
     def _settings(self, anew: bool = False) -> StoreSettings:
@@ -187,7 +193,7 @@ class Startup:
             self.port.open_store(timeout=ACTOR_START)
             answer = self.port.ask(run, timeout=ACTOR_START)
             who = Incarnation(answer.repository, answer.epoch, answer.number, *self._process)
-            self._member = JoinRun(self._rank, who, self._world_size)
+            self._member = JoinRun(self._rank, who, self._world_size, self._part)
             with self._lock:
                 if self._closed:
                     raise StateError("this Checkpointer is closed", subject=self.uri, remedy="make another one")

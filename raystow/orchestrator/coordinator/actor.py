@@ -243,6 +243,7 @@ class CoordinatorActor:
         while (found := answer()) is None:
             async with self._changed:
                 await self._changed.wait_for(lambda: answer() is not None)
+        await self._tell(at)  # a part that has waited may have joined meanwhile
         return found
 
     async def _outcome(self, id: int, name: str) -> Entry:

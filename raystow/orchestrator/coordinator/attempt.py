@@ -11,12 +11,15 @@ from ...storage.commit.committer import Committer
 from ...storage.errors import RaystowError, ReplicasDiffer, SaveFailed
 from ...storage.format import values
 from ...storage.format.capacity import check_record
+from ...storage.format.parts import is_part, names_in, part_number
+from ...storage.format.rank_spans import ranks_text
 from ...storage.format.replica_difference import CAUSES, ReplicaDifference
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
 from ...storage.runtime.spans import NO_SPAN, ROOT, Span
 from ...workers.protocol.messages import Begin, ExportOrder, Incarnation, ReplicaQuestion
+from ...workers.protocol.messages.coordinator import RankSaveRequest
 from ..late_ranks import LATE, NumberedWarning, late_text
 from .replica_comparison import ReplicaComparison
 
@@ -59,8 +62,9 @@ class Attempt:
     that it is compared with; ``deltas``: whether changed chunks may be deltas to that. ``takes_over``: whether a rank asks to
     take the repository over from another run. ``raises``: whether a rank asks to fail the save if ranks hold other bits of the
     same tensor; ``comparison``: of these bits; ``differences``: what it has found. ``span``: from the first rank on.
-    ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one reported last; ``warn_at``: when to look for
-    ranks that are late; ``warnings``: about them and others.
+    ``declared``: names of parts, joined by commas; ``parts``: their member numbers -> their bytes; ``cut``: that of rank 0. They
+    are compared with nothing. ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one reported last;
+    ``warn_at``: when to look for ranks that are late; ``warnings``: about them and others.
     """
 
     id: int
@@ -106,6 +110,22 @@ class Attempt:
     comparison: ReplicaComparison = field(default_factory=ReplicaComparison)
     differences: tuple[ReplicaDifference, ...] = ()
     span: Span = NO_SPAN
+    declared: str = ""
+    parts: dict[int, int] = field(default_factory=dict)
+    cut: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.parts = {part_number(name): 0 for name in names_in(self.declared)}
+
+    @property
+    def members(self) -> set[int]:
+        """The numbers of all ranks and parts."""
+        return {*range(self.world_size), *self.parts}
+
+    @property
+    def first_save(self) -> int:
+        """The least number of the save on a rank. All ranks count their saves alike, parts do not."""
+        return min(save for rank, save in self.saves.items() if not is_part(rank))
 
     @property
     def subject(self) -> str:
@@ -131,10 +151,14 @@ class Attempt:
         if not self.ranks:
             self.span = Span("save", request.trace or ROOT, version=self.id, step=self.step, ranks=self.world_size)
         self.progress = now
-        self.metrics[request.rank] = request.metrics
         self.ranks[request.rank], self.saves[request.rank] = begin.node, request.save
-        self.replicated[request.rank] = contents.replicated
         self.coding.update(contents.coding)
+        self.expected = total((self.expected, contents.expected))
+        if is_part(request.rank):
+            self.parts[request.rank] = contents.nbytes
+            return
+        self.metrics[request.rank] = request.metrics
+        self.replicated[request.rank] = contents.replicated
         self.lossy.update(request.lossy)
         self.describe(request.rank, request.provenance)
         self.notes = request.notes or self.notes
@@ -142,7 +166,7 @@ class Attempt:
         self.export = request.export or self.export
         self.takes_over = self.takes_over or request.on_fenced == "takeover"
         self.raises = self.raises or request.on_difference == "raise"
-        self.expected = total((self.expected, contents.expected))
+        self.cut = request.cut if request.rank == 0 else self.cut
 
     def describe(self, rank: int, provenance: Mapping[str, str]) -> None:
         """Note what a rank says of its hardware and, if it is rank 0, of its program."""
@@ -150,6 +174,13 @@ class Attempt:
         self.hosts[rest.pop("host", "")] = rest.pop("gpu", "")
         if rank == 0:
             self.provenance = rest
+
+    def other_parts(self, request: RankSaveRequest) -> str:
+        """Why a rank cannot join, if it declares other parts; "" if it does not."""
+        if request.parts == self.declared:
+            return ""
+        what = f"rank {request.rank} declares parts {request.parts!r}, other ranks {self.declared!r}"
+        return f"{what}: give all ranks the same parts="
 
     def add_owned(self, rank: int, dtensors: Iterable[str]) -> str:
         """Note the DTensors of which a rank is the first holder. Returns why a DTensor has two meshes, both of which would
@@ -167,7 +198,7 @@ class Attempt:
         metrics = self.metrics.get(0, {})
         try:
             texts = *metrics, *metrics.values(), *self.lossy.values(), *self.provenance.values(), *self.notes.values()
-            check_record(len(self.nodes), self.world_size, texts)
+            check_record(len(self.nodes), self.world_size + len(self.parts), (*texts, self.declared))
         except SaveFailed as error:
             return SaveFailed(error.what, subject=self.subject, remedy=error.remedy)
         return None
@@ -188,15 +219,16 @@ class Attempt:
         """What was missing at its deadline."""
         seconds = self.deadline - self.opened
         if self.phase is Phase.GATHERING:
-            missing = sorted(set(range(self.world_size)) - set(self.covered))
-            return f"ranks {missing} had not delivered their shards after {seconds:.0f} s"
+            missing = sorted(self.members - self.covered.keys())
+            who = ranks_text(missing) if is_part(missing[-1]) else f"ranks {missing}"
+            return f"{who} had not delivered their shards after {seconds:.0f} s"
         late = sorted(node for node, number in self.nodes.items() if number not in self.stored)
         return f"nodes {late} had not stored their shards after {seconds:.0f} s"
 
     def late(self, member: Callable[[int], Incarnation | None], now: float) -> NumberedWarning | None:
         """Warn of the ranks that others wait for; None if there are none, or not for long enough. The node of the
         first rank that waits logs it."""
-        every, quiet = set(range(self.world_size)), now - self.progress
+        every, quiet = self.members, now - self.progress
         unstored = {rank for rank, node in self.ranks.items() if self.nodes[node] not in self.stored}
         if absent := every - self.ranks.keys():
             late, waiting, what = absent, {*self.ranks}, f"not called save for {now - self.opened:.0f} s"
@@ -237,7 +269,7 @@ class Attempt:
         if (covered := total(self.covered.values())) == self.expected:
             return ""
         found = differing(covered, self.expected, self.owned_dtensors)
-        texts = {rank: plain_tensors.get(rank, ()) for rank in self.covered}
+        texts = {rank: plain_tensors.get(rank, ()) for rank in self.covered if not is_part(rank)}
         if odd := [rank for rank, text in texts.items() if sorted(text) != sorted(texts[0])]:
             # Each rank decides by the bits that it holds which tensors follow from others, and so which rank stores them.
             what = "hold other bits than rank 0 of tensors that follow from others on some ranks only"
@@ -298,6 +330,7 @@ def version_record(
         provenance={**attempt.provenance, **_hosts(attempt.hosts)},
         notes={name: values.loads(text) for name, text in attempt.notes.items()},
         differences=attempt.differences,
+        parts=dict(zip(names_in(attempt.declared), attempt.parts.values(), strict=True)),
     )
 
 

@@ -11,37 +11,36 @@ from collections.abc import Sequence
 
 from ...storage.commit.committer import Committer
 from ...storage.errors import Fenced, NotARepository, OutcomeUnknown, RaystowError, SaveFailed
+from ...storage.format.parts import is_name, is_part, name_of, names_in
+from ...storage.format.rank_spans import member_text, ranks_text
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord, check_part, check_restore
+from ...storage.limits import MAX_PARTS
 from ...storage.log import Log, about
-from ...storage.root.root_register import BEGIN_ANEW
 from ...storage.runtime.clock import Clock
 from ...storage.runtime.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...workers.protocol.messages import (
     AskNextSave,
     Begin,
-    CompareReplicas,
-    JournalVote,
     NextSave,
     RanksWarning,
     ReplicaAnswer,
     ReplicaQuestions,
-    RestoreVote,
     Ticket,
-    UnusedNames,
 )
 from ...workers.protocol.messages.coordinator import Incarnation, RankSaveRequest
 from ..late_ranks import LATE, next_warning
 from .attempt import ANOTHER_RUN, UNSTORED, Attempt, Phase, version_record
 from .delta_schedule import DeltaGroup, after
+from .membership import MemberMessage, Membership
 from .missed_saves import MissedSaves
+from .part_saves import PartSaves
 from .replica_reports import ReplicaReports
 from .save_costs import SaveCosts
 from .save_schedule import SaveSchedule
 
 logger = logging.getLogger(__name__)
 
-MemberMessage = RankSaveRequest | AskNextSave | RestoreVote | UnusedNames | JournalVote | CompareReplicas
 MOST_OPEN = 1024  # saves of a run that may be open at a time: each call looks at all of them
 _RESTORES = 16  # restores that the next version reports
 
@@ -51,19 +50,15 @@ class Coordinator:
 
     def __init__(self, committer: Committer, clock: Clock, *, writer: dict[str, str]) -> None:
         self._committer, self._clock, self._writer = committer, clock, writer
-        self._members: dict[int, Incarnation] = {}
-        self._ousted: set[Incarnation] = set()  # the processes that had ranks when another run took over from one of them
-        self._assumed: set[int] = set()  # ranks whose process has joined an earlier coordinator only
-        self._joined: dict[int, int] = {}  # rank -> generation in which its process joined
+        self.members = Membership(committer.catalog, self._taken)
         self._plain_tensors: dict[int, tuple[str, ...]] = {}  # rank -> those of its newest save
-        self._generation, self._metrics_differ = 0, False
-        self._world_size: int | None = None  # of that generation, once known
+        self._metrics_differ = False
         self._attempts: dict[str, Attempt] = {}
         self._restores: tuple[RestoreInfo, ...] = ()  # not reported by a version yet
         self._group: DeltaGroup | None = None  # of the newest whole version
         self._lost: VersionRecord | None = None  # of the newest attempt that was aborted after all was staged
         self._missed, self._replicas, self.notices = MissedSaves(), ReplicaReports(committer.catalog.uri), list[str]()
-        self.schedule, self.costs = SaveSchedule(clock), SaveCosts(clock.now())
+        self.schedule, self.costs, self.parts = SaveSchedule(clock), SaveCosts(clock.now()), PartSaves(clock)
         self.changes = 0
         """The number of phase changes of all attempts."""
         self.aborted_in_a_row = 0
@@ -91,53 +86,23 @@ class Coordinator:
         return named if self._group is None else named | {self._group.whole.id}
 
     def join(self, rank: int, incarnation: Incarnation, world_size: int | None = None) -> None:
-        """A process has taken a rank. Attempts that wait for the rank's previous process are aborted.
+        """A process has taken a rank or part. Attempts that wait for its previous process are aborted; those of the new
+        generation continue while its other ranks join."""
+        self.members.join(rank, incarnation, world_size)
 
-        The first rank that joins again, or with another world size, starts a new generation. Attempts of the new generation
-        continue while its other ranks join.
-        """
-        self._refuse_former(incarnation)
-        self._assumed.discard(rank)
-        previous = self._members.get(rank)
-        if previous == incarnation:
-            return
-        self._members[rank] = incarnation
+    def _taken(self, rank: int, previous: Incarnation | None) -> None:
         self._missed.forget(rank)
-        resized = world_size is not None and self._world_size not in (None, world_size)
-        if resized or (previous is not None and self._joined[rank] == self._generation):
-            self._generation += 1
-        self._world_size = world_size or self._world_size
-        self._joined[rank] = self._generation
+        if is_part(rank):
+            self.parts.joined(rank)
+            self.changes += 1  # the process before it may wait
         for attempt in self._open(Phase.GATHERING):
-            missing = previous is not None and attempt.generation < self._generation
+            missing = previous is not None and not is_part(rank) and attempt.generation < self.members.generation
             if rank not in attempt.delivered and (rank in attempt.ranks or missing):
-                self._abort(attempt, f"rank {rank} was restarted")
+                self._abort(attempt, f"{member_text(rank)} was restarted")
 
     def check_member(self, message: MemberMessage) -> None:
-        """Raise ``Fenced`` if another process has taken the rank of the one that sends a message, or another run the
-        repository, and ``NotARepository`` if the process began with one that is gone."""
-        rank, incarnation = message.rank, message.incarnation
-        self._refuse_former(incarnation)
-        takes_over = isinstance(message, RankSaveRequest | AskNextSave) and message.on_fenced == "takeover"
-        other_size = self._world_size not in (None, message.world_size)
-        if other_size and not takes_over and incarnation < (newest := max(self._members.values())):
-            what = f"{newest} has begun a run of world size {self._world_size} after {incarnation}"
-            raise Fenced(what, subject=self._committer.catalog.uri, remedy=ANOTHER_RUN)
-        self._assume(rank, incarnation, message.world_size)
-        if takes_over and self._members[rank] != incarnation:
-            if self._members[rank] not in self._ousted:  # by the first rank of a run: no attempt has ranks of both runs
-                self._ousted = {*self._members.values()}
-                self._generation += 1
-            self.join(rank, incarnation, message.world_size)
-        if self._members[rank] != incarnation:
-            what = f"{self._members[rank]} has taken up this rank after {incarnation}"
-            remedy = f"run each rank once, and give each process its own rank; {ANOTHER_RUN}"
-            raise Fenced(what, subject=f"rank {rank} of {self._committer.catalog.uri}", remedy=remedy)
-        if takes_over:
-            self._ousted.discard(incarnation)
-        if incarnation in self._ousted:
-            what = f"another run has taken over from that of {incarnation}"
-            raise Fenced(what, subject=self._committer.catalog.uri, remedy=ANOTHER_RUN)
+        """See ``Membership.check``."""
+        self.members.check(message)
 
     def next_save(self, ask: AskNextSave) -> NextSave:
         """A rank asks when to save. All ranks that ask for the same step get the same answer."""
@@ -154,18 +119,52 @@ class Coordinator:
             elif attempt.delivered.get(rank, request.incarnation) != request.incarnation:
                 self._abort(attempt, f"rank {rank} was restarted")  # not complete yet: a node worker has died, too
         self._abort_skipped(request)
-        attempt = self._joinable(request) or self._new(request)
+        attempt = self._joinable(request, self._open(Phase.GATHERING)) or self._new(request)
         if rank not in attempt.ranks:
-            attempt.join(begin, self._clock.monotonic())
             self._plain_tensors[rank] = plain_tensors or self._plain_tensors.get(rank, ())
-        number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
+        if other_parts := attempt.other_parts(request):
+            self._abort(attempt, other_parts)
+        ticket = self._admit(attempt, begin)
         attempt.warn_first(self.notices, rank)
-        if (too_large := attempt.too_large) is not None:
-            self._abort(attempt, too_large)
         self._abort_if_missed(attempt)
         if unrelated := attempt.add_owned(rank, begin.contents.owned_dtensors):
             self._abort(attempt, unrelated)
-        left, about_base = max(0.0, attempt.deadline - self._clock.monotonic()), (attempt.base, attempt.deltas)
+        return ticket
+
+    def begin_part(self, begin: Begin) -> Ticket | None:
+        """A part starts to save a step. Returns the ticket of its attempt; None until the first rank has opened it. Raises
+        ``SaveFailed`` if no rank will."""
+        request = begin.request
+        self.check_member(request)
+        gathering = self._open(Phase.GATHERING)
+        for attempt in gathering:
+            if attempt.delivered.get(request.rank, request.incarnation) != request.incarnation:
+                self._abort(attempt, f"{member_text(request.rank)} was restarted")  # its node worker has died, too
+        if (found := self._joinable(request, gathering)) is None:
+            self.parts.check(request, self.attempts, self.members.generation)
+            return None
+        if request.rank not in found.parts:
+            remedy = f"pass parts=(..., {name_of(request.rank)!r}) to the Checkpointer of each rank"
+            raise SaveFailed("the ranks do not declare it", subject=member_text(request.rank), remedy=remedy)
+        self.parts.begun(request)
+        return self._admit(found, begin)
+
+    def next_cut(self, ask: AskNextSave) -> NextSave | None:
+        """A part asks for the save that the ranks begin; None if none has begun."""
+        self.check_member(ask)
+        return self.parts.next(ask, self.attempts)
+
+    def _admit(self, attempt: Attempt, begin: Begin) -> Ticket:
+        """Add a rank or part to an attempt, once, and return its ticket."""
+        now = self._clock.monotonic()
+        if begin.request.rank not in attempt.ranks:
+            attempt.join(begin, now)
+            if attempt.parts:
+                self.changes += 1  # parts that wait can begin
+        number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
+        if (too_large := attempt.too_large) is not None:
+            self._abort(attempt, too_large)
+        left, about_base = max(0.0, attempt.deadline - now), (attempt.base, attempt.deltas)
         return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, *about_base, attempt.span.trace)
 
     def finished(self, ticket: Ticket, rank: int, covered: int, digests: Sequence[tuple[int, int]] = ()) -> None:
@@ -174,7 +173,7 @@ class Coordinator:
         if rank not in attempt.covered:
             attempt.comparison.note(rank, digests)
         attempt.covered[rank], attempt.progress = covered, self._clock.monotonic()
-        if len(attempt.covered) < attempt.world_size:
+        if len(attempt.covered) < attempt.world_size + len(attempt.parts):
             return
         if why := attempt.incomplete(self._plain_tensors):
             self._abort(attempt, why)
@@ -257,10 +256,10 @@ class Coordinator:
         """A save of a rank has failed. Its attempt is aborted, and any other attempt that would wait for it until its deadline,
         also one that another rank opens later. Returns whether this rank reports it first, and so logs it for all."""
         try:
-            self._assume(rank, incarnation)
+            self.members.assume(rank, incarnation)
         except NotARepository:
             return True
-        if self._members[rank] != incarnation:
+        if self.members.get(rank) != incarnation:
             return True
         first = self._missed.note(rank, save, step, reason)
         for attempt in self._open(*UNSTORED):
@@ -274,11 +273,11 @@ class Coordinator:
     def rank_disconnected(self, rank: int, incarnation: Incarnation, reason: str) -> None:
         """The process of a rank has ended, or connects again. Its node worker has all of the saves that it has begun and not
         reported as failed: they still count."""
-        if self._members.get(rank) == incarnation:
+        if self.members.get(rank) == incarnation:
             for attempt in self._open(Phase.GATHERING):
                 if rank in attempt.ranks:
                     attempt.delivered[rank] = incarnation
-                else:
+                elif not is_part(rank) or rank in attempt.parts:
                     self._abort(attempt, reason)
 
     def nodes_alive(self, alive: set[str]) -> None:
@@ -287,12 +286,14 @@ class Coordinator:
             for node, number in attempt.nodes.items():
                 if node not in alive and number not in attempt.stored:
                     ranks = sorted(rank for rank, home in attempt.ranks.items() if home == node)
-                    self._abort(attempt, f"node {node} died with the shards of ranks {ranks}")
+                    who = ranks_text(ranks) if is_part(ranks[-1]) else f"ranks {ranks}"
+                    self._abort(attempt, f"node {node} died with the shards of {who}")
                     break
 
     def tick(self) -> None:
-        """Abort the attempts that are past their deadline; the reason names the missing ranks or nodes."""
+        """Abort the attempts that are past their deadline; the reason names the missing ranks, parts or nodes."""
         now = self._clock.monotonic()
+        self.changes += self.parts.tick()
         for attempt in self._open(*UNSTORED):
             if now < attempt.deadline:
                 self._look_for_late(attempt, now)
@@ -307,14 +308,10 @@ class Coordinator:
         warning = None if attempt is None else attempt.warning_after(last_warning, ticket.node)
         return None if warning is None else RanksWarning(warning.number, warning.text)
 
-    def member(self, rank: int) -> Incarnation | None:
-        """The process that has a rank, if any has joined."""
-        return self._members.get(rank)
-
     def _look_for_late(self, attempt: Attempt, now: float) -> None:
         if now < attempt.warn_at:
             return
-        if (warning := attempt.late(self.member, now)) is None:
+        if (warning := attempt.late(self.members.get, now)) is None:
             attempt.warn_at = max(attempt.progress, now - LATE + 1) + LATE
             return
         attempt.warn_at = next_warning(now, attempt.opened)
@@ -405,34 +402,26 @@ class Coordinator:
     def _open(self, *phases: Phase) -> list[Attempt]:
         return [a for a in self._attempts.values() if a.phase in phases and not a.phase.over]
 
-    def _assume(self, rank: int, incarnation: Incarnation, world_size: int | None = None) -> None:
-        """Let a process join that did so before this coordinator was restarted. Of several, the one that started last does."""
-        known = self._members.get(rank)
-        if known is None or (rank in self._assumed and incarnation > known):
-            self.join(rank, incarnation, world_size)
-            self._assumed.add(rank)
-
-    def _refuse_former(self, incarnation: Incarnation) -> None:
-        """Raise ``NotARepository`` if a process began with a repository that was here before."""
-        catalog = self._committer.catalog
-        if incarnation.repository != catalog.id:
-            what = f"{incarnation} began with repository {incarnation.repository}, in whose place is repository {catalog.id} now"
-            raise NotARepository(what, subject=catalog.uri, remedy=BEGIN_ANEW)
-
-    def _joinable(self, request: RankSaveRequest) -> Attempt | None:
+    def _joinable(self, request: RankSaveRequest, attempts: Sequence[Attempt]) -> Attempt | None:
         """The oldest attempt for the step that this rank is not part of, so that the saves of all ranks match in order; or the
         one that it joined with the same save, if the call is repeated."""
         rank, save, step = request.rank, request.save, request.step
-        return next((a for a in self._open(Phase.GATHERING) if (a.step, a.saves.get(rank, save)) == (step, save)), None)
+        open = (attempt for attempt in attempts if attempt.phase is Phase.GATHERING)
+        return next((one for one in open if (one.step, one.saves.get(rank, save)) == (step, save)), None)
 
     def _new(self, request: RankSaveRequest) -> Attempt:
         if len(self._open(*Phase)) >= MOST_OPEN:
             what = f"{MOST_OPEN} saves are open: some ranks begin saves that others do not"
             raise SaveFailed(what, subject=f"save of step {request.step}", remedy="save the same steps on all ranks")
+        if len(names := names_in(request.parts)) > MAX_PARTS or not all(map(is_name, names)):
+            raise SaveFailed(f"declares invalid parts, or more than {MAX_PARTS}", subject=f"rank {request.rank}")
         id, token = self._committer.reserve()
         now = self._clock.monotonic()
-        attempt = self._attempts[token] = Attempt(id, token, request.step, request.world_size, now, now + request.timeout)
-        attempt.generation, attempt.warn_at = self._generation, now + LATE
+        who = id, token, request.step, request.world_size, now, now + request.timeout
+        attempt = self._attempts[token] = Attempt(*who, declared=request.parts)
+        attempt.generation, attempt.warn_at = self.members.generation, now + LATE
+        if attempt.parts:  # a part may be slow, but is named in time
+            attempt.warn_at = now + min(LATE, request.timeout / 2)
         if self._group is not None and not self._committer.is_current(self._group.whole.id):
             self._group = None  # its versions may be rolled back: the next one is whole
         if request.delta and self._group is not None:
@@ -448,9 +437,10 @@ class Coordinator:
         """Abort the attempts for which a rank will not come, since it has gone on to another step, before their deadlines. All
         ranks of a generation count their saves alike."""
         for other in self._open(Phase.GATHERING):
-            skipped = request.rank not in other.ranks and other.step != request.step and request.save >= min(other.saves.values())
-            if skipped and self._joined[request.rank] == other.generation:
-                ranks = f"rank{'s' * (len(other.ranks) > 1)} {', '.join(map(str, sorted(other.ranks)[:8]))}"
+            skipped = request.rank not in other.ranks and other.step != request.step and request.save >= other.first_save
+            if skipped and self.members.joined(request.rank) == other.generation:
+                begun = sorted(rank for rank in other.ranks if not is_part(rank))
+                ranks = f"rank{'s' * (len(begun) > 1)} {', '.join(map(str, begun[:8]))}"
                 what = f"rank {request.rank} saves step {request.step} where {ranks} saved step {other.step}"
                 self._abort(other, f"{what}: all ranks must save the same steps in the same order")
 

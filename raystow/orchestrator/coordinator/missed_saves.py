@@ -31,6 +31,6 @@ class MissedSaves:
     def reason(self, attempt: Attempt) -> str | None:
         """Why an attempt waits in vain for a rank, if it does. A retry has a higher number: all ranks count their saves alike."""
         for rank, (save, reason) in self._missed.get(attempt.step, {}).items():
-            if rank < attempt.world_size and rank not in attempt.ranks and min(attempt.saves.values()) <= save:
+            if rank < attempt.world_size and rank not in attempt.ranks and attempt.first_save <= save:
                 return reason
         return None

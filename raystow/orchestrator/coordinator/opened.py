@@ -50,7 +50,7 @@ class OpenedRepository:
         count_damage = functools.partial(metrics.record, metrics.DAMAGED, repository=uri)
         current = self.committer.is_current
         self.rounds = RestoreRounds(
-            repository, SYSTEM, self.known, is_current=current, on_fall_back=count_damage, member=self.core.member
+            repository, SYSTEM, self.known, is_current=current, on_fall_back=count_damage, member=self.core.members.get
         )
         self.replays = JournalRounds(SYSTEM, lambda: self.committer.rollbacks)
         self.restored = RestoredReplicas(SYSTEM)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...storage.errors import ProtocolError, RaystowError
+from ...storage.format.parts import is_part, part_number
 from ...workers.protocol import messages
 from ...workers.protocol.messages import Acknowledged, Committed, FailureNoted, Message, Ticket
 from .attempt import Attempt, Phase
@@ -19,8 +21,14 @@ def handle(core: Coordinator, request: Message) -> Answer:
     """Apply a request, and return its answer. Call the answer again after each change, until it is not None."""
     answer: Message = Acknowledged()
     match request:
-        case messages.JoinRun(rank, incarnation, world_size):
+        case messages.JoinRun(rank, incarnation, world_size, part):
+            if rank != (part_number(part) if part else rank):
+                raise ProtocolError(f"part {part!r} has another number than {rank}")
             core.join(rank, incarnation, world_size)
+        case messages.AskNextSave(rank) if is_part(rank):
+            return _once(lambda: core.next_cut(request))
+        case messages.Begin(_, who) if is_part(who.rank):
+            return _once(lambda: core.begin_part(request))
         case messages.AskNextSave():
             answer = core.next_save(request)
         case messages.Begin():
@@ -45,6 +53,24 @@ def handle(core: Coordinator, request: Message) -> Answer:
         case _:
             raise TypeError(f"no handler of {type(request).__name__}")
     return lambda: answer
+
+
+def _once(make: Answer) -> Answer:
+    """Give the first answer or error each time: to make it changes the state machine."""
+    made: Message | RaystowError | None = None
+
+    def answer() -> Message | None:
+        nonlocal made
+        if made is None:
+            try:
+                made = make()
+            except RaystowError as error:
+                made = error
+        if isinstance(made, RaystowError):
+            raise made
+        return made
+
+    return answer
 
 
 def _when(

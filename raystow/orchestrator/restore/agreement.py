@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ...storage.errors import Damaged, NotFound, RankRestarted, RaystowError
 from ...storage.format import keys
 from ...storage.format.keys import PlaceInAttempt
+from ...storage.format.parts import is_part
 from ...storage.format.root import Entry
 from ...storage.limits import MAX_ROWS
 from ...storage.log import about
@@ -219,7 +220,7 @@ class ClusterAgreement:
 
     @property
     def alike(self) -> bool:
-        return self._choice is None or self._choice.alike
+        return self._choice is None or self._choice.alike or is_part(self._opening.rank)
 
     @property
     def trace(self) -> str | None:

@@ -11,6 +11,7 @@ from fnmatch import translate
 from itertools import accumulate, takewhile
 
 from ...storage.arguments import refused
+from ...storage.format.parts import part_key
 
 _PROPOSED = 5  # patterns in an error; if more are needed, one for all of them
 
@@ -34,6 +35,10 @@ class NamePatterns:
         """Whether every name matches."""
         return "*" in self.texts
 
+    def below(self, key: str) -> NamePatterns:
+        """The same patterns for names below a key."""
+        return NamePatterns(tuple(text if text == "*" else f"{glob.escape(key)}.{text}" for text in self.texts))
+
     @staticmethod
     def of(argument: str, value: object) -> NamePatterns:
         """The patterns of a user's ``argument``; ``StateError`` if they are no texts."""
@@ -51,10 +56,12 @@ class NameRules:
     unused: NamePatterns = NamePatterns()
 
     @staticmethod
-    def of(strict: bool, allow_missing: object, allow_unused: object) -> NameRules:
-        """The rules of a user's arguments. Not ``strict``: every name may be left out."""
-        rules = NameRules(NamePatterns.of("allow_missing", allow_missing), NamePatterns.of("allow_unused", allow_unused))
-        return rules if strict else ANY_NAMES
+    def of(strict: bool, allow_missing: object, allow_unused: object, *, part: str = "") -> NameRules:
+        """The rules of a user's arguments. Not ``strict``: every name may be left out. ``part``: that has the names."""
+        rules = NamePatterns.of("allow_missing", allow_missing), NamePatterns.of("allow_unused", allow_unused)
+        if part:
+            rules = rules[0].below(part_key(part)), rules[1].below(part_key(part))
+        return NameRules(*rules) if strict else ANY_NAMES
 
 
 STRICT = NameRules()

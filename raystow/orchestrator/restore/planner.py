@@ -48,12 +48,19 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class RestoreOptions:
     """``names``: those that only one side may have, all others are an error. ``cast``: other dtypes are converted, else they are
-    an error."""
+    an error. ``part``: what restores is a part, which is rank 0 of 1. ``parts``: those that
+    restore together with the ranks."""
 
     rank: int = 0
     world_size: int = 1
     names: NameRules = STRICT
     cast: bool = False
+    part: str = ""
+    parts: tuple[str, ...] = ()
+
+    def seeker(self, version: Version) -> Seeker:
+        """What seeks the rows of this rank or part."""
+        return Seeker(self.rank, self.world_size, 1 if self.part else version.world_size, self.part)
 
 
 @uncollected()
@@ -79,7 +86,7 @@ def plan_restore(
                 shards[leaf.name] = [shard_of(box, rank=options.rank, what="into") for box in boxes(leaf, "into")]
             except StateError as error:
                 shards[leaf.name] = error  # raised only if the version holds a tensor of this name
-    nodes, seeker = plain_nodes(leaves), Seeker(options.rank, options.world_size, version.world_size)
+    nodes, seeker = plain_nodes(leaves), options.seeker(version)
     finder = version.finder(seeker)
     spread = len(version.record.fragments) > 1
     sought = {leaf.name: _sought(leaf, shards.get(leaf.name), seeker, spread=spread) for leaf in leaves if leaf.is_tensor}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...storage.errors import NotFound, RaystowError
+from ...storage.format.parts import is_part
 from ...storage.format.root import Entry
 from ...storage.runtime.spans import NO_SPAN, Span
 from ...workers.protocol.messages import (
@@ -33,7 +34,8 @@ class RestoreRound:
     names that all of these leave unused. ``stalls``: since when ranks have read nothing, and from
     where; ``heard``: when others last reported that they read on; ``progress``: when a rank did more than that. ``warn_at``: when
     to look for late ranks; ``warning``: the last of ``warnings`` about them since the last progress, which one rank logs.
-    ``patience``: the longest timeout of any. ``span``: from the first vote on until it is over."""
+    ``patience``: the longest timeout of any. ``span``: from the first vote on until it is over. ``world_size``: 0 until a rank
+    has joined; ``parts``: the numbers of those that ranks declare. They restore other names than ranks, so they compare none."""
 
     world_size: int
     version: str
@@ -66,6 +68,17 @@ class RestoreRound:
     patience: float = 0.0
     warning: NumberedWarning | None = None
     span: Span = NO_SPAN
+    parts: frozenset[int] = frozenset()
+
+    @property
+    def everyone(self) -> set[int]:
+        """All ranks and parts, as far as they are known."""
+        return {*range(self.world_size), *self.parts}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks and parts have called restore."""
+        return self.world_size > 0 and self.everyone <= self.members.keys()
 
     def warns(self, rank: RestoreVote | UnusedNames) -> bool:
         """Whether a rank that waits has to log the newest warning."""
@@ -91,7 +104,7 @@ class RestoreRound:
     @property
     def missing_ranks(self) -> set[int]:
         """The ranks that the others wait for."""
-        return set(range(self.world_size)) - self.reported
+        return self.everyone - self.reported
 
     @property
     def reads(self) -> bool:
@@ -125,7 +138,7 @@ class RestoreRound:
 
     def uses_all(self, rank: int) -> None:
         """Note that a rank leaves no name unused, or does not compare any more."""
-        if rank not in self.compared:
+        if rank not in self.compared and not is_part(rank):
             self.unused = b""
             self.compared.add(rank)
 

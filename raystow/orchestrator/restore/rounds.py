@@ -23,7 +23,8 @@ from ...storage.errors import (
     RaystowError,
     StateError,
 )
-from ...storage.format.rank_spans import ranks_text
+from ...storage.format.parts import is_part, name_of, names_in, part_number
+from ...storage.format.rank_spans import member_text, ranks_text
 from ...storage.format.root import Entry
 from ...storage.format.version_record import RestoreInfo
 from ...storage.log import about
@@ -119,6 +120,7 @@ class RestoreRounds:
         if (missed := self._missed_by(vote)) is not None:
             return missed
         round = self._round_of(vote, held if vote.allow_uncommitted else None)
+        self._declare(round, vote)
         if vote.rank not in round.members or (vote.tried is not None and vote.rank not in round.votes):  # not a repetition
             now = self._clock.monotonic()
             round.deadline = now + vote.timeout
@@ -129,22 +131,22 @@ class RestoreRounds:
         round.asked[vote.rank] = vote.version
         round.nodes[vote.rank] = vote.node
         round.names[vote.rank] = vote.names
-        if not round.joined and len(round.members) == round.world_size:
+        if not round.joined and round.complete:
             round.group = RestoreGroup(self._clock.token(), tuple(sorted({*round.nodes.values()} - {""})))
             self._check_asked(round)
-            round.alike = len({*round.names.values()}) == 1
+            round.alike = len({names for rank, names in round.names.items() if not is_part(rank)}) == 1
             round.advance(self._clock.monotonic())
             round.joined = True  # last: ranks can be answered now
             self.changes += 1
         if vote.error:
-            self._fail(round, ClusterError(f"rank {vote.rank} could not restore: {vote.error}"))
+            self._fail(round, ClusterError(f"{member_text(vote.rank)} could not restore: {vote.error}"))
         if round.failure is not None or vote.tried is None or vote.tried not in round.candidates[:1]:
             return round
         round.uses_all(vote.rank)
         round.votes[vote.rank] = vote.damage
         round.damaged = round.damaged or bool(vote.damage and not vote.whole)
         round.read[vote.rank] = vote.read
-        if len(round.votes) < round.world_size:
+        if not round.complete or not round.everyone <= round.votes.keys():
             return round
         damage = {rank: text for rank, text in sorted(round.votes.items()) if text}
         if not damage:
@@ -206,7 +208,7 @@ class RestoreRounds:
             self._missed.clear()  # the training was restarted
         round = self.open_round
         if round is not None and rank in round.members and round.members[rank][0] != incarnation:
-            self._fail(round, RankRestarted(f"rank {rank} was restarted during the restore", remedy="restore again"))
+            self._fail(round, RankRestarted(f"{member_text(rank)} was restarted during the restore", remedy="restore again"))
 
     def give_up(self, error: RaystowError) -> None:
         """Fail the round: the repository was deleted, or another one has taken its place."""
@@ -262,7 +264,7 @@ class RestoreRounds:
         quiet = {rank: f"read nothing for {now - pauses[rank][0]:.0f} s{_from(pauses[rank][1])}" for rank in missing}
         if round.reads:
             entry = round.candidates[0]
-            states = "".join(f"; rank {rank} has {quiet[rank]}" for rank in sorted(missing)[:_LISTED])
+            states = "".join(f"; {member_text(rank)} has {quiet[rank]}" for rank in sorted(missing)[:_LISTED])
             what = f"{who} {has} not restored version {entry.id} (step {entry.step}){states}"
         else:
             what = f"{who} {has} not called restore for {now - round.begun:.0f} s"
@@ -270,22 +272,23 @@ class RestoreRounds:
         gave_up = f"; {ranks_text(round.reported)} gave up at {at:%H:%M:%S} UTC" if round.reported else ""
         self._fail(round, _overdue(f"{what}{gave_up}"))
         for rank in missing & round.members.keys():
-            own = replace(round, failure=_overdue(f"rank {rank} (this rank) has {quiet[rank]}{gave_up}"))
+            own = replace(round, failure=_overdue(f"{member_text(rank)} (this rank) has {quiet[rank]}{gave_up}"))
             self._ended[rank] = round.members[rank], own
 
     def _round_of(self, vote: RestoreVote, held: RestoreChoice | None) -> RestoreRound:
         if (round := self.open_round) is not None:
             member = vote.incarnation, vote.number
-            what = f"rank {vote.rank} has begun another restore"
-            if round.world_size != vote.world_size:
+            what = f"{member_text(vote.rank)} has begun another restore"
+            if not is_part(vote.rank) and round.world_size not in (0, vote.world_size):
                 what = f"the world size changed from {round.world_size} to {vote.world_size} during the restore"
             elif round.members.get(vote.rank, member) == member:
                 return round
             self._fail(round, ClusterError(what, remedy="restore again"))
             self._missed.clear()  # this rank begins the next round
         root, said = self._known.root()
-        round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
-        round.span, round.store_down = Span("restore", vote.trace or ROOT, ranks=vote.world_size), not said
+        ranks = 0 if is_part(vote.rank) else vote.world_size
+        round = RestoreRound(ranks, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
+        round.span, round.store_down = Span("restore", vote.trace or ROOT, ranks=ranks), not said
         round.advance(round.begun)
         _, missed = self._missed.pop(vote.rank, (None, None))
         if missed is not None and missed.failure is not None:
@@ -308,13 +311,28 @@ class RestoreRounds:
             round.span.end(round.failure or "")
         return round
 
+    def _declare(self, round: RestoreRound, vote: RestoreVote) -> None:
+        """Note the world size and the parts of a rank's vote. Raise ``StateError`` for a part that the ranks do not declare, and
+        fail a round whose ranks declare different parts."""
+        if not is_part(vote.rank):
+            parts = frozenset(map(part_number, names_in(vote.parts)))
+            others = [rank for rank in round.members if rank != vote.rank and not is_part(rank)]
+            if others and round.parts != parts:
+                self._fail(round, StateError("ranks declare different parts", remedy="give all ranks the same parts="))
+            round.world_size, round.parts = vote.world_size, parts
+        elif round.world_size and vote.rank not in round.parts:
+            round.members.pop(vote.rank, None)
+            remedy = f"pass parts=(..., {name_of(vote.rank)!r}) to the Checkpointer of each rank"
+            raise StateError("the ranks do not declare it", subject=member_text(vote.rank), remedy=remedy)
+
     def _check_asked(self, round: RestoreRound) -> None:
         """Fail a round that all ranks have joined if they ask for different versions, or for one that does not exist."""
         ranks: dict[str, list[int]] = {}
         for rank, version in sorted(round.asked.items()):
             ranks.setdefault(version, []).append(rank)
         if len(ranks) > 1:
-            what = ", ".join(f"{version!r} by ranks {_listed(of)}" for version, of in ranks.items())
+            texts = {v: ranks_text(of) if is_part(of[-1]) else f"ranks {_listed(of)}" for v, of in ranks.items()}
+            what = ", ".join(f"{version!r} by {text}" for version, text in texts.items())
             remedy = "pass the same version on all ranks"
             error = StateError(f"different versions are asked for: {what}", subject=self._repository.uri, remedy=remedy)
             self._fail(round, error)
@@ -340,7 +358,7 @@ class RestoreRounds:
             return
         except RaystowError:
             pass  # the lease says so
-        texts = "; ".join(f"rank {rank}: {text}" for rank, text in damage.items())
+        texts = "; ".join(f"{member_text(rank)}: {text}" for rank, text in damage.items())
         whole, older = not round.damaged, round.candidates[1:]
         round.lease.close()
         if not whole:
@@ -378,7 +396,7 @@ class RestoreRounds:
         round.failure = error
         self._close(round)
         if not round.joined and not isinstance(error, RankRestarted):
-            absent = set(range(round.world_size)) - round.members.keys()
+            absent = round.everyone - round.members.keys()
             self._missed = {rank: (self._member(rank), round) for rank in absent}
             self._missed_until = self._clock.monotonic() + round.patience
 

@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 from ...storage.errors import StateError
 from ...storage.format.boxes import Box
 from ...storage.format.manifest import Chunk
+from ...storage.format.parts import part_of
 from ...storage.versions.reader import PackReader
 from ...storage.versions.version import Version
 from .plan import Rates
@@ -81,6 +82,8 @@ def plan_world(
     for _, fragment in version.walk():
         shares, reads = defaultdict[int, _Share](dict), 0
         for number, chunk in enumerate(fragment.chunks):
+            if part_of(chunk.name):  # the ranks do not read it
+                continue
             wanted = _wanted(chunk, world_size, None if whole else tensors[chunk.name].split)
             if (reads := reads + len(wanted)) > min(left, MOST_READS_OF_A_NODE):
                 most = f"{most_reads} chunks" if reads > left else f"{MOST_READS_OF_A_NODE} chunks of node {fragment.node}"

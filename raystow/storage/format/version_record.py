@@ -6,18 +6,20 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import Damaged
-from ..limits import MAX_DIFFERENCES, MAX_FRAGMENT, MAX_NUMBER, MAX_ROWS, most_cells, most_text
+from ..limits import MAX_DIFFERENCES, MAX_FRAGMENT, MAX_NUMBER, MAX_PARTS, MAX_ROWS, most_cells, most_text
 from . import keys, records, replica_difference, values
 from .json_text import shown
+from .parts import is_name
 from .replica_difference import ReplicaDifference
 from .root import Entry
 
 
 @dataclass(frozen=True)
 class FragmentInfo:
-    """One manifest fragment. ``digest``: BLAKE3, hexadecimal. ``ranks``: whose shards it describes. ``stall``: the longest time
-    in seconds that the save held up the training loop of one of these ranks, if known. ``bases``: ids of the bases of its chunks,
-    ascending. ``packs``: the number of packs that its rows name; None in records that list all packs."""
+    """One manifest fragment. ``digest``: BLAKE3, hexadecimal. ``ranks``: whose shards it describes; of parts, ``part_number``.
+    ``stall``: the longest time in seconds that the save held up the training loop of one of these ranks, if known. ``bases``: ids
+    of the bases of its chunks, ascending. ``packs``: the number of packs that its rows name; None in records that list all packs.
+    """
 
     node: int
     size: int
@@ -104,7 +106,7 @@ class VersionRecord:
     and versions of software), ``coding`` (the codec of GPU tensors, and whether the version is a delta, with reasons),
     ``restores`` (since the version before), ``lossy`` (which tensors were rounded, and how), ``provenance`` (command line,
     commit, packages, hosts, and the version that was resumed from), ``notes`` (the user's plain values by name),
-    ``differences`` (tensors of which ranks held other bits than others)."""
+    ``differences`` (tensors of which ranks held other bits than others). ``parts``: raw bytes by name."""
 
     repository: str
     id: int
@@ -125,6 +127,7 @@ class VersionRecord:
     provenance: dict[str, str] = field(default_factory=dict)
     notes: dict[str, object] = field(default_factory=dict)
     differences: tuple[ReplicaDifference, ...] = ()
+    parts: dict[str, int] = field(default_factory=dict)
 
     @property
     def stall(self) -> float | None:
@@ -171,6 +174,7 @@ class VersionRecord:
             "provenance": {},
             "notes": {},
             "differences": [],
+            "parts": {},
         }
         return records.dump({n: value for n, value in fields.items() if n not in absent or value != absent[n]}, self.key())
 
@@ -186,6 +190,9 @@ class VersionRecord:
         differences = records.objects(fields, "differences", key, optional=True)
         if len(differences) > MAX_DIFFERENCES:
             raise Damaged(f"field 'differences' has {len(differences)} entries, more than {MAX_DIFFERENCES}", subject=key)
+        parts = records.field(fields, "parts", dict, key) if "parts" in fields else {}
+        if len(parts) > MAX_PARTS or not all(map(is_name, parts)):
+            raise Damaged(f"field 'parts' is {shown(parts)}: more than {MAX_PARTS}, or no names of parts", subject=key)
         thinned = records.field(fields, "thinned", dict, key) if "thinned" in fields else None
         notes = records.field(fields, "notes", dict, key) if "notes" in fields else {}
         if records.field(fields, "world_size", int, key) > MAX_NUMBER:
@@ -195,7 +202,7 @@ class VersionRecord:
             VersionRecord,
             fields,
             key,
-            optional=("coding", "lossy", "saved", "provenance"),
+            optional=("coding", "lossy", "saved", "provenance", "parts"),
             metrics={name: values.decode(form) for name, form in metrics.items()},
             fragments=fragments,
             packs=_listed(fields, key) if "packs" in fields else None,

@@ -147,7 +147,7 @@ class Replacement:
         """The record with what it says of thinning."""
         base, thinned = self.rewriting.base, record.thinned
         if self.goal.weights_only:
-            thinned = Thinned(self.version.attempt, now, (WEIGHTS,), self.goal.bits)
+            record, thinned = replace(record, parts={}), Thinned(self.version.attempt, now, (WEIGHTS,), self.goal.bits)
         if thinned is None:
             return record
         return replace(record, thinned=replace(thinned, base_bits=base.record.bits if base is not None else None))

@@ -146,7 +146,7 @@ class StoredManifest:
             self._note_packs(info, selection.packs)
             return selection
 
-        return Finder(self.record.fragments, rows, seeker, self.record.raw)
+        return Finder(self.record.fragments, rows, seeker, self.record.raw, self.record.parts)
 
     def _kept(self, info: FragmentInfo) -> Fragment:
         """A fragment that stays in memory, so its packs are noted."""

@@ -11,16 +11,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ..coding import dtypes
 from ..errors import Damaged
 from ..format.boxes import overlap, span, tile
 from ..format.manifest import Chunk, Value, parse_path
+from ..format.parts import is_part, part_number, part_of
 from ..format.selection import Selection, Sought, sought_like
 from ..format.version_record import FragmentInfo
 from .value_tree import RankValues, containers
 
 _AT_ONCE = 8  # fragments read in parallel
+NO_PARTS: Mapping[str, int] = MappingProxyType({})
 _SAMPLE = 16  # fragments, evenly spread, read to locate a tensor
 
 
@@ -31,11 +34,23 @@ def by_first_rank(fragments: Iterable[FragmentInfo]) -> list[FragmentInfo]:
 
 @dataclass(frozen=True)
 class Seeker:
-    """The rank that reads: ``rank`` of ``world_size``, in a version that ``saved`` ranks saved."""
+    """The rank that reads: ``rank`` of ``world_size``, in a version that ``saved`` ranks saved. ``part``: or a part, which is
+    rank 0 of one rank, and was when it was saved."""
 
     rank: int
     world_size: int
     saved: int
+    part: str = ""
+
+    def reads(self, info: FragmentInfo) -> bool:
+        """Whether a fragment may have anything of it."""
+        if self.part:
+            return part_number(self.part) in info.ranks
+        return not info.ranks or not all(map(is_part, info.ranks))
+
+    def owns(self, name: str) -> bool:
+        """Whether a tensor or value of this name is its own, or that of all ranks if it is one."""
+        return part_of(name) == self.part
 
     def near(self, rank: int) -> range:
         """The ranks of the save with the parts of tensors that ``rank`` has now, if both worlds split tensors evenly."""
@@ -63,8 +78,8 @@ class FoundRows:
 
 
 class Finder:
-    """Reads fragments for one rank. ``read``: returns the rows of a fragment that are sought, by name. ``raw``: bytes of all
-    tensors of the version."""
+    """Reads fragments for one rank. ``read``: returns the rows of a fragment that are sought, by name. ``parts``: bytes of the
+    tensors of each part; ``raw``: of all tensors of the version."""
 
     def __init__(
         self,
@@ -72,9 +87,14 @@ class Finder:
         read: Callable[[FragmentInfo, Mapping[str, Sought]], Selection],
         seeker: Seeker,
         raw: int = -1,
+        parts: Mapping[str, int] = NO_PARTS,
     ) -> None:
+        if parts:
+            fragments = [info for info in fragments if seeker.reads(info)]
+            raw = parts.get(seeker.part, 0) if seeker.part else raw - sum(parts.values())
         self._fragments = by_first_rank(fragments)
         self._read_one, self._seeker, self._raw = read, seeker, raw
+        self._owns: Callable[[str], bool] = seeker.owns if parts or seeker.part else lambda name: True
         self._unread = set(range(len(fragments)))
         self._open: dict[str, Sought] = {}
         self._every: set[str] = set()
@@ -136,14 +156,15 @@ class Finder:
         self._unread -= wave
         places, found = sorted(wave), self.found
         for place, part in zip(places, self._parts(places), strict=True):
-            found.names |= part.names
+            found.names.update(filter(self._owns, part.names))
             for chunk in part.chunks:
                 same = found.chunks[chunk.name]
                 if same and (same[0].shape, same[0].dtype, same[0].kind) != (chunk.shape, chunk.dtype, chunk.kind):
                     raise Damaged(f"rows of {chunk.name!r} disagree on shape, dtype or kind", subject=chunk.name)
                 same.append(chunk)
             for value in part.values:
-                self._take(value)
+                if self._owns(value.name):
+                    self._take(value)
             if self._unread:
                 for name, held in part.spans.items():
                     self._spans[name][place] = held

@@ -21,6 +21,7 @@ from ..errors import Damaged, NotFound, StateError
 from ..format import key_files, keys, values
 from ..format.boxes import Box
 from ..format.manifest import SCALAR, TENSOR, Chunk, Fragment, Value, parse_path
+from ..format.parts import part_of
 from ..format.rank_parts import rank_of
 from ..format.root import Entry
 from ..format.selection import Sought
@@ -268,6 +269,14 @@ class Version:
             infos[name] = TensorInfo(one.shape, one.dtype, nbytes, one.stored, one.kind, one.group)
         return infos
 
+    def parts(self) -> Mapping[str, int]:
+        """List the parts, which actors outside the ranks have saved; see ``docs/parts.md``.
+
+        Returns:
+            The bytes of the tensors of each, by name. The names of these begin with ``[part NAME]``. Empty for a thinned version.
+        """
+        return self.record.parts
+
     def rounded(self) -> Mapping[str, Rounded]:
         """List the tensors that were rounded; see ``docs/compression.md``.
 
@@ -277,7 +286,7 @@ class Version:
         return self.contents.rounded
 
     def values(self, rank: int = 0) -> dict[str, Any]:
-        """Read the plain values of a rank.
+        """Read the plain values of a rank, and of all parts.
 
         Args:
             rank: The rank. If the save had no such rank, each value is that of the lowest rank that has it.
@@ -295,7 +304,7 @@ class Version:
         """The value rows that ``values(rank)`` decodes."""
         rows = (row for fragment in self.manifest.select({}) for row in fragment.values)
         if rank < self.world_size:
-            yield from (row for row in rows if rank in row.ranks)
+            yield from (row for row in rows if rank in row.ranks or part_of(row.name))
             return
         lowest: dict[str, Value] = {}
         for row in rows:

@@ -16,6 +16,8 @@ from ...storage.coding.derived import Derivation
 from ...storage.coding.digest import process_keys
 from ...storage.coding.dtypes import dtype
 from ...storage.errors import RaystowError, SaveFailed
+from ...storage.format.parts import part_number
+from ...storage.format.rank_spans import member_text
 from ...storage.log import about
 from ...storage.stores.settings import StoreAddress
 from ..cache.base_version import KnownChunks
@@ -108,6 +110,8 @@ class Session:
 
     def __init__(self, connection: Connection, host: SessionHost, node: str, opening: OpenSession) -> None:
         self._connection, self._host, self._node, self._opening = connection, host, node, opening
+        if opening.part:
+            part_number(opening.part)  # so that texts name it
         self._log = about(logger, repository=opening.uri, rank=opening.rank)
         self._coder: NodeEncoder | None = None  # for a training process that must not use the GPU for it
         self._layouts: dict[int, Layout] = {}  # of the chunks on each device
@@ -158,7 +162,7 @@ class Session:
 
     def _receive(self) -> None:
         opening = self._opening
-        who = f"rank {opening.rank} (process {opening.pid})"
+        who = f"{member_text(opening.rank)} (process {opening.pid})"
         try:
             while (received := self._connection.receive(*STAGING)) is not None:
                 self._handle(received[0])

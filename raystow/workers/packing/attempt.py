@@ -23,6 +23,8 @@ from ...storage.coding.rounded import Rounded
 from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StoreError
 from ...storage.format.manifest import Chunk, Value
+from ...storage.format.parts import is_part
+from ...storage.format.rank_spans import member_text, ranks_text
 from ...storage.format.root import Entry
 from ...storage.limits import MAX_ROWS, MAX_TEXT
 from ...storage.log import about
@@ -142,7 +144,7 @@ class NodeAttempt:
             for row in values:
                 if row not in self._values:
                     self._text += sum(map(len, row))
-                self._values.setdefault(row, []).append(rank)
+                self._values.setdefault(row, []).append(0 if is_part(rank) else rank)
         self.on_end(on_end)
         self._check_rows(self._planned)
         if self._text > MAX_TEXT:
@@ -277,7 +279,9 @@ class NodeAttempt:
         self.fail(self._not_stored(error))
 
     def _not_stored(self, error: BaseException) -> str:
-        return f"the shards of ranks {sorted(self._ranks)} could not be stored: {error}"
+        ranks = sorted(self._ranks)
+        who = ranks_text(ranks) if is_part(ranks[-1]) else f"ranks {ranks}"
+        return f"the shards of {who} could not be stored: {error}"
 
     def _too_late(self) -> None:
         """Report before the timeout that an object was not stored."""
@@ -331,7 +335,7 @@ class NodeAttempt:
             yield
         except Exception as error:
             self._log.exception("coding %s failed", what, extra={"rank": rank})
-            self.fail(f"coding {what} of rank {rank} failed: {error}")
+            self.fail(f"coding {what} of {member_text(rank)} failed: {error}")
 
     @contextlib.contextmanager
     def _task_of(self, rank: int) -> Iterator[None]:
@@ -352,8 +356,8 @@ class NodeAttempt:
                 digests = self._held.of(rank)
             self._port.ask(RankFinished(self._ticket, rank, self._covered[rank], digests))
         except RaystowError as error:
-            what = "rank %d of attempt %d is stored here, but the coordinator does not take it: %s"
-            self._log.warning(what, rank, self._ticket.id, error, extra={"rank": rank})
+            what = "%s of attempt %d is stored here, but the coordinator does not take it: %s"
+            self._log.warning(what, member_text(rank), self._ticket.id, error, extra={"rank": rank})
 
     def _drive(self) -> None:
         """Wait until every rank has finished, store this node's part, report it, and wait for the commit."""

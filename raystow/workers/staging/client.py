@@ -15,6 +15,7 @@ from ...state.planned_chunk import DeviceChunks
 from ...state.planner import SavePlan
 from ...storage.commit.committer import UNKNOWN
 from ...storage.errors import ClusterError, OutcomeUnknown, ProtocolError, RaystowError, SaveFailed
+from ...storage.format.parts import is_part
 from ...storage.format.root import Entry
 from ...storage.log import about
 from ...storage.runtime import background
@@ -179,7 +180,8 @@ class Staging:
         new = () if known is self._known_tensors else self._known_tensors
         from_host = any(piece.on_host for device in devices for piece in plan.parts[device].pieces)
         coding = {choice.codec: choice.why + _FROM_HOST * from_host for choice in choices}
-        contents = SaveContents(*plan.coverage, plan.owned_dtensors, new, coding)
+        nbytes = plan.whole_bytes if is_part(order.request.rank) else 0
+        contents = SaveContents(*plan.coverage, plan.owned_dtensors, new, coding, nbytes)
         post, host = functools.partial(self._post, order), plan.parts.get(None)
         raw = self._raw and host is not None and any(one.nbytes > SMALL and one.dtype.is_float for one in host.pieces)
         self.connection.post(BeginSave(order.request, contents, plan.values, plan.chunks, plan.text, raw))

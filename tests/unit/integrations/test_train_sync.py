@@ -362,7 +362,7 @@ def test_a_rank_reports_whose_earlier_save_failed(error: RaystowError, monkeypat
     """The other ranks have no failed save, and wait for this rank in ``report``."""
     rank, reports = ray_train.Checkpointer.__new__(ray_train.Checkpointer), list[int]()
 
-    def fail(*_: object, step: int, metrics: object) -> None:
+    def fail(*_: object, **named: object) -> None:
         raise error
 
     monkeypatch.setattr(raystow.Checkpointer, "save", fail)

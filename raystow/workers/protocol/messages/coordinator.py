@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ....state.chunk_info import RangeInfo as RangeInfo
+from ....storage.format.parts import is_part
 from ....storage.format.root import Entry
 from ....storage.format.signature import PublicKey
 from ....storage.format.version_record import FragmentInfo
@@ -17,6 +18,7 @@ from .incarnation import Incarnation as Incarnation
 
 OnFenced = Literal["raise", "takeover"]
 OnDifference = Literal["warn", "raise"]
+
 
 PARTS = 12_000
 """Parts of a group in one answer, which takes 48 KB."""
@@ -90,6 +92,8 @@ class RankSaveRequest(MessagePart, frozen=True):
         on_difference: What happens if ranks hold other bits of the same tensor.
         export: Of rank 0, if versions are exported.
         trace: Of the span in which ``save`` was called.
+        parts: The names of those that the save needs besides the ranks, joined by commas: one text is decoded faster than many.
+        cut: Of rank 0, as ``metrics``: for the parts.
     """
 
     rank: int
@@ -108,6 +112,8 @@ class RankSaveRequest(MessagePart, frozen=True):
     on_difference: OnDifference = "warn"
     export: ExportOrder | None = None
     trace: Text = ""
+    parts: Text = ""
+    cut: Table[Text, JsonText] = {}
 
 
 class SaveContents(MessagePart, frozen=True):
@@ -120,6 +126,7 @@ class SaveContents(MessagePart, frozen=True):
         plain_tensors: Names, dtypes and shapes of the tensors that every rank must hold alike, and the tensors that they are
             derived from, if other ones than in the rank's save before; they are used for an error only.
         coding: See ``format.version_record``.
+        nbytes: Of a part: the bytes of its tensors.
     """
 
     replicated: Digest
@@ -127,14 +134,19 @@ class SaveContents(MessagePart, frozen=True):
     owned_dtensors: Column[Text] = ()
     plain_tensors: Column[Text] = ()
     coding: Table[Text, Text] = {}
+    nbytes: int = 0
 
 
 class Begin(CoordinatorRequest[Ticket], frozen=True):
-    """A rank of ``node`` begins a save."""
+    """A rank or part of ``node`` begins a save. A part waits until a rank has."""
 
     node: Text
     request: RankSaveRequest
     contents: SaveContents
+
+    @property
+    def wait(self) -> float:
+        return self.request.timeout if is_part(self.request.rank) else 0.0
 
 
 class CoordinatorStarted(Message, frozen=True):
@@ -155,11 +167,12 @@ class StartRun(CoordinatorRequest[CoordinatorStarted], frozen=True):
 
 
 class JoinRun(CoordinatorRequest[Acknowledged], frozen=True):
-    """A process has taken up a rank."""
+    """A process has taken up a rank, or the ``part`` with the number ``rank``, whose world size means nothing."""
 
     rank: int
     incarnation: Incarnation
     world_size: WorldSize
+    part: Text = ""
 
 
 class RankFinished(CoordinatorRequest[Acknowledged], frozen=True):
@@ -297,14 +310,16 @@ class RankSaveFailed(CoordinatorRequest[FailureNoted], frozen=True):
 
 
 class NextSave(Message, frozen=True):
-    """At ``step`` all ranks save, or ask again. Before it no step is saved."""
+    """At ``step`` all ranks save, or ask again. Before it no step is saved. ``cut``: to a part, that of the save."""
 
     step: int
     save: bool
+    cut: Table[Text, JsonText] = {}
 
 
 class AskNextSave(CoordinatorRequest[NextSave], frozen=True):
-    """A rank asks for the next step, from ``first`` on, at which it saves or asks again.
+    """A rank asks for the next step, from ``first`` on, at which it saves or asks again. A part is answered when rank 0 has begun
+    to save such a step.
 
     Args:
         seconds: From save to save; None: the interval that loses the least time.
@@ -313,6 +328,7 @@ class AskNextSave(CoordinatorRequest[NextSave], frozen=True):
         on_fenced: See ``RankSaveRequest``.
         node: The rank's.
         requested: Whether a save was requested on this rank, and no step was due since.
+        timeout: Seconds that a part waits.
     """
 
     rank: int
@@ -325,6 +341,11 @@ class AskNextSave(CoordinatorRequest[NextSave], frozen=True):
     on_fenced: OnFenced = "raise"
     node: Text = ""
     requested: bool = False
+    timeout: float = 0.0
+
+    @property
+    def wait(self) -> float:
+        return self.timeout
 
 
 class FindOutcome(CoordinatorRequest[Committed], frozen=True):

@@ -79,6 +79,7 @@ class RestoreVote(CoordinatorRequest[RestoreChoice | NoVersion], frozen=True):
         names: A digest of the names of the tensors that the rank restores.
         last_warning: The number of the last warning that the rank has got.
         trace: Of the span in which the rank restores.
+        parts: Those that restore together with the ranks; see ``RankSaveRequest``.
     """
 
     rank: int
@@ -97,6 +98,7 @@ class RestoreVote(CoordinatorRequest[RestoreChoice | NoVersion], frozen=True):
     names: Digest = 0
     last_warning: int = 0
     trace: Text = ""
+    parts: Text = ""
 
     @property
     def wait(self) -> float:

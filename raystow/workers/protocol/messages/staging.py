@@ -33,6 +33,7 @@ class OpenSession(Message, frozen=True):
         process: Which process codes chunks on a GPU.
         keep: Bytes of versions that may stay in the ring, as a part of the node's memory for them.
         place: See ``StoreSettings``.
+        part: See ``JoinRun``.
     """
 
     uri: Text
@@ -50,6 +51,7 @@ class OpenSession(Message, frozen=True):
     process: Literal["training", "node"] = "training"
     keep: int = 0
     place: Text = ""
+    part: Text = ""
 
     @property
     def store(self) -> StoreAddress:

@@ -83,9 +83,9 @@ class NodeStatus(Message, frozen=True):
 
 
 class OpenAttempt(MessagePart, frozen=True):
-    """An attempt in progress. ``begun`` and ``finished``: how many of its ``world_size`` ranks have begun to save, and have all
-    chunks coded. ``nodes``: of those ranks; ``stored``: nodes whose part is durable. ``age`` and ``left``: seconds since the
-    first rank began, and until the attempt is aborted."""
+    """An attempt in progress. ``begun`` and ``finished``: how many of its ``world_size`` ranks and parts have begun to save, and
+    have all chunks coded. ``nodes``: of those ranks; ``stored``: nodes whose part is durable. ``age`` and ``left``: seconds since
+    the first rank began, and until the attempt is aborted."""
 
     id: int
     attempt: Text

@@ -12,11 +12,11 @@ from helpers.builders import empty_record, memory_repository
 from helpers.saves import NoNode, checkpointer, save, saves
 from torch import nn
 
+from raystow.orchestrator.client import journal_connection
 from raystow.orchestrator.client.failure_reports import FailureReports
 from raystow.orchestrator.client.failures import Failures
 from raystow.orchestrator.client.pending import Pending
 from raystow.orchestrator.client.saves_in_flight import SavesInFlight
-from raystow.orchestrator.journal import recorder
 from raystow.orchestrator.journal.recorder import StepRecorder
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StateError
@@ -207,7 +207,7 @@ def test_the_journal_learns_of_a_save_before_its_failure(monkeypatch: pytest.Mon
         def save_failed(self, step: int) -> None:
             events.append(f"failed {step}, attempts {node.numbers}")
 
-    monkeypatch.setattr(recorder, "StepRecorder", Recorder)
+    monkeypatch.setattr(journal_connection, "StepRecorder", Recorder)
     rank, model = checkpointer(monkeypatch, node := NoNode()), nn.Linear(2, 2)
     with contextlib.closing(rank.journal(model, torch.optim.SGD(model.parameters()))):
         assert rank.save({"w": np.ones(3)}, step=3).done()

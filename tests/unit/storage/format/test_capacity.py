@@ -57,6 +57,7 @@ NEVER_EXCEEDED = {
     **dict.fromkeys(("MAX_CHUNK", "MAX_STORED_CHUNK"), "plans cut tensors into chunks of 16 MiB"),
     **dict.fromkeys(("MAX_TENSOR", "MAX_DIMENSIONS", "MAX_INTEGER", "MAX_TIME", "MAX_NUMBER"), "more than torch or time has"),
     **dict.fromkeys(("MAX_DIFFERENCES", "MAX_SIDE"), "the coordinator lists no more"),
+    "MAX_PARTS": "a Checkpointer takes no more names",
     "MAX_CHAIN": "retention and saves plan no longer chains",
     **dict.fromkeys(("MAX_MARKER", "MAX_SIGNATURE"), "of fixed content"),
     **dict.fromkeys(("MAX_SEGMENT", "MAX_SEGMENTS"), "of the step journal, not of a save"),
