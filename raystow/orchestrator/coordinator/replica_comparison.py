@@ -112,9 +112,9 @@ class ReplicaComparison:
                 group.take(answer)
 
     @property
-    def unnamed(self) -> bool:
-        """Whether ranks differ in something of which no node has said what it is."""
-        return any(not group.ranges for group in self._groups.values())
+    def differs(self) -> bool:
+        """Whether ranks differ in something, also if their nodes have not said in what."""
+        return bool(self._groups)
 
     def differences(self) -> tuple[ReplicaDifference, ...]:
         """What differs, by name: at most ``MAX_DIFFERENCES``."""

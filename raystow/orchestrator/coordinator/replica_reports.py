@@ -27,7 +27,7 @@ class ReplicaReports:
             record(DIFFERENCES, sum(one.kind == kind for one in found), repository=self._uri, kind=kind)
         new = [one for one in found if one.kind != TENSOR and one.name not in self._named]
         self._named |= {one.name for one in new}
-        if not found and attempt.comparison.unnamed:
+        if not found and attempt.comparison.differs:
             attempt.warn("ranks hold other bits of the same tensors, but their nodes have not said which", 0)
         if tensors and attempt.raises:
             return ReplicasDiffer(f"{_listed(tensors)}; {CAUSES}", subject=attempt.subject, remedy=REMEDY)

@@ -80,7 +80,7 @@ def test_ranks_with_other_groups_are_not_compared() -> None:
     comparison = ReplicaComparison()
     settle(comparison, {0: held(1, rank=0), 1: held(2, rank=1, group=18)})
     assert comparison.differences() == ()
-    assert not comparison.unnamed
+    assert not comparison.differs
 
 
 @pytest.mark.parametrize("count", [10_000, 30_000])
@@ -137,10 +137,16 @@ def test_a_save_waits_until_it_is_known_what_differs() -> None:
     assert [one.name for one in committed(run, tickets)] == ["t0001"]
 
 
-def test_nodes_that_do_not_answer_delay_a_save_for_a_while() -> None:
+@pytest.mark.parametrize("last", ["none", "parts", "ranges"])
+def test_nodes_that_do_not_answer_delay_a_save_for_a_while(last: str) -> None:
+    """``last``: the last question that node 0 answers; node 1 answers all before that."""
     run = coordinated_run()
-    tickets = run.both(1)
-    finish(run, tickets, [held(1, rank=0), held(2, rank=1)])
+    tickets, ranks = run.both(1), [held(1, rank=0), held(2, rank=1)]
+    finish(run, tickets, ranks)
+    for node in {"none": (), "parts": (0,), "ranges": (0, 1, 0)}[last]:
+        asked = run.core.questions(tickets[node])
+        assert asked is not None
+        run.core.answered(tickets[node], tuple(map(ranks[node].answer, asked.questions)))
     run.core.tick()
     assert run.phase(tickets[0]) is Phase.COMPARING
     run.clock.sleep(LATE + 1)
