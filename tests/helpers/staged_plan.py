@@ -38,6 +38,7 @@ class Plan:
     followers: tuple[Any, ...] = ()
     compared: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
     made: tuple[float, float] = (0.0, 0.0)
+    text: int = 0
 
     @property
     def parts(self) -> dict[None, Plan]:
