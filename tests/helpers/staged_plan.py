@@ -39,6 +39,7 @@ class Plan:
     text: int = 0
     compared: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
     made: tuple[float, float] = (0.0, 0.0)
+    text: int = 0
 
     @property
     def parts(self) -> dict[None, Plan]:
