@@ -36,7 +36,6 @@ class Plan:
     plain_tensors: tuple[str, ...] = ()
     values: tuple[Any, ...] = ()
     followers: tuple[Any, ...] = ()
-    text: int = 0
     compared: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
     made: tuple[float, float] = (0.0, 0.0)
     text: int = 0
