@@ -90,7 +90,7 @@ def test_modules_that_need_collectives_are_refused(world: ProcessGroup) -> None:
 @pytest.mark.parametrize(
     ("saved", "others"),
     [
-        (("fsdp", 2), [("fsdp", 1), ("fsdp", 3), ("ddp", 2)]),
+        pytest.param(("fsdp", 2), [("fsdp", 1), ("fsdp", 3), ("ddp", 2)], marks=pytest.mark.long),
         (("ddp", 2), [("ddp", 1), ("fsdp", 2)]),
         pytest.param(("fsdp_tp", 4), [("hsdp", 4), ("tp", 2)], marks=pytest.mark.long),
     ],

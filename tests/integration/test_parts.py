@@ -130,6 +130,7 @@ def die(process: Rank) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_part_that_dies_is_named_and_its_successor_is_restored(cluster: Cluster, uri: str) -> None:
     """On another node. The training goes on, and no version lacks a part."""
     (rank,), buffer = start(uri, 1, parts=("buffer",), timeout=20.0, on_failure="warn"), part(uri)

@@ -34,7 +34,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 checkpointer = raystow.Checkpointer(uri, rank=0, world_size=1)
 checkpointer.save(state, step=1).result(60)
 from raystow.workers.protocol.messages import FindOutcome
-port = checkpointer._port
+port = checkpointer._startup.port
 ray.shutdown()
 address = os.environ.pop("RAY_ADDRESS")
 calls = {

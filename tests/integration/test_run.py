@@ -152,6 +152,7 @@ def trained(uri: str, world_size: int, fail_at: dict[int, int], **options: Any) 
     return [place.remote(uri, number, world_size, fail_at.get(number, 0), **options) for number in range(world_size)]
 
 
+@pytest.mark.long
 def test_an_exception_in_the_body_waits_for_no_other_rank(uri: str, cluster: Cluster) -> None:
     """The other rank saves what it can, and goes on."""
     first, second = trained(uri, 2, {1: 4}, timeout=6.0, on_failure="warn")
