@@ -42,7 +42,7 @@ demo: $(READY)  ## train on a real cluster, lose a node during a save, restore e
 test: lint  ## lint, types, layers, and all tests except long, slow and GPU tests
 	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "not long and not slow and not gpu"
 
-test-long: $(READY)  ## tests that take more than ten seconds each (some minutes)
+test-long: $(READY)  ## tests that take more than five seconds each (some minutes)
 	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "long and not slow and not gpu"
 
 lint: $(READY)  ## style (ruff), types (mypy), layers (import-linter)

@@ -81,6 +81,7 @@ def test_a_refused_web_identity_is_reported(server: Scripted, aws: pytest.Monkey
     assert not any(secret in str(refused.value) for secret in (SECRET, TOKEN))
 
 
+@pytest.mark.long
 def test_a_refused_connection_raises_store_unavailable(aws: pytest.MonkeyPatch) -> None:
     aws.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert {type(error) for error in failures(S3Store("bucket", "run", limits=IMPATIENT)).values()} == {StoreUnavailable}

@@ -37,6 +37,7 @@ def _exports(uri: Path) -> dict[str, int]:
     return raystow.open(uri).root().exports
 
 
+@pytest.mark.long
 def test_every_second_version_is_exported(tmp_path: Path) -> None:
     uri, out = tmp_path / "run", tmp_path / "served"
     config = config_folder(gpt2(), tmp_path / "config")

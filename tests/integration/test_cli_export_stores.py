@@ -139,6 +139,7 @@ app.main()
 """
 
 
+@pytest.mark.long
 def test_a_killed_export_is_continued(run_folder: tuple[Path, Any], tmp_path: Path, address: str) -> None:
     folder, model = run_folder
     config = config_folder(model, tmp_path / "config")

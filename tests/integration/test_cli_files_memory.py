@@ -63,6 +63,7 @@ def memory_limit(most: int) -> Iterator[None]:
 
 
 @pytest.mark.s3
+@pytest.mark.long
 def test_large_files_are_imported_and_exported_in_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_uri: str
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_command_does_the_same_with_a_large_manifest(command: str, tmp_path: P
 
 
 @pytest.mark.parametrize("command", ["restore", "export", "export to torch", "deep diff", "plan"])
+@pytest.mark.long
 def test_the_memory_of_a_command_does_not_grow_with_the_nodes(
     command: str, worlds: dict[int, Path], tmp_path: Path, keep: Any
 ) -> None:

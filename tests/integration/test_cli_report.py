@@ -267,6 +267,7 @@ def test_a_script_of_another_origin_is_not_run(browser: Any, whole: Path, tmp_pa
         page.close()
 
 
+@pytest.mark.long
 def test_the_page_prints_on_white_paper(browser: Any, whole: Path) -> None:
     context = browser.new_context(color_scheme="dark", viewport={"width": 718, "height": 1047})  # A4 with margins of 1 cm
     try:

@@ -57,6 +57,7 @@ def state_of(rank: Any) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.long
 def test_a_deleted_repository_is_named_and_begun_anew(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     old = saved(folder)

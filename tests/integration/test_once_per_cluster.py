@@ -99,6 +99,7 @@ def stored(version: raystow.Version) -> int:
 
 
 @pytest.mark.parametrize("workers_die", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
 def test_a_replicated_state_is_read_once_for_three_nodes(tmp_path: Path, workers_die: bool) -> None:
     ranks = start(str(tmp_path), 3, nodes=NODES, memory=raystow.Memory(cache=0), replication=raystow.Replication(0))
     every(ranks, "set", whole, 1)

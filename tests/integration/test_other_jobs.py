@@ -107,6 +107,7 @@ def restored(rank: Any) -> int | None:
 
 
 @pytest.mark.parametrize("kind", ["s3", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("az", "gs"))])
+@pytest.mark.long
 def test_the_same_address_at_another_endpoint_is_another_store(two_jobs: tuple[Any, Any], kind: str) -> None:
     """The second job once restored from the first job's server, and saved there. Both train at once. An address in Azure or
     Google was refused, since the node worker had the variables of the job that made it."""
@@ -193,6 +194,7 @@ def set_aws(_: Rank, variables: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("identity", [ProcessKeys, WebIdentity, MachineRole])
+@pytest.mark.long
 def test_refused_credentials_are_renewed(
     renewing_rank: Any, servers: tuple[str, str], uri: str, tmp_path: Path, identity: Any
 ) -> None:

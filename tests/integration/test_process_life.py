@@ -201,11 +201,13 @@ def run(script: str, cluster: Cluster, uri: Path, trials: int = 1, *, status: in
     return done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_nothing_connects_after_shutdown(cluster: Cluster, tmp_path: Path) -> None:
     """Every call raises ClusterError, also once the process is connected again; a new Checkpointer works."""
     assert run(_SHUT_DOWN, cluster, tmp_path / "r")[0] == "3\n"
 
 
+@pytest.mark.long
 def test_random_numbers_stay_those_of_the_training(cluster: Cluster, tmp_path: Path) -> None:
     assert run(_RANDOM, cluster, tmp_path / "r")[0] == "same\n"
 
@@ -217,6 +219,7 @@ def test_a_checkpointer_after_another_saves(cluster: Cluster, tmp_path: Path, tr
     assert len(raystow.open(tmp_path / "r").versions()) == trials
 
 
+@pytest.mark.long
 def test_of_two_checkpointers_the_newer_one_has_the_rank(cluster: Cluster, tmp_path: Path) -> None:
     assert run(_OLDER, cluster, tmp_path / "r")[0] == "fenced\n"
     assert [version.step for version in raystow.open(tmp_path / "r").versions()] == [1, 2, 4]

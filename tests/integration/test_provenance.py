@@ -52,6 +52,7 @@ def _train(script: Path, uri: Path, *words: str) -> None:
     subprocess.run(command, check=True, env=environment, timeout=240, cwd=script.parent, capture_output=True)
 
 
+@pytest.mark.long
 def test_versions_tell_where_they_come_from(tmp_path: Path, script: Path) -> None:
     uri = tmp_path / "run"
     _train(script, uri, "1", "first", "--api-token", "hunter2")

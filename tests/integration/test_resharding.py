@@ -61,10 +61,10 @@ def check(world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[
 @pytest.mark.parametrize(
     ("saved", "restored"),
     [
-        (("fsdp", 3), [("fsdp", 3), ("fsdp", 4), ("fsdp", 1), ("ddp", 2)]),
+        pytest.param(("fsdp", 3), [("fsdp", 3), ("fsdp", 4), ("fsdp", 1), ("ddp", 2)], marks=pytest.mark.long),
         (("ddp", 2), [("ddp", 2), ("hsdp", 4), ("tp", 3)]),
         (("hsdp", 4), [("hsdp", 4), ("fsdp", 2), ("plain", 1)]),
-        (("fsdp_tp", 4), [("fsdp_tp", 4), ("tp_beside_dp", 4), ("tp", 2)]),
+        pytest.param(("fsdp_tp", 4), [("fsdp_tp", 4), ("tp_beside_dp", 4), ("tp", 2)], marks=pytest.mark.long),
         (("tp_beside_dp", 4), [("fsdp_tp_wide", 4), ("fsdp", 3)]),
         (("plain", 1), [("hsdp_tp", 4)]),
     ],
@@ -105,6 +105,7 @@ def test_layouts_are_restored_in_other_layouts(
     check(world, uri, saved, restored)
 
 
+@pytest.mark.long
 def test_a_nested_optimizer_state_is_restored(world: ProcessGroup, uri: str) -> None:
     """The names are not flattened: ``optim.state.<name>.exp_avg``, and a list of groups."""
     check(world, uri, ("fsdp", 4), [("fsdp", 3), ("tp", 2)], flat=False)

@@ -55,6 +55,7 @@ def errors_of(ranks: list[Any], *versions: Any) -> list[raystow.RaystowError]:
 
 
 @pytest.mark.parametrize("cache", [None, 0])
+@pytest.mark.long
 def test_all_ranks_restore_the_selected_version(tmp_path: Path, cache: int | None) -> None:
     """The version is read from the nodes' memory, or from the store (``cache=0``)."""
     ranks = run_of(tmp_path, 10, 20, 30, memory=raystow.Memory() if cache is None else raystow.Memory(cache=cache))

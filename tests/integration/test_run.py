@@ -179,6 +179,7 @@ def test_a_run_whose_last_save_fails_ends_with_an_error(uri: str, cluster: Clust
 
 
 @pytest.mark.parametrize("journal", [False, True])
+@pytest.mark.long
 def test_another_number_of_ranks_continues_at_the_version(journal: bool, uri: str, cluster: Cluster) -> None:
     """Recorded steps are not replayed: what they have recorded of each rank has no rank to go to."""
     for one in trained(uri, 2, {0: 6, 1: 6}, journal=journal):

@@ -382,6 +382,7 @@ def _until(reached: Any, ranks: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.long
 def test_arrays_may_change_once_save_returns(tmp_path: Path, copied: bool) -> None:
     """numpy counts no writes. ``save`` copies arrays, or returns when they have been read if they are large together."""
     (rank,) = start(str(tmp_path), 1)

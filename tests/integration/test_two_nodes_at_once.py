@@ -27,6 +27,7 @@ def outcome(self: Rank) -> int:
         return 0
 
 
+@pytest.mark.long
 def test_a_save_survives_the_death_of_both_node_workers(tmp_path: Path) -> None:
     """The save succeeds or fails on both ranks alike, the restored bits are correct, and the next save works."""
     ranks = start(str(tmp_path), 2, replication=raystow.Replication(replicas=1))

@@ -38,6 +38,7 @@ def age_of_newest(uri: str) -> float:
     return status.age
 
 
+@pytest.mark.long
 def test_a_coordinator_ends_after_its_last_run(tmp_path: Path) -> None:
     """Processes and node workers that knew it find the next one, and the newest version is restored from memory."""
     uri = tmp_path.as_uri()
@@ -75,6 +76,7 @@ def test_a_coordinator_that_cannot_start_ends(tmp_path: Path) -> None:
     wait_until(lambda: has_ended(uri), "the end of the coordinator")
 
 
+@pytest.mark.long
 def test_a_training_can_start_while_the_coordinator_ends(tmp_path: Path) -> None:
     """Processes that know it, and new ones, which may find the dying one, get another one."""
     uri = tmp_path.as_uri()
