@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 
 from integration.ranks import give_back
 from raystow.orchestrator.export import version_files
+from raystow.workers.packing import host_coding
 
 if TYPE_CHECKING:
     from integration.gloo import Ranks
@@ -75,3 +76,9 @@ def _release_ranks() -> Iterator[None]:
     """End the runs of each test when the test ends."""
     yield
     give_back()
+
+
+@pytest.fixture
+def coding_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node workers of this process have next to no core for coding, so that any store is faster."""
+    monkeypatch.setattr(host_coding, "SHARE", 1e-6)

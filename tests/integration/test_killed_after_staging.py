@@ -58,7 +58,7 @@ def processes() -> Any:
 
 
 @pytest.fixture
-def node() -> Iterator[LocalCluster]:
+def node(coding_is_slow: None) -> Iterator[LocalCluster]:
     with LocalCluster("memory://killed", threads=1) as cluster:
         cluster.save({"w": torch.ones(1 << 20)}, step=0)  # the rate of the store is known afterwards
         yield cluster

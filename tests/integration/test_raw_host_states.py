@@ -13,6 +13,7 @@ import raystow
 from raystow.storage.coding.chunk import RAW, ZSTD
 
 
+@pytest.mark.usefixtures("coding_is_slow")
 @pytest.mark.parametrize("memory", [1 << 30, 16 << 20], ids=["the ring takes a save", "the ring is small"])
 def test_a_fast_store_gets_raw_floats(tmp_path: Path, memory: int) -> None:
     draw = torch.Generator().manual_seed(0)
