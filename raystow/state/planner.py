@@ -22,7 +22,16 @@ from .lossy import rounded_chunk
 from .lossy.profiles import Lossy
 from .objects import ObjectTree
 from .planned_chunk import DeviceChunks, PlannedChunk, PlannedDerived
-from .replica_groups import Compared, ReplicaGroup, ReplicaGroups, ValueGroup, shared_values, structure_group, value_groups
+from .replica_groups import (
+    Compared,
+    ReplicaGroup,
+    ReplicaGroups,
+    ValueGroup,
+    describes_part,
+    shared_values,
+    structure_group,
+    value_groups,
+)
 from .shard_cache import ShardCache, TensorView
 from .shard_rules import ShardRules
 from .shards import Shard, check_memory
@@ -86,7 +95,7 @@ class Planner:
         if self._compared == "off" or plan.world_size == 1:
             return []
         values = shared_values(plan.values, plan.objects.own_paths())
-        division, leaves = plan.division, [(name, path) for name, path, _ in values]
+        division, leaves = plan.division, [row[:2] for row in values if not describes_part(*row[1:])]
         if self._structure is None or self._structure[0] is not division or self._structure[1] != leaves:
             tensors = [(one.leaf.name, path_text(one.leaf.path)) for one in division.shards if not one.holders]
             self._structure = division, leaves, structure_group([*leaves, *tensors], plan.world_size)

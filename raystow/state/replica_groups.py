@@ -166,7 +166,7 @@ def comparing(holders: tuple[int, ...], writer: int, save: int) -> tuple[int, ..
     return writer, *(holders[(place + 1 + step) % len(holders)] for step in sorted(steps))
 
 
-_OF_PART, _WRAPPED = f", {json.dumps(DESCRIPTION)}]", json.dumps(WRAPPER)[:-1]  # a wrapper describes its rank's part
+_DESCRIPTION, _WRAPPER = f", {json.dumps(DESCRIPTION)}]", json.dumps(WRAPPER)[:-1]
 
 
 def shared_values(values: Iterable[tuple[str, str, str]], own: Iterable[str]) -> list[tuple[str, str, str]]:
@@ -174,8 +174,7 @@ def shared_values(values: Iterable[tuple[str, str, str]], own: Iterable[str]) ->
     its own."""
     prefixes = tuple(path[:-1] for path in own)
     exact, below = {f"{prefix}]" for prefix in prefixes}, tuple(f"{prefix}," for prefix in prefixes)
-    rows = [row for row in values if row[1] not in exact and not row[1].startswith(below)]
-    return [(name, path, text) for name, path, text in rows if not (path.endswith(_OF_PART) and text.startswith(_WRAPPED))]
+    return [row for row in values if row[1] not in exact and not row[1].startswith(below)]
 
 
 def value_groups(values: Iterable[tuple[str, str, str]], world_size: int) -> list[ValueGroup]:
@@ -191,6 +190,11 @@ def value_groups(values: Iterable[tuple[str, str, str]], world_size: int) -> lis
         key = _key("\0".join((f"values {world_size} {around}", *names)).encode())
         found.append(ValueGroup(key, names, tuple(_key(text.encode()) for _, text in rows)))
     return found
+
+
+def describes_part(path: str, text: str) -> bool:
+    """Whether a plain value is what a wrapper says of its rank's part, which a rank without a part does not have."""
+    return path.endswith(_DESCRIPTION) and text.startswith(_WRAPPER)
 
 
 def structure_group(leaves: Iterable[tuple[str, str]], world_size: int) -> ValueGroup:

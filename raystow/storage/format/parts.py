@@ -36,6 +36,7 @@ def part_number(name: str) -> int:
     number = FIRST_PART + int.from_bytes(stored_digest(name.encode())[:8], "little") % FIRST_PART
     if len(_names) == _KNOWN:
         _names.clear()
+        part_number.cache_clear()  # so that those still in use are known again
     _names[number] = name
     return number
 

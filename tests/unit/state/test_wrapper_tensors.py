@@ -194,6 +194,13 @@ def test_shards_without_elements_are_wrappers_too(shape: tuple[int, ...], dim: i
         assert torch.equal(state["m"]._local_tensor.codes, states[rank]["m"]._local_tensor.codes)
 
 
+def test_ranks_with_other_metadata_of_a_wrapper_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    inner = torch.ones(2, 6, dtype=torch.int8), torch.ones(3), torch.ones(16)
+    with LocalCluster("memory://metadata-of-ranks") as cluster:
+        cluster.save_all([{"m": Quantized(*inner, block)} for block in (4, 4, 8)], step=1)
+    assert [text for text in caplog.messages if "rank 2 and ranks 0-1 differ in m.__class__" in text]
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_descriptions_are_no_values_of_ranks(
     world: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
