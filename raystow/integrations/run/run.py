@@ -183,7 +183,7 @@ class Run:
                 if (due or recorded is not None) and self._checkpointer.rank == 0:
                     gradients.end(step)
                 if due:
-                    cut = {name: value for values in self._cuts.values() for name, value in values().items()}
+                    cut = {name: value for values in dict.fromkeys(self._cuts.values()) for name, value in values().items()}
                     self._checkpointer.save(state, step=step, metrics=self._metrics, cut=cut)
                     self._metrics = {}
 
