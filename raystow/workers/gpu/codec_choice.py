@@ -68,9 +68,8 @@ def _coding_rate(device: torch.device) -> float:
     stream = STREAM[DEFLATE]
     codec = coder(DEFLATE)
     own = torch.Generator(device).manual_seed(0)  # the default one is that of the training
-    plane = torch.randint(
-        116, 124, (_SAMPLE,), dtype=torch.uint8, device=device, generator=own
-    )  # 3 bits a byte, as exponents have
+    # three bits per byte, as in exponents
+    plane = torch.randint(116, 124, (_SAMPLE,), dtype=torch.uint8, device=device, generator=own)
     n = _SAMPLE // stream
     numbers = torch.arange(n, device=device)
     out = torch.empty(n * codec.stride, dtype=torch.uint8, device=device)
