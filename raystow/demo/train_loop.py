@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 import ray.train
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -44,15 +43,10 @@ def train(config: dict[str, Any]) -> None:
     data = corpus()
 
     checkpointer = Checkpointer(settings.stores[run])
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optim": moments, "step": 0}
+    state = {"model": model, "optim": optimizer}
     journal = checkpointer.journal(model, optimizer)
     version = checkpointer.restore_latest(into=state)
-    if version is not None:
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    else:
-        optimizer.state.clear()  # get_state_dict has counted a step
-    reached = journal.replay() or state["step"]
+    reached = journal.replay() or (0 if version is None else version.step)
     if version is not None:
         events.write("restored", run=run, rank=rank, version=version.id, step=version.step, reached=reached)
     first_try = version is None
@@ -69,12 +63,9 @@ def train(config: dict[str, Any]) -> None:
         if step % settings.every == 0 or step == settings.steps:
             journal.flush()
             torch.distributed.barrier()  # else a failure during the save might lose this step, on another rank
-            weights, moments = get_state_dict(model, optimizer)
             torch.distributed.all_reduce(loss.detach())  # in place: the sum over all ranks
             doomed = this_node() if first_try and step == strike and rank == world - 1 else []
-            pending = checkpointer.save(
-                {"model": weights, "optim": moments, "step": step}, step=step, metrics={"loss": loss.item() / world}
-            )
+            pending = checkpointer.save(state, step=step, metrics={"loss": loss.item() / world})
             under_way.append(pending)
             if doomed:
                 kill(doomed, events, run=run, step=step)
