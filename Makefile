@@ -40,10 +40,10 @@ demo: $(READY)  ## train on a real cluster, lose a node during a save, restore e
 	@echo; echo "raystow is in $(BIN): source $(BIN)/activate puts it on the path"
 
 test: lint  ## lint, types, layers, and all tests except long, slow and GPU tests
-	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "not long and not slow and not gpu"
+	$(BIN)/pytest -n 3 --no-loadscope-reorder -m "not long and not slow and not gpu"
 
 test-long: $(READY)  ## tests that take more than five seconds each (some minutes)
-	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "long and not slow and not gpu"
+	$(BIN)/pytest -n 3 --no-loadscope-reorder -m "long and not slow and not gpu"
 
 lint: $(READY)  ## style (ruff), types (mypy), layers (import-linter)
 	$(BIN)/ruff check
