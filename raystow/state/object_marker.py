@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
@@ -99,14 +99,19 @@ class Template:
         pass
 
 
+def tensors_in(node: object) -> Iterator[Elements]:
+    """The tensors and arrays in nested containers."""
+    if is_tensor(node):
+        yield node
+        return
+    children: Iterable[object] = node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+    for child in children:
+        yield from tensors_in(child)
+
+
 def _is_torch(node: object) -> TypeGuard[torch.Tensor]:
     return is_tensor(node) and hasattr(node, "is_meta")
 
 
 def _first_device(node: object) -> torch.device | None:
-    if _is_torch(node):
-        return node.device
-    if is_tensor(node):
-        return None
-    children: Iterable[object] = node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
-    return next((device for child in children if (device := _first_device(child)) is not None), None)
+    return next((one.device for one in tensors_in(node) if _is_torch(one)), None)

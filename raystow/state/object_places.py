@@ -11,10 +11,11 @@ import numpy as np
 
 from ..storage.errors import StateError
 from ..storage.format import values
+from ..storage.versions.value_tree import part_text
 from .box import Box, Boxes
 from .per_rank import PerRank
 from .rng import Rng
-from .tree import Path, PathPart, Placeholder, part_of, replace, show
+from .tree import Path, PathPart, Placeholder, is_tensor, not_a_dict, part_of, replace, show
 
 _DEEPEST = 100
 
@@ -27,7 +28,12 @@ class ObjectPlace(NamedTuple):
 
 
 def places(state: object, what: str) -> dict[Path, ObjectPlace]:
-    """The objects of a state and its other values below ``PerRank``, by path. ``StateError`` for an object in two places."""
+    """The objects of a state and its other values below ``PerRank``, by path.
+
+    ``StateError`` for a state that is no dict, and for an object in two places.
+    """
+    if not isinstance(state, dict) or is_object(state):
+        raise not_a_dict(state, what)
     found = dict[Path, ObjectPlace]()
     _find(state, (), found, per_rank=False, depth=0)
     first = dict[int, Path]()
@@ -88,10 +94,23 @@ def _is_leaf(kind: type) -> bool:
 
 
 def is_object(node: object) -> bool:
-    """Whether a node has ``state_dict`` and ``load_state_dict``."""
-    if _is_leaf(type(node)) or isinstance(node, dict | list | tuple | type | PerRank):
+    """Whether a node has ``state_dict`` and ``load_state_dict``. A dict or list of a class with both has more than its items."""
+    if _is_leaf(type(node)) or type(node) in (dict, list, tuple) or isinstance(node, type | PerRank):
         return False
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
+
+
+def tensor_names(node: object, around: str = "") -> dict[int, str]:
+    """The names of the tensors outside of objects by their ``id``."""
+    node = node.value if isinstance(node, PerRank) else node
+    if is_tensor(node):
+        return {id(node): around}
+    if is_object(node) or not isinstance(node, dict | list | tuple):
+        return {}
+    found = dict[int, str]()
+    for part, child in _parts(node):
+        found |= tensor_names(child, f"{around}.{part_text(part)}" if around else part_text(part))
+    return found
 
 
 def built(node: object, forms: Mapping[Path, object]) -> object:

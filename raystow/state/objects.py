@@ -18,12 +18,12 @@ from ..storage.errors import StateError
 from ..storage.format.manifest import path_text
 from ..storage.versions.value_tree import part_text
 from .object_marker import MarkerTarget, ObjectMarker
-from .object_places import ObjectPlace, built, is_object, places, settled
-from .optimizers import OptimizerState, parameter_names
+from .object_places import ObjectPlace, built, is_object, places, settled, tensor_names
+from .optimizers import OptimizerState, parameter_names, parameters_of
 from .per_rank import RankStates, rank_form
 from .rng import Rng
 from .state_object import ModuleObject, OptimizerObject, OtherObject, RankValue, Stateful, StateObject
-from .tree import Path, Placeholder, State, part_of, show
+from .tree import BY_METHODS, Path, Placeholder, State, part_of, show
 
 if TYPE_CHECKING:
     import torch
@@ -122,6 +122,7 @@ class ObjectTree:
             if subject == error.subject:
                 raise
             remedy = f"let state_dict() {error.remedy}" if error.remedy.startswith("leave it out") else error.remedy
+            remedy = remedy.replace(BY_METHODS, "return its own state_dict()")
             raise type(error)(error.what, subject=subject, remedy=remedy) from error
 
     def _objects(self) -> dict[Path, StateObject]:
@@ -150,7 +151,9 @@ class ObjectTree:
         if not optimizers:
             return {}
         names = {".".join(map(part_text, path)): module.state.names() for path, module in modules.items()}
-        found = dict[Path, StateObject]()
+        known, found = set[int]().union(*names.values()), dict[Path, StateObject]()
+        if any(id(parameter) not in known for optimizer in optimizers.values() for parameter in parameters_of(optimizer)):
+            names[""] = tensor_names(self._state)
         for path, optimizer in optimizers.items():
             where = show(path, self._what)
             found[path] = OptimizerObject(OptimizerState(optimizer, parameter_names(optimizer, names, where), where))

@@ -71,7 +71,8 @@ class OptimizerState:
     def check(self, whole: object) -> None:
         """``StateError`` unless a tree has the groups and parameters of this optimizer."""
         if not isinstance(whole, dict) or not isinstance(whole.get("param_groups"), list):
-            raise StateError("the version has no state of an optimizer here", subject=self._where)
+            what = "the version has no state of an optimizer here"
+            raise StateError(what, subject=self._where, remedy="restore a dict like the one that was saved")
         groups, at = whole["param_groups"], 0
         own = [len(group["params"]) for group in self._optimizer.param_groups]
         if len(groups) != len(own):
@@ -134,9 +135,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def parameter_names(optimizer: torch.optim.Optimizer, models: Mapping[str, Mapping[int, str]], where: str) -> list[str]:
     """The names of an optimizer's parameters: those in the smallest of the ``models`` that has all of them, or else with the
-    model's name before them. ``models``: by name, the names of their parameters by ``id``.
+    model's name before them. ``models``: by name, the names of their parameters by ``id``; "": the names of other tensors.
 
-    ``StateError`` naming a parameter that no model has.
+    ``StateError`` naming a parameter that is not among these.
     """
     parameters = parameters_of(optimizer)
     around = [
@@ -152,7 +153,7 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Mapping[str, Mappi
         of = [(len(names), name) for name, names in models.items() if id(parameter) in names]
         if not of:
             what = f"parameter {number} of {len(parameters)}, of shape {tuple(parameter.shape)}, is in no module of the state"
-            raise StateError(what, subject=where, remedy="add its module to the state, or leave the parameter out")
+            raise StateError(what, subject=where, remedy="add it, or its module, to the state")
         model = min(of)[1]
-        found.append(f"{model}.{models[model][id(parameter)]}")
+        found.append(f"{model}.{models[model][id(parameter)]}".removeprefix("."))
     return found

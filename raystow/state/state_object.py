@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
 
 from ..storage.errors import StateError
 from .as_saved import AsSaved
 from .modules import ModuleState
-from .object_marker import MarkerTarget, Template
+from .object_marker import MarkerTarget, Template, tensors_in
 from .optimizers import OptimizerState
-from .tree import Placeholder, State, replace
+from .tree import Elements, Path, Placeholder, State, replace
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +106,7 @@ class OtherObject:
 
     def __init__(self, node: Stateful, where: str) -> None:
         self._node, self._where = node, where
-        self._template = Template(dict if is_loader(node) else node.state_dict)  # of a loader, it would start workers
+        self._template = _ReturnedTree(dict if is_loader(node) else node.state_dict)  # of a loader, it would start workers
 
     def saved(self) -> object:
         return self._node.state_dict()
@@ -116,6 +119,20 @@ class OtherObject:
             logger.warning("an iterator of %s was made before the restore, and does not follow it: make a new one", self._where)
         load_object(self._node, cast(State, replace(self._template.tree, {(): restored})))
         return None
+
+
+class _ReturnedTree(Template):
+    """What an object returns. Tensors that share memory there, as learning rates in ``SequentialLR`` do, are not filled in place:
+    the version may have other elements for each."""
+
+    @functools.cached_property
+    def _shared(self) -> set[int]:
+        counts = Counter(map(_address, tensors_in(self.tree)))
+        return {address for address, count in counts.items() if count > 1}
+
+    def memory(self, path: Path, dtype: str, shape: tuple[int, ...]) -> Elements | None:
+        own = super().memory(path, dtype, shape)
+        return None if _address(own) in self._shared else own
 
 
 class RankValue:
@@ -151,6 +168,14 @@ def load_object(node: Stateful, state: State) -> None:
 def _is_in_use(loader: Any) -> bool:
     """Whether an iterator of a data loader was returned."""
     return getattr(loader, "_iterator", None) is not None and not getattr(loader, "_initial_iter_for_state_dict", False)
+
+
+def _address(node: Any) -> int:
+    """Where the memory of a tensor or array begins; 0 for one without, and for others."""
+    torch = sys.modules.get("torch")
+    if torch is not None and type(node) is torch.Tensor:
+        return int(node.untyped_storage().data_ptr()) if node.layout is torch.strided else 0
+    return int(node.__array_interface__["data"][0]) if isinstance(node, np.ndarray) else 0
 
 
 def _same(node: object) -> object:

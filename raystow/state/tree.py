@@ -20,6 +20,8 @@ from .wrapper_tensors import WrapperText, inner_tensors, unwrapped
 if TYPE_CHECKING:
     import torch
 
+BY_METHODS = "give its class state_dict() and load_state_dict()"
+"""A remedy for values outside of objects."""
 _DEEPEST = 100  # containers around a leaf, far below Python's recursion limit
 _SIMPLE = (np.ndarray, np.memmap)
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
@@ -56,8 +58,7 @@ def flatten(state: object, *, what: str = "state", placeholders: bool = False) -
     array or plain value, for a container that contains itself, for two leaves of one name, and for a name that is too long.
     """
     if not isinstance(state, dict):
-        remedy = 'pass it in a dict, such as {"model": model}' if hasattr(state, "state_dict") else "pass a dict"
-        raise StateError(f"{_type(state)} is not a dict", subject=what, remedy=remedy)
+        raise not_a_dict(state, what)
     leaves = list[Leaf]()
     _walk(state, (), "", what, (), leaves)
     for leaf in () if placeholders else leaves:
@@ -75,6 +76,12 @@ def flatten(state: object, *, what: str = "state", placeholders: bool = False) -
             long = f"the keys of a value take more than {MAX_NAME:,} characters"
             raise StateError(long, subject=f"{show(leaf.path, what):.80}...", remedy="use shorter keys")
     return leaves
+
+
+def not_a_dict(state: object, what: str) -> StateError:
+    """The error of a state that is no dict."""
+    remedy = 'pass it in a dict, such as {"model": model}' if hasattr(state, "state_dict") else "pass a dict"
+    return StateError(f"{_type(state)} is not a dict", subject=what, remedy=remedy)
 
 
 def contains_placeholders(into: object) -> bool:
@@ -129,13 +136,13 @@ def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...
         raise StateError(
             problem,
             subject=show(path, what),
-            remedy="leave it out, turn it into one of these, or give its class state_dict() and load_state_dict()",
+            remedy=f"leave it out, turn it into one of these, or {BY_METHODS}",
         )
 
 
 def _check_depth(node: object, path: Path, what: str, around: tuple[int, ...]) -> None:
     if id(node) in around:
-        raise StateError("contains itself", subject=show(path, what))
+        raise StateError("contains itself", subject=show(path, what), remedy="leave it out")
     if len(around) == _DEEPEST:
         raise StateError(f"is nested more than {_DEEPEST} deep", subject=show(path[:3], what), remedy="flatten it")
 
@@ -146,9 +153,10 @@ def _items(node: Mapping[object, object] | Sequence[object], path: Path, what: s
         return [((kind, i), child) for i, child in enumerate(node)]
     for key in node:
         if type(key) not in (str, int):
-            raise StateError(f"key {key!r} is neither a string nor an integer", subject=show(path, what))
+            raise StateError(f"key {key!r} is neither a string nor an integer", subject=show(path, what), remedy="use a string")
         if isinstance(key, str) and not key.isascii() and any("\ud800" <= c <= "\udfff" for c in key):
-            raise StateError(f"key {key!r} holds half of a surrogate pair, which is not valid UTF-8", subject=show(path, what))
+            half = f"key {key!r} holds half of a surrogate pair, which is not valid UTF-8"
+            raise StateError(half, subject=show(path, what), remedy="use another key")
     return list(node.items())
 
 

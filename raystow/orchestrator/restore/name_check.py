@@ -144,9 +144,10 @@ def report_ranks(version: Version, match: NameMatch, found: FoundRows, seeker: S
             what = "%d ranks restore version %d of %d ranks, and not these values; version.per_rank(name) returns them: %s"
             logger.warning(what, seeker.world_size, version.id, seeker.saved, _with_ranks(lost))
     elif seeker.world_size > seeker.saved:
-        differing = found.ranks.differing(seeker.saved) if seeker.saved > 1 else {name: [0] for name in found.values}
+        alone = {name: [0] for name in found.values if not is_within(name, match.objects)}
+        differing = found.ranks.differing(seeker.saved) if seeker.saved > 1 else alone
         given = {name: ranks for name, ranks in differing.items() if name in match.used and not is_within(name, match.elsewhere)}
-        if given:
+        if given := {**given, **match.lent}:
             what = "%s: these values, which may differ between ranks, are those of the lowest rank: %s"
             logger.warning(what, _new(seeker), _with_ranks(given))
         if match.lost:

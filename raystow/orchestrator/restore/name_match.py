@@ -9,6 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from ...state.as_saved import AsSaved
+from ...state.object_marker import ObjectMarker
 from ...state.tree import Leaf, Path, State, flatten, show
 from ...state.wrapper_tensors import ShardPart, WrapperText
 from ...storage.coding.digest import stored_digest
@@ -30,8 +31,9 @@ class NameMatch:
 
     ``new``: values and containers that replace parts of ``into``; ``whole``: leaves that are replaced by a tensor or by a
     numpy scalar; ``marked``: what is in the place of each marker; ``lost``: see ``SavedParts``. ``places``: the containers and
-    plain values in ``into``, by name. ``elsewhere``: names that this rank neither restores nor leaves unused, and names around
-    those: the descriptions of tensors, which are compared, and tensors of other ranks.
+    plain values in ``into``, by name. ``objects``: the places of objects that all ranks share. ``lent``: the places of what each
+    rank has for itself, with the only rank that has saved, whose they are. ``elsewhere``: names that this rank neither restores
+    nor leaves unused, and names around those: the descriptions of tensors, which are compared, and tensors of other ranks.
     """
 
     used: set[str] = field(default_factory=set)
@@ -43,6 +45,8 @@ class NameMatch:
     whole: list[Leaf] = field(default_factory=list)
     marked: dict[Path, SavedParts] = field(default_factory=dict)
     lost: dict[str, list[int]] = field(default_factory=dict)
+    lent: dict[str, list[int]] = field(default_factory=dict)
+    objects: set[str] = field(default_factory=set)
     places: dict[str, Path] = field(default_factory=dict)
     elsewhere: set[str] = field(default_factory=set)
 
@@ -88,8 +92,12 @@ def match_names(
             if is_per_rank(leaf.value):
                 match.elsewhere.add(leaf.name)  # what other ranks have there is theirs
                 match.lost.update(taken.lost)
+                if seeker.saved < 2 <= seeker.world_size and taken.parts and not taken.merges:
+                    match.lent[leaf.name] = [0]
             else:
                 match.rows.extend(restored)
+                if isinstance(leaf.value, ObjectMarker):
+                    match.objects.add(leaf.name)
             if not taken.parts and not taken.absent:
                 match.missing.append(leaf)
         elif leaf.is_tensor and found.chunks.get(leaf.name):

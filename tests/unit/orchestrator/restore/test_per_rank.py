@@ -147,6 +147,21 @@ def test_new_ranks_get_what_all_ranks_had(tmp_path: Path, rank: Any, caplog: pyt
     assert "alike" not in record.getMessage()
 
 
+def test_new_ranks_beside_a_single_one_get_its_own_with_a_warning(
+    tmp_path: Path, rank: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its position in the data may have been one of its own; what objects share is not."""
+    more = {"net": nn.Linear(2, 2), "merging": PerRank(Merging(3)), "rng": Rng()}
+    version = saved(tmp_path, {**state(0), **more, "sched": Loader(5)})
+    rank(0, 3)
+    raystow.restore(version, {**blank(), **more, "sched": Loader()})
+    texts = [record.getMessage() for record in caplog.records if "random streams" not in record.getMessage()]
+    assert texts == [
+        "ranks 1 to 2 are new: these values, which may differ between ranks, are those of the lowest rank: "
+        "alike (rank 0), loader (rank 0), own (rank 0), tensor (rank 0)"
+    ]
+
+
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_an_object_merges_the_states_of_all_ranks(
     tmp_path: Path, rank: Any, caplog: pytest.LogCaptureFixture, world_size: int

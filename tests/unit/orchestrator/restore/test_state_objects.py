@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections import Counter
@@ -214,11 +215,14 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_goes_on_with_the_same_rates(tmp_path: Path, name: str) -> None:
+def test_a_scheduler_goes_on_with_the_same_rates(tmp_path: Path, name: str, rate: Any) -> None:
+    """Those of SequentialLR share the memory of rates that are tensors."""
+
     def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         net = model(seed)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=copy.copy(rate))
         return net, optimizer, SCHEDULERS[name](optimizer)
 
     def run(net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: Iterable[int]) -> list[float]:
@@ -226,7 +230,7 @@ def test_a_scheduler_goes_on_with_the_same_rates(tmp_path: Path, name: str) -> N
         for i in steps:
             loss = step(net, optimizer, i)
             scheduler.step(*([loss] if name == "ReduceLROnPlateau" else []))
-            rates.append(optimizer.param_groups[0]["lr"])
+            rates.append(float(optimizer.param_groups[0]["lr"]))
         return rates
 
     parts, again = made(0), made(1)
@@ -269,6 +273,27 @@ def test_other_objects_get_what_they_returned(tmp_path: Path) -> None:
     assert into["objects"] is objects
     for one, state in zip(objects, states, strict=True):
         assert same(one.loaded, [state])
+
+
+class Items(list[int]):
+    """A list that has more than its items."""
+
+    def __init__(self, items: Iterable[int] = (), total: int = 0) -> None:
+        super().__init__(items)
+        self.total = total
+
+    def state_dict(self) -> Any:
+        return {"items": [*self], "total": self.total}
+
+    def load_state_dict(self, state: Any) -> None:
+        self[:], self.total = state["items"], state["total"]
+
+
+def test_containers_that_are_objects_are_taken_as_objects(tmp_path: Path) -> None:
+    version = saved(tmp_path, {"items": Items([4, 5], total=9), "in": [raystow.PerRank(Items([6], total=7))]})
+    items, within = Items(), Items([1])
+    raystow.restore(version, {"items": items, "in": [raystow.PerRank(within)]})
+    assert [(items, items.total), (within, within.total)] == [([4, 5], 9), ([6], 7)]
 
 
 def test_tensors_of_objects_are_filled_in_place(tmp_path: Path) -> None:
@@ -322,6 +347,16 @@ def test_refused_types_are_named_with_their_path(tmp_path: Path) -> None:
     assert "state_dict()" in error.value.remedy
     with pytest.raises(raystow.StateError, match=r'state\["deep"\]\[0\]\.state_dict\(\): set'):
         saved(tmp_path, {"deep": [Own({1, 2})]})
+    for whole in (Own({"n": 1}), Items(), model(), raystow.PerRank({"n": 1})):
+        with pytest.raises(raystow.StateError, match=r"state: .* is not a dict"):
+            saved(tmp_path, whole)
+    with pytest.raises(raystow.StateError, match=r'state\["outer"\]\.state_dict\(\)\["inner"\]: .*its own state_dict\(\)'):
+        saved(tmp_path, {"outer": Own({"inner": Own({})})})
+    for name, unnamed in {"key": {(0, 1): 2}, "loop": (around := list[Any]())}.items():
+        around.append(around)
+        with pytest.raises(raystow.StateError, match=rf'state\["{name}"\]\.state_dict\(\)') as error:
+            saved(tmp_path, {name: Own(unnamed)})
+        assert error.value.remedy
 
 
 def test_an_optimizer_without_its_module_is_refused(tmp_path: Path) -> None:
@@ -330,6 +365,37 @@ def test_an_optimizer_without_its_module_is_refused(tmp_path: Path) -> None:
         saved(tmp_path, {"model": other, "optim": torch.optim.SGD(net.parameters())})
     with pytest.raises(raystow.StateError, match="is the object state"):
         saved(tmp_path, {"a": net, "b": [net]})
+    with pytest.raises(raystow.StateError, match="add it, or its module, to the state"):
+        saved(tmp_path, {"optim": torch.optim.SGD([torch.zeros(2, requires_grad=True)])})
+
+
+def test_an_optimizer_may_have_tensors_of_the_state(tmp_path: Path) -> None:
+    """Such as the temperature of an actor and critic, and prompts beside a model."""
+
+    def made(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        net, rate = model(seed), torch.full((), float(seed), requires_grad=True)
+        prompts = [torch.full((4,), seed + float(i), requires_grad=True) for i in range(2)]
+        alone, both = torch.optim.Adam([rate], lr=0.1), torch.optim.Adam([*net.parameters(), *prompts], lr=0.1)
+        return {"net": net, "log": {"rate": rate}, "prompts": prompts}, {"alone": alone, "both": both}
+
+    def train(state: dict[str, Any], optimizers: dict[str, Any], i: int) -> float:
+        first, second = state["prompts"]
+        outputs = state["net"](first * torch.ones(8, 4) + second * i)
+        loss = (outputs - state["log"]["rate"]).square().mean()
+        loss.backward()
+        for one in optimizers.values():
+            one.step()
+            one.zero_grad()
+        return loss.item()
+
+    state, optimizers = made(1)
+    train(state, optimizers, 0)
+    version = saved(tmp_path, {**state, **optimizers})
+    names = "alone.state.log.rate.exp_avg", "both.state.net.0.weight.exp_avg", "both.state.prompts.1.step"
+    assert version.tensors().keys() >= {*names}
+    again, new = made(2)
+    raystow.restore(version, {**again, **new})
+    assert [train(again, new, i) for i in range(1, 4)] == [train(state, optimizers, i) for i in range(1, 4)]
 
 
 def test_several_models_and_optimizers_belong_together(tmp_path: Path) -> None:
