@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .options import Json, Uri
-from .output import count, emit, fields_of, out, ratio, ratio_text, say, size, table
+from .output import count, emit, fields_of, out, printable, ratio, ratio_text, say, size, table
 from .target import Target, open_target, segment_fields, segments_text
 
 
@@ -58,7 +58,7 @@ def ls(
     out.print(count(len(versions), "version") + f", {size(sum(version.bytes for version in versions))} stored", style="dim")
     _print_segments(target)
     for place, error in target.root.failed_exports.items():
-        out.print(f"the export to {place} failed: {error}", style="yellow")
+        out.print(printable(f"the export to {place} failed: {error}"), style="yellow")
 
 
 def _print_segments(target: Target) -> None:

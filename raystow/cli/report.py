@@ -31,9 +31,9 @@ def report(
 ) -> None:
     """Create an HTML page about a run's checkpoints.
 
-    Interactive plots and tables of size and ratio, stalls, time lost by interval, sources of restores, metrics and, with prices,
-    the cost so far. The page is one file of 5 MB and needs no network. Dropped versions, restores without a later save, and
-    stalls of saves by raystow.dcp are not included. Requires pip install "raystow[report]".
+    Interactive plots and tables of size and ratio, stalls, time lost by interval, sources of restores, exports, metrics and, with
+    prices, the cost so far. The page is one file of 5 MB and needs no network. Dropped versions, restores without a later save,
+    and stalls of saves by raystow.dcp are not included. Requires pip install "raystow[report]".
 
     Example:  raystow report s3://bucket/runs/llama -o report.html --store-price 0.023 --gpu-price 4.40
     """
@@ -49,6 +49,8 @@ def report(
     out.print(f"{output}: {what}, {size(history.live_stored)} stored")
     for saved in history.problems:
         err.print(f"warning: the record of version {saved.id} cannot be read: {printable(saved.problem)}")
+    for place, error in history.failed_exports.items():
+        err.print(printable(f"warning: the export to {place} failed: {error}"))
 
 
 def _tariff(store_price: float | None, gpu_price: float | None, gpus: int | None) -> Tariff | None:
@@ -88,4 +90,6 @@ def _fields(history: RunHistory) -> dict[str, object]:
         "stored": history.live_stored,
         "versions": versions,
         "restores": [{**fields_of(restore), "read": dict(restore.read)} for restore in history.restores],
+        "exports": dict(history.exports),
+        "failed_exports": dict(history.failed_exports),
     }

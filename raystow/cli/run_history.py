@@ -75,7 +75,8 @@ class Tariff:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A repository at the time ``made``: ``versions``, oldest first, are the newest of the ``live`` versions."""
+    """A repository at the time ``made``: ``versions``, oldest first, are the newest of the ``live`` versions. ``exports`` and
+    ``failed_exports``: see ``Root``."""
 
     uri: str
     repository: str
@@ -84,6 +85,8 @@ class RunHistory:
     live_stored: int
     versions: Sequence[SavedVersion]
     tariff: Tariff | None = None
+    exports: Mapping[str, int] = field(default_factory=dict)
+    failed_exports: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def restores(self) -> list[RestoreInfo]:
@@ -143,6 +146,8 @@ def read_history(target: Target, *, newest: int, tariff: Tariff | None = None) -
         live_stored=sum(version.bytes for version in versions),
         versions=[tariff.priced(saved, now) for saved in found] if tariff else found,
         tariff=tariff,
+        exports=target.root.exports,
+        failed_exports=target.root.failed_exports,
     )
 
 

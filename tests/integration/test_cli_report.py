@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,26 @@ def test_newest_limits_the_report_to_the_newest_versions(run_dir: Path, tmp_path
     page = page_of(run_dir, tmp_path / "r.html", "--newest", 2)
     assert [row[0] for row in cells(page, "versions")] == ["3", "4"]
     assert "The newest 2 of its 4 versions" in page
+
+
+def test_exports_and_their_failures_are_listed(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path / "run")) as cluster:
+        cluster.save({"w": torch.ones(2)}, step=7)
+    done, failed = {"s3://b/served/version-00000001": 1}, {"s3://b/served/version-00000002": "AccessDenied \x1b[2J<b>"}
+    repository = open_repository(str(tmp_path / "run"))
+    repository.register.update(lambda root: replace(root, exports=done, failed_exports=failed))
+    facts = run_json("report", tmp_path / "run", "-o", tmp_path / "r.html")
+    assert (facts["exports"], facts["failed_exports"]) == (done, failed)
+    page = page_of(tmp_path / "run", tmp_path / "r.html")
+    assert cells(page, "exports") == [
+        ["s3://b/served/version-00000001", "version 1"],
+        ["s3://b/served/version-00000002", "failed: AccessDenied \\x1b[2J<b>"],
+    ]
+    assert "<b>" not in page
+    result = run("report", tmp_path / "run", "-o", tmp_path / "r.html")
+    assert "warning: the export to s3://b/served/version-00000002 failed: AccessDenied \\x1b[2J<b>" in result.output
+    listed = run("ls", tmp_path / "run").output
+    assert "the export to s3://b/served/version-00000002 failed: AccessDenied \\x1b[2J<b>" in listed
 
 
 def test_an_empty_repository_makes_a_page(tmp_path: Path) -> None:

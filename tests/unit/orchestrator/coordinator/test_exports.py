@@ -71,11 +71,20 @@ def test_a_failed_export_is_reported_and_tried_again(
     assert (repository.root().exports, repository.root().failed_exports) == ({place: 2}, {})
     assert f"version 2 is exported to {place}" in caplog.text
     assert sorted(path.name for path in Path(place).iterdir()) == ["config.json", "model.safetensors"]
+    elsewhere = {f"{out}-ema/version-00000002": "AccessDenied"}  # of another run's export
+    repository.register.update(lambda root: replace(root, exports={}, failed_exports=elsewhere))
+    exports.request(ExportOrder(Export(f"{out}/")), None)
+    exports.run()
+    assert repository.root().failed_exports.keys() == {place, *elsewhere}
+    out.rename(tmp_path / "away")
+    exports.request(order, None)
+    exports.run()
+    assert (repository.root().exports, repository.root().failed_exports) == ({place: 2}, elsewhere)
     exports.request(order, None)
     exports.run()  # nothing is due
     assert repository.root().exports == {place: 2}
     record_with(None)
-    assert counted.count(FAILED_EXPORTS) == 1
+    assert counted.count(FAILED_EXPORTS) == 2
 
 
 def test_an_export_is_not_tried_forever(repository: Repository, tmp_path: Path) -> None:
