@@ -110,7 +110,8 @@ class Exports:
         """Note in the root what was exported to ``uri``, or what has failed there last."""
 
         def noted(now: Root) -> Root:
-            elsewhere = {place: error for place, error in now.failed_exports.items() if not place.startswith(f"{uri.rstrip('/')}/")}
+            here = f"{uri.rstrip('/')}/"
+            elsewhere = {place: error for place, error in now.failed_exports.items() if not place.startswith(here)}
             exports, failures = {**now.exports, **exported}, {**elsewhere, **failed}
             newest, latest = [*exports.items()][-_LISTED:], [*failures.items()][-_FAILED:]
             return replace(now, exports=dict(newest), failed_exports=dict(latest))
