@@ -16,7 +16,7 @@ from ...storage.format import values
 from ...storage.runtime import background
 from ...storage.runtime.clock import SYSTEM
 from ...storage.versions.version import Version
-from .redaction import redacted, redacted_arguments, redacted_text
+from .redaction import redacted, redacted_arguments, redacted_command, redacted_text
 
 MAX_NOTES = 16 << 10
 """Characters of the notes of a version, as they are stored."""
@@ -85,7 +85,7 @@ class Provenance:
 def _command(entrypoint: Callable[[], str]) -> str:
     """The command line of this process, or of the driver whose worker of Ray it is."""
     if Path(sys.argv[0] if sys.argv else "").name == "default_worker.py":
-        return redacted_arguments(entrypoint().split())
+        return redacted_command(entrypoint())
     return redacted_arguments([Path(sys.executable).name, *sys.argv])
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from raystow.orchestrator.client.redaction import HIDDEN, redacted, redacted_arguments
+from raystow.orchestrator.client.redaction import HIDDEN, redacted, redacted_arguments, redacted_command
 
 _HEX, _MIXED = "0123456789abcdef" * 2 + "01234567", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY1"
 SECRETS = [
@@ -28,10 +28,25 @@ SECRETS = [
     (["--with", _MIXED], "wJalrX"),
     (["--note", "-----BEGIN PRIVATE KEY-----\nMIIE"], "MIIE"),
     (["AIzaSyA1234567890abcdefghijk"], "SyA1234567890"),
+    (["--env", "WANDB_API_KEY=hunter2"], "hunter2"),
+    (["--header", "Authorization: Bearer hunter2"], "hunter2"),
+    (["-H", "x-api-key: hunter2"], "hunter2"),
+    (["--config", '{"hub": {"hf_token": "hunter2 and more"}}'], "and more"),
+    (["--config={api_key: hunter2, lr: 1}"], "hunter2"),
+    (["--connection", "AccountName=a;AccountKey=hunter2;EndpointSuffix=x"], "hunter2"),
+    (["-c", "TOKEN=hunter2 python train.py"], "hunter2"),
+    (["--user", "admin:hunter2"], "hunter2"),
+    (["-u=admin:hunter2"], "hunter2"),
+    (["--password", "31415926"], "31415926"),
+    (["--db-passwd=31415926"], "31415926"),
+    (["/token:hunter2"], "hunter2"),
+    (["--secrets", "hunter2"], "hunter2"),
+    (["--notify", "https://hooks.slack.com/services/T0/B0/abcdefgh"], "abcdefgh"),
 ]
 KEPT = [
     "--max-tokens=2048 --num-key-value-heads 8 --lr 3e-4 --token-dropout 0.1",
     "train.py model.tokenizer=meta-llama/Llama-3.1-8B data=s3://bucket/Data1/shards-2026 --keyframes all",
+    "train.py --total-tokens 300B --eos-token-id=151643 --user bob --address host:8000 --mix=web:0.7,code:0.3 auth=none",
     "torchrun --nproc-per-node 8 /mnt/data/Run2/very/long/path/to/a/training/script/Train_2026_final.py",
 ]
 
@@ -50,6 +65,12 @@ def test_ordinary_arguments_are_kept(text: str) -> None:
     assert redacted_arguments(text.split()) == text
 
 
+def test_a_command_is_split_as_by_a_shell() -> None:
+    """Ray has the driver's command as one text."""
+    assert redacted_command("train.py --password 'a b' --lr 1") == f"train.py --password {HIDDEN} --lr 1"
+    assert redacted_command("train.py 'a --password hunter2") == f"train.py ''\"'\"'a' --password {HIDDEN}"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
@@ -57,6 +78,8 @@ def test_ordinary_arguments_are_kept(text: str) -> None:
         ("tag", "hf_abcdefghijklmnop", HIDDEN),
         ("token", b"hunter2", HIDDEN.encode()),
         ("keys", 3, 3),
+        ("password", 31415926, HIDDEN),
+        ("environment", "HF_TOKEN=hunter2 LR=3", f"HF_TOKEN={HIDDEN} LR=3"),
         ("why", "the second attempt", "the second attempt"),
     ],
 )
