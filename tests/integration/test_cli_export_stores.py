@@ -159,7 +159,9 @@ def test_a_killed_export_is_continued(run_folder: tuple[Path, Any], tmp_path: Pa
     assert same(AutoModelForCausalLM.from_pretrained(downloaded(store, tmp_path / "out")), model)
 
 
-def test_a_part_of_another_export_is_refused(run_folder: tuple[Path, Any], address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_another_export_is_refused(
+    run_folder: tuple[Path, Any], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise StoreUnavailable("the store is gone", subject=address)
 
@@ -168,6 +170,11 @@ def test_a_part_of_another_export_is_refused(run_folder: tuple[Path, Any], addre
         ran("export", run_folder[0], "--hf", address, "--max-shard-size", "20kB", code=1)
     before = {one.key: one.modified for one in open_store(address).list("")}
     error = run_json("export", run_folder[0], "--hf", address, "--max-shard-size", "20kB", "--dtype", "float16", code=2)["error"]
+    assert error["what"] == "has a part of another export"
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "tokenizer.json").write_text("{}")
+    more = "--max-shard-size", "20kB", "--files", tmp_path / "files"  # files of both would be there
+    error = run_json("export", run_folder[0], "--hf", address, *more, code=2)["error"]
     assert error["what"] == "has a part of another export"
     assert {one.key: one.modified for one in open_store(address).list("")} == before
 

@@ -36,9 +36,9 @@ def file_plan(version: Version, files: Sequence[SafetensorsFile], others: Iterab
         others: The names of the other files.
     """
     headers = [(file.name, file.nbytes, stored_digest(file.header({})).hex()) for file in files]
-    content = [version.repository_id, version.id, version.entry.digest, headers]
-    weights = {file.name: len(_header(file, version)) + file.nbytes for file in files}
-    return FilePlan(stored_digest(json.dumps(content).encode()).hex(), weights, tuple(others))
+    weights, names = {file.name: len(_header(file, version)) + file.nbytes for file in files}, tuple(others)
+    content = [version.repository_id, version.id, version.entry.digest, headers, sorted(names)]
+    return FilePlan(stored_digest(json.dumps(content).encode()).hex(), weights, names)
 
 
 def write_file(
