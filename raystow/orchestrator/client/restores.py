@@ -65,7 +65,7 @@ class Restores:
         agreement = ClusterAgreement(repository, self._startup.port, vote, self._numbers, address, here=here)
         with objects.named():
             restored = restore_agreed(repository, tree, agreement, options, progress=progress)
-            self.fresh = FreshStart.of(tree, options.names) if restored is None and options.rank == 0 else None
+            self.fresh = FreshStart.of(tree, options.names, cast=options.cast) if restored is None and options.rank == 0 else None
         if restored is not None:
             objects.load(options.rank, options.world_size)
             record(RESTORE, SYSTEM.monotonic() - begun, repository=repository.uri)

@@ -345,6 +345,23 @@ def test_a_restart_that_would_leave_values_out_is_noticed() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("now", "then", "differ"),
+    [
+        (torch.zeros(0, 6), torch.zeros(3, 6), "float32 (0, 6), float32 (3, 6)"),
+        (np.zeros(2), np.zeros(2, np.float32), "float64 (2,), float32 (2,)"),
+    ],
+)
+def test_a_tensor_that_has_grown_is_noticed(now: Any, then: Any, differ: str) -> None:
+    for rules in (STRICT, NameRules.of(strict=False, allow_missing=(), allow_unused=())):
+        (notice,) = Saves({"w": now, "n": 0}, rules).save({"w": then, "n": 1})
+        assert notice == (
+            f'a restart fails, because its `into` differs from this state: into["w"] was {differ} is saved; '
+            "make them match, or save what grows as an object with state_dict() and load_state_dict()"
+        )
+    assert Saves({"w": torch.zeros(0)}).save({"w": torch.zeros(0)}) == []
+
+
 def test_names_that_may_be_left_out_are_not_noticed() -> None:
     rules = NameRules.of(strict=True, allow_missing="head*", allow_unused=["optim", "step"])
     saves = Saves({"w": torch.zeros(2), "head": torch.zeros(2)}, rules)
