@@ -33,7 +33,9 @@ _GENERATOR_SHAPES = ((16,), (5056,))
 """Shapes of what ``get_rng_state`` of torch returns, on a GPU and on a CPU."""
 _STATEFUL = {"betas", "alpha", "rho", "etas", "lambd", "lr_decay", "beta2_decay", "history_size"}
 """Options of torch's optimizers that make state at each step."""
-_COUNTERS = frozenset("step steps_done global_step current_step train_step iteration iter iter_num it batch_idx".split())
+_COUNTERS = frozenset(
+    ("step", "steps_done", "global_step", "current_step", "train_step", "iteration", "iter", "iter_num", "it", "batch_idx")
+)
 """Names by which people count steps. Other numbers may stay the same: an epoch, or a configuration."""
 _SHOWN = 3
 

@@ -70,7 +70,7 @@ class FreshStart:
             dtype, shape = self.kinds.get(view.leaf.name, ("", None))
             saved = view.shard.dtype, view.shard.shape
             if shape is not None and (dtype or saved[0], shape) != saved:
-                found.append(f"{show(view.leaf.path, 'into')} was {dtype} {shape}, {saved[0]} {saved[1]} is saved")
+                found.append(f"{show(view.leaf.path, 'into')} was {f'{dtype} {shape}'.lstrip()}, {saved[0]} {saved[1]} is saved")
         return found
 
     def _has_names_of(self, plan: SavePlan) -> bool:
@@ -104,8 +104,11 @@ def _kind(leaf: Leaf, *, cast: bool) -> tuple[str, tuple[int, ...]] | None:
     if isinstance(leaf.value, AsSaved | np.generic):
         return None
     try:
-        shard = shard_of(boxes(leaf, "into")[0], rank=0, what="into")
+        parts = boxes(leaf, "into")
+        shard = shard_of(parts[0], rank=0, what="into") if parts else None
     except StateError:
+        shard = None
+    if shard is None:
         return None
     return "" if cast else shard.dtype, shard.shape
 
