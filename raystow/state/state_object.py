@@ -128,11 +128,11 @@ class _ReturnedTree(Template):
     @functools.cached_property
     def _shared(self) -> set[int]:
         counts = Counter(map(_address, tensors_in(self.tree)))
-        return {address for address, count in counts.items() if count > 1}
+        return {address for address, count in counts.items() if address and count > 1}
 
     def memory(self, path: Path, dtype: str, shape: tuple[int, ...]) -> Elements | None:
         own = super().memory(path, dtype, shape)
-        return None if _address(own) in self._shared else own
+        return own if own is None or _address(own) not in self._shared else None
 
 
 class RankValue:
@@ -170,12 +170,14 @@ def _is_in_use(loader: Any) -> bool:
     return getattr(loader, "_iterator", None) is not None and not getattr(loader, "_initial_iter_for_state_dict", False)
 
 
-def _address(node: Any) -> int:
-    """Where the memory of a tensor or array begins; 0 for one without, and for others."""
+def _address(node: Elements | None) -> int:
+    """Where the memory of a tensor or array begins; 0 for one without, and for tensors of other classes."""
+    if isinstance(node, np.ndarray):
+        return int(node.__array_interface__["data"][0])
     torch = sys.modules.get("torch")
-    if torch is not None and type(node) is torch.Tensor:
-        return int(node.untyped_storage().data_ptr()) if node.layout is torch.strided else 0
-    return int(node.__array_interface__["data"][0]) if isinstance(node, np.ndarray) else 0
+    if node is None or torch is None or type(node) is not torch.Tensor or node.layout is not torch.strided:
+        return 0
+    return int(node.untyped_storage().data_ptr())
 
 
 def _same(node: object) -> object:

@@ -147,7 +147,7 @@ def test_new_ranks_get_what_all_ranks_had(tmp_path: Path, rank: Any, caplog: pyt
     assert "alike" not in record.getMessage()
 
 
-def test_new_ranks_beside_a_single_one_get_its_own_with_a_warning(
+def test_new_ranks_get_what_is_of_a_single_one_with_a_warning(
     tmp_path: Path, rank: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its position in the data may have been one of its own; what objects share is not."""
