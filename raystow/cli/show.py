@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from ..storage.errors import Damaged, NotFound
 from ..storage.format import values
 from ..storage.retention import rewrite
 from ..storage.root.delta_chain import base_chain
+from ..storage.versions.contents import Share
 from ..storage.versions.version import TensorInfo, Version
 from ..storage.versions.version_selector import LATEST
 from . import provenance
@@ -17,23 +18,6 @@ from .output import age, count, dimensions, emit, moment, out, printable, ratio,
 from .target import Target, open_target, segment_fields, segments_text
 
 _LARGEST = 10  # tensors listed
-
-
-@dataclass(frozen=True)
-class Share:
-    """A part of a version: the number of tensors or planes, raw and stored bytes."""
-
-    count: int
-    raw: int
-    stored: int
-
-    def cells(self) -> list[str]:
-        """Return the cells of a table row."""
-        return [f"{self.count:,}", size(self.raw), size(self.stored), ratio_text(self.stored, self.raw)]
-
-    def fields(self, noun: str) -> dict[str, object]:
-        """Return the JSON form; ``noun``: what is counted."""
-        return {noun: self.count, "raw": self.raw, "stored": self.stored, "ratio": ratio(self.stored, self.raw)}
 
 
 def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
@@ -62,7 +46,7 @@ def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
             out.print(f"{name:<8} {printable(text)}")
     for title, (noun, parts) in shares.items():
         out.print()
-        rows = ([name, *share.cells()] for name, share in parts.items())
+        rows = ([name, *_cells(share)] for name, share in parts.items())
         out.print(table(title, ["", f">{noun.upper()}", ">RAW", ">STORED", ">RATIO"], rows))
     if rounded := _rounded_rows(chosen, tensors):
         out.print()
@@ -72,21 +56,26 @@ def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
     out.print(table("largest tensors", ["NAME", "DTYPE", "SHAPE", ">RAW", ">RATIO"], rows))
 
 
+def _cells(share: Share) -> list[str]:
+    return [f"{share.count:,}", size(share.raw), size(share.stored), ratio_text(share.stored, share.raw)]
+
+
+def _fields(share: Share, noun: str) -> dict[str, object]:
+    return {noun: share.count, "raw": share.raw, "stored": share.stored, "ratio": ratio(share.stored, share.raw)}
+
+
 def _shares(items: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
     """Sum (key, raw bytes, stored bytes) by key; the key with the most stored bytes first."""
     sums: dict[str, Share] = {}
     for key, raw, stored in items:
-        before = sums.get(key, Share(0, 0, 0))
+        before = sums.get(key, Share())
         sums[key] = Share(before.count + 1, before.raw + raw, before.stored + stored)
     return dict(sorted(sums.items(), key=lambda item: (-item[1].stored, item[0])))
 
 
 def _codec_shares(version: Version) -> dict[str, Share]:
     """The planes of each codec; a chunk that is derived or was not split is one plane."""
-    planes = version.contents.planes.items()
-    return {
-        codec: Share(one.count, one.raw, one.stored) for codec, one in sorted(planes, key=lambda item: (-item[1].stored, item[0]))
-    }
+    return dict(sorted(version.contents.planes.items(), key=lambda item: (-item[1].stored, item[0])))
 
 
 def _facts(
@@ -120,7 +109,7 @@ def _facts(
         "writer": record.writer,
         "provenance": record.provenance,
         "notes": {name: values.encode(value) for name, value in record.notes.items()},
-        **{title: {name: share.fields(noun) for name, share in parts.items()} for title, (noun, parts) in shares.items()},
+        **{title: {name: _fields(share, noun) for name, share in parts.items()} for title, (noun, parts) in shares.items()},
         "lossy": record.lossy,
         "rounded": {
             name: {
@@ -205,7 +194,7 @@ def _rounded_rows(version: Version, tensors: Mapping[str, TensorInfo]) -> list[l
         share = Share(len(some), sum(tensors[name].nbytes for name in some), sum(tensors[name].stored for name in some))
         error = max(one.relative for one in some.values())
         sqnr = [one.sqnr for one in some.values() if one.sqnr]
-        rows.append([rule, *share.cells(), f"{error:.2g}", f"{min(sqnr):.1f} dB" if sqnr else "-"])
+        rows.append([rule, *_cells(share), f"{error:.2g}", f"{min(sqnr):.1f} dB" if sqnr else "-"])
     return rows
 
 

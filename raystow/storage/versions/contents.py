@@ -45,8 +45,8 @@ class TensorSum:
 
 
 @dataclass(frozen=True)
-class PlaneSum:
-    """The planes of one codec: their number, decoded and stored bytes."""
+class Share:
+    """A part of a version: its number of tensors or planes, their raw and stored bytes."""
 
     count: int = 0
     raw: int = 0
@@ -98,7 +98,7 @@ class Contents:
 
     tensors: Mapping[str, TensorSum]
     rounded: Mapping[str, Rounded]
-    planes: Mapping[str, PlaneSum]
+    planes: Mapping[str, Share]
     values: int
 
     @property
@@ -142,8 +142,8 @@ class _Planes:
             for codec, stored in zip(codecs, sizes, strict=True):
                 self._note(codec, chunk.nbytes // len(codecs), stored)
 
-    def sums(self) -> dict[str, PlaneSum]:
-        return {codec: PlaneSum(*of) for codec, of in self.counts.items()}
+    def sums(self) -> dict[str, Share]:
+        return {codec: Share(*of) for codec, of in self.counts.items()}
 
     def _note(self, codec: str, raw: int, stored: int) -> None:
         found = self.counts[codec]
