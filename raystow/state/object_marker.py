@@ -35,6 +35,10 @@ class MarkerTarget(Protocol):
     def check(self, whole: object) -> None: ...
 
 
+Mark = Callable[[MarkerTarget], AsSaved]
+"""Makes the marker of an object."""
+
+
 @dataclass(frozen=True, eq=False)
 class ObjectMarker(AsSaved):
     """Stands for an object of ``into``. ``per_rank``: each rank has its own. ``merges``: with another number of ranks it takes

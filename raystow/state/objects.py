@@ -22,7 +22,7 @@ from .object_places import ObjectPlace, built, is_object, places, settled
 from .optimizers import OptimizerState, parameter_names
 from .per_rank import RankStates, rank_form
 from .rng import Rng
-from .state_object import ModuleObject, OptimizerObject, OtherObject, RankValue, Stateful, StateObject
+from .state_object import ModuleObject, OtherObject, RankValue, Stateful, StateObject
 from .tree import Path, Placeholder, State, part_of, show
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ObjectTree:
         with self.named():
             forms = dict[Path, object]()
             for path, one in self._objects().items():
-                if tensors_only and not isinstance(one, ModuleObject | OptimizerObject):
+                if tensors_only and not isinstance(one, ModuleObject | OptimizerState):
                     forms[path] = {}
                     continue
                 form = one.saved()
@@ -153,7 +153,7 @@ class ObjectTree:
         found = dict[Path, StateObject]()
         for path, optimizer in optimizers.items():
             where = show(path, self._what)
-            found[path] = OptimizerObject(OptimizerState(optimizer, parameter_names(optimizer, names, where), where))
+            found[path] = OptimizerState(optimizer, parameter_names(optimizer, names, where), where)
         return found
 
 

@@ -5,23 +5,17 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..storage.errors import StateError
-from .as_saved import AsSaved
 from .modules import ModuleState
-from .object_marker import MarkerTarget, Template
-from .optimizers import OptimizerState
+from .object_marker import Mark, Template
 from .tree import Placeholder, State, replace
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-Mark = Callable[[MarkerTarget], AsSaved]
-"""Makes the marker of an object."""
 
 
 class Stateful(Protocol):
@@ -79,23 +73,6 @@ class _ModuleTemplate(Template):
         if differ := sorted(map(str, saved ^ self._names)):
             more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
             raise StateError(f"only this module or the saved one has {', '.join(differ[:3])}{more}", subject=self._where)
-
-
-class OptimizerObject:
-    """An optimizer."""
-
-    def __init__(self, state: OptimizerState) -> None:
-        self.state = state
-
-    def saved(self) -> object:
-        return self.state.saved()
-
-    def into(self, mark: Mark) -> object:
-        return mark(self.state)
-
-    def load(self, restored: State) -> object:
-        self.state.load(restored)
-        return None
 
 
 class OtherObject:
