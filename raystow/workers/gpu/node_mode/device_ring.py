@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import torch
 
@@ -32,13 +33,6 @@ class _Handle(ctypes.Structure):
     """CUipcMemHandle, passed by value."""
 
     _fields_ = [("bytes", ctypes.c_ubyte * 64)]
-
-
-class _View:
-    """Device memory in the form in which torch accepts it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
 @functools.cache
@@ -113,7 +107,10 @@ class DeviceRing:
 
     def _memory(self) -> torch.Tensor:
         """Return the ring as a tensor of bytes with a row for each slot."""
-        return torch.as_tensor(_View(self.address, self.slots * self.slot_size), device=self._device).view(self.slots, -1)
+        shape = (self.slots * self.slot_size,)
+        described = {"shape": shape, "typestr": "|u1", "data": (self.address, False), "version": 2}
+        memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=described), device=self._device)
+        return memory.view(self.slots, -1)
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
