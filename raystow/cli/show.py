@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from ..storage.errors import Damaged, NotFound
 from ..storage.format import values
 from ..storage.retention import rewrite
 from ..storage.root.delta_chain import base_chain
-from ..storage.versions.contents import Share
+from ..storage.versions.contents import Share, shares
 from ..storage.versions.version import TensorInfo, Version
 from ..storage.versions.version_selector import LATEST
 from . import provenance
@@ -31,22 +31,22 @@ def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
     target = open_target(uri)
     chosen = target.version(version)
     tensors = chosen.tensors()
-    shares = {
-        "groups": ("tensors", _shares((t.group, t.nbytes, t.stored) for t in tensors.values())),
-        "dtypes": ("tensors", _shares((t.dtype, t.nbytes, t.stored) for t in tensors.values())),
-        "codecs": ("planes", _codec_shares(chosen)),
+    parts = {
+        "groups": ("tensors", shares((t.group, t.nbytes, t.stored) for t in tensors.values())),
+        "dtypes": ("tensors", shares((t.dtype, t.nbytes, t.stored) for t in tensors.values())),
+        "codecs": ("planes", chosen.contents.planes),
     }
     largest = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))[:_LARGEST]
     if json:
-        emit(_facts(target, chosen, tensors, shares, largest))
+        emit(_facts(target, chosen, tensors, parts, largest))
         return
     out.print(f"version {chosen.id} of {target.uri}", style="bold")
     for name, text in _lines(target, chosen, len(tensors)):
         if text:
             out.print(f"{name:<8} {printable(text)}")
-    for title, (noun, parts) in shares.items():
+    for title, (noun, some) in parts.items():
         out.print()
-        rows = ([name, *_cells(share)] for name, share in parts.items())
+        rows = ([name, *_cells(share)] for name, share in some.items())
         out.print(table(title, ["", f">{noun.upper()}", ">RAW", ">STORED", ">RATIO"], rows))
     if rounded := _rounded_rows(chosen, tensors):
         out.print()
@@ -64,25 +64,11 @@ def _fields(share: Share, noun: str) -> dict[str, object]:
     return {noun: share.count, "raw": share.raw, "stored": share.stored, "ratio": ratio(share.stored, share.raw)}
 
 
-def _shares(items: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
-    """Sum (key, raw bytes, stored bytes) by key; the key with the most stored bytes first."""
-    sums: dict[str, Share] = {}
-    for key, raw, stored in items:
-        before = sums.get(key, Share())
-        sums[key] = Share(before.count + 1, before.raw + raw, before.stored + stored)
-    return dict(sorted(sums.items(), key=lambda item: (-item[1].stored, item[0])))
-
-
-def _codec_shares(version: Version) -> dict[str, Share]:
-    """The planes of each codec; a chunk that is derived or was not split is one plane."""
-    return dict(sorted(version.contents.planes.items(), key=lambda item: (-item[1].stored, item[0])))
-
-
 def _facts(
     target: Target,
     version: Version,
     tensors: Mapping[str, TensorInfo],
-    shares: Mapping[str, tuple[str, dict[str, Share]]],
+    parts: Mapping[str, tuple[str, Mapping[str, Share]]],
     largest: list[tuple[str, TensorInfo]],
 ) -> dict[str, object]:
     record = version.record
@@ -109,7 +95,7 @@ def _facts(
         "writer": record.writer,
         "provenance": record.provenance,
         "notes": {name: values.encode(value) for name, value in record.notes.items()},
-        **{title: {name: _fields(share, noun) for name, share in parts.items()} for title, (noun, parts) in shares.items()},
+        **{title: {name: _fields(share, noun) for name, share in some.items()} for title, (noun, some) in parts.items()},
         "lossy": record.lossy,
         "rounded": {
             name: {

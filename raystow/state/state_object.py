@@ -50,7 +50,7 @@ class ModuleObject:
 
     def into(self, mark: Mark) -> object:
         if self._per_rank:
-            return mark(_ModuleTemplate(self.state, self._where))
+            return mark(Template(lambda: self.state.tree, self._check))
         own = self.state.own
         return {
             name: one if name in own else mark(Template(functools.partial(_same, one))) for name, one in self.state.tree.items()
@@ -60,17 +60,9 @@ class ModuleObject:
         self.state.load({n: self.state.tree.get(n) if isinstance(one, Placeholder) else one for n, one in restored.items()})
         return None
 
-
-class _ModuleTemplate(Template):
-    """A module that each rank has for itself."""
-
-    def __init__(self, state: ModuleState, where: str) -> None:
-        super().__init__(lambda: state.tree)
-        self._names, self._where = state.tree.keys(), where
-
-    def check(self, whole: object) -> None:
+    def _check(self, whole: object) -> None:
         saved = whole.keys() if isinstance(whole, dict) else set[str]()
-        if differ := sorted(map(str, saved ^ self._names)):
+        if differ := sorted(map(str, saved ^ self.state.tree.keys())):
             more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
             raise StateError(f"only this module or the saved one has {', '.join(differ[:3])}{more}", subject=self._where)
 
