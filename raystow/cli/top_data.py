@@ -10,7 +10,15 @@ from msgspec import structs
 from ..orchestrator.coordinator.status import ClusterStatus
 from ..storage.errors import ClusterError, StateError
 from ..storage.format.root import Entry
-from ..workers.protocol.messages import AttemptStatus, CoordinatorStatus, FailedAttempt, NodeStatus, OpenAttempt, Stage
+from ..workers.protocol.messages import (
+    AttemptStatus,
+    CoordinatorStatus,
+    FailedAttempt,
+    NodeStatus,
+    OpenAttempt,
+    ReplicationProgress,
+    Stage,
+)
 from .output import ratio
 
 
@@ -34,15 +42,6 @@ class NewestRow:
     raw: int
     stored: int
     ratio: float | None
-
-
-@dataclass(frozen=True)
-class CopiesRow:
-    """Bytes that should be copied to other nodes and that have been, and the ids of these nodes."""
-
-    wanted: int
-    present: int
-    partners: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class NodeRow:
     queue_limit: int
     memory: int
     memory_limit: int
-    copies: CopiesRow
+    copies: ReplicationProgress
     saves: Sequence[NodeSaveRow]
     answers: bool = True
 
@@ -180,7 +179,7 @@ def _node(before: NodeStatus | None, now: NodeStatus, uri: str) -> NodeRow:
         queue_limit=now.queue_limit,
         memory=now.memory,
         memory_limit=now.memory_limit,
-        copies=CopiesRow(now.copies.expected, now.copies.present, now.copies.partners),
+        copies=now.copies,
         saves=[_save(attempt) for attempt in now.attempts if attempt.repository == uri],
     )
 

@@ -38,7 +38,6 @@ from ...storage.runtime.spans import NO_SPAN, Span, span
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
-    AnswerReplicas,
     AttemptKey,
     AttemptStatus,
     AwaitRanks,
@@ -362,10 +361,10 @@ class NodeAttempt:
     def _drive(self) -> None:
         """Wait until every rank has finished, store this node's part, report it, and wait for the commit."""
         try:
-            while isinstance(asked := self._port.ask(AwaitRanks(self._ticket), self._warn), ReplicaQuestions):
+            waiting = AwaitRanks(self._ticket)
+            while isinstance(asked := self._port.ask(waiting, self._warn), ReplicaQuestions):
                 with self._lock:
-                    answers = tuple(map(self._held.answer, asked.questions))
-                self._port.ask(AnswerReplicas(self._ticket, answers))
+                    waiting = AwaitRanks(self._ticket, answers=tuple(map(self._held.answer, asked.questions)))
             self._held = HeldDigests()
             self._packer.seal()
             values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]

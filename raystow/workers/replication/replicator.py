@@ -199,11 +199,11 @@ class Replicator(Reconciler):
         return [held for repository in sorted(self._tier.repositories()) for held in self._tier.holdings(repository)]
 
     def _report(self) -> None:
-        complete = self.progress.present >= self.progress.expected
+        complete = self.progress.present >= self.progress.wanted
         if complete != self._complete:
             self._complete = complete
             said = "complete" if complete else "incomplete"
-            logger.info("copies on other nodes are %s: %d of %d bytes", said, self.progress.present, self.progress.expected)
+            logger.info("copies on other nodes are %s: %d of %d bytes", said, self.progress.present, self.progress.wanted)
 
 
 def _before(node: str, order: tuple[str, ...]) -> tuple[str, ...]:

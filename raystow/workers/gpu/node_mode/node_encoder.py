@@ -25,19 +25,19 @@ from ....storage.log import about
 from ....storage.runtime import background
 from ...packing.attempt import NodeAttempt, taken_over
 from ...protocol.messages import (
+    Acknowledged,
     CheckDevice,
     ChunkInfo,
     CodedLayout,
     DeviceAnswer,
-    DeviceChecked,
     DeviceOpened,
     DeviceQuestion,
     DeviceReady,
     DeviceRefused,
-    DeviceSlotFree,
     LendSlots,
     Message,
     OpenDevice,
+    SlotsFree,
     StageCoded,
     StageOnDevice,
 )
@@ -181,11 +181,11 @@ class NodeEncoder:
             ring.close()
             raise
 
-    def _compare(self, uuid: str, seen: str) -> DeviceChecked:
+    def _compare(self, uuid: str, seen: str) -> Acknowledged:
         if seen != self._devices[uuid].signature:
             self._devices.pop(uuid).ring.close()
             raise ClusterError("what the node worker wrote into device memory is not what the training process reads there")
-        return DeviceChecked(uuid)
+        return Acknowledged()
 
     def _take_over(self, uuid: str, first: int) -> DeviceReady:
         """Take over slots of host memory, for the first device, and choose the codec."""
@@ -209,8 +209,9 @@ class NodeEncoder:
         unread = [filled.staged.slot for filled in slots]
 
         def on_read() -> None:
-            while unread:
-                self._tell(DeviceSlotFree(uuid, unread.pop()))
+            if unread:
+                self._tell(SlotsFree(tuple(unread), uuid))
+                unread.clear()
 
         try:
             if attempt is not None and not attempt.over and attempt is not self._failed:

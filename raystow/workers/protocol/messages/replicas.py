@@ -79,7 +79,7 @@ class Replica(MessagePart, frozen=True):
 class ReplicationProgress(MessagePart, frozen=True):
     """How many bytes of replicas this node maintains on its ``partners``, and how many there should be."""
 
-    expected: int = 0
+    wanted: int = 0
     present: int = 0
     partners: Column[Text] = ()
 

@@ -27,7 +27,7 @@ from raystow.workers.cache.lent_memory import LentMemory
 from raystow.workers.cache.node_cache_store import HELD, NodeCacheStore, ObjectLocation
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node_peers import NoPeers
-from raystow.workers.protocol.messages import AttemptKey, ReadCached, ReadPending
+from raystow.workers.protocol.messages import Acknowledged, AttemptKey, ReadCached
 from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.shm.ring import Ring
 from raystow.workers.shm.slots import Slots
@@ -114,11 +114,11 @@ def test_a_slow_node_worker_is_waited_for(
 ) -> None:
     told = threading.Semaphore(0)
 
-    def pending() -> ReadPending:
+    def pending() -> Acknowledged:
         told.release()
-        return ReadPending()
+        return Acknowledged()
 
-    monkeypatch.setattr(cache_server, "ReadPending", pending)
+    monkeypatch.setattr(cache_server, "Acknowledged", pending)
     failing.error = None
     failing.put("pack", [b"bytes"])
     read = failing.get_range_into

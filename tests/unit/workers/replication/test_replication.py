@@ -117,7 +117,7 @@ def test_a_copy_is_complete_once_its_last_object_arrives():
     assert world.holders(1, 0) == {"a", "b"}
     assert len(world["b"].received) == 3
     assert world["b"].received[-1] == keys.fragment(1, attempt_key(1).token, 0)
-    assert world["a"].replicator.progress.present == world["a"].replicator.progress.expected == 2 * KIB + 8
+    assert world["a"].replicator.progress.present == world["a"].replicator.progress.wanted == 2 * KIB + 8
     for key, size in world["a"].tier.holdings("r")[0].parts[0].objects.items():
         assert world["b"].tier.view("r", key) == world["a"].tier.view("r", key)
         assert size == len(world["b"].tier.view("r", key) or b"")
@@ -222,7 +222,7 @@ def test_copies_of_a_dead_node_are_made_again(caplog):
             assert world.holders(1, number) <= alive
             assert len(world.holders(1, number)) == min(2, len(alive))
     progress = world["c"].replicator.progress
-    assert (progress.present, progress.expected, progress.partners) == (0, 3 * (2 * KIB + 8), ())
+    assert (progress.present, progress.wanted, progress.partners) == (0, 3 * (2 * KIB + 8), ())
     assert "copies on other nodes are incomplete: 0 of 6168 bytes" in caplog.text
     caplog.clear()
     world.add("d")
