@@ -17,7 +17,6 @@ from ..workers.protocol.messages import (
     NodeStatus,
     OpenAttempt,
     ReplicationProgress,
-    Stage,
 )
 from .output import ratio
 
@@ -45,19 +44,6 @@ class NewestRow:
 
 
 @dataclass(frozen=True)
-class NodeSaveRow:
-    """The part of a node in a save; ``ranks`` by stage."""
-
-    id: int
-    attempt: str
-    step: int
-    ranks: dict[str, list[int]]
-    raw: int
-    coded: int
-    stored: bool
-
-
-@dataclass(frozen=True)
 class NodeRow:
     """A node worker. Rates in bytes per second are None before the second observation, and after a restart of the worker."""
 
@@ -71,7 +57,7 @@ class NodeRow:
     memory: int
     memory_limit: int
     copies: ReplicationProgress
-    saves: Sequence[NodeSaveRow]
+    saves: Sequence[AttemptStatus]
     answers: bool = True
 
 
@@ -180,10 +166,5 @@ def _node(before: NodeStatus | None, now: NodeStatus, uri: str) -> NodeRow:
         memory=now.memory,
         memory_limit=now.memory_limit,
         copies=now.copies,
-        saves=[_save(attempt) for attempt in now.attempts if attempt.repository == uri],
+        saves=now.attempts.get(uri, ()),
     )
-
-
-def _save(attempt: AttemptStatus) -> NodeSaveRow:
-    ranks = {stage.value: [rank for rank, at in attempt.ranks.items() if at is stage] for stage in Stage}
-    return NodeSaveRow(attempt.id, attempt.attempt, attempt.step, ranks, attempt.raw, attempt.coded, attempt.stored)

@@ -29,7 +29,7 @@ from ..cache.host_memory import memory_limit
 from ..cache.tier import MemoryTier
 from ..chosen_codec import ChosenCodec
 from ..journal.node_journal import NodeJournal
-from ..node_peers import NodePeers, NoPeers
+from ..node_peers import NodePeers
 from ..packing.attempt import Executors, NodeAttempt, Outcome
 from ..packing.chunk_writer import warm_up
 from ..packing.host_coding import HostCoding
@@ -127,7 +127,7 @@ class Node:
         self._node, self._connect, self.usage = node, connect, usage or Usage(SYSTEM)
         self._keep = memory_limit() // 4
         self._tier = MemoryTier(self._keep)
-        peers = peers or NoPeers()
+        peers = peers or NodePeers()
         self._fetcher = Fetcher(self._tier, peers, budget=self._keep // 4, node=node)
         self.replicas = ReplicaStore(self._tier)
         self.replicator = Replicator(node, self._tier, peers, SYSTEM, stores=self.replicas.stores)
@@ -288,6 +288,7 @@ class Node:
             stores = [(at.uri, known.store) for at, known in self._repositories.items()]
             attempts = list(self._attempts.values())
             raw = self._raw + sum(attempt.raw for attempt in attempts)
+        under_way = [attempt for attempt in attempts if not attempt.over]
         return NodeStatus(
             node=self._node,
             at=SYSTEM.monotonic(),
@@ -301,7 +302,7 @@ class Node:
             memory_limit=self._tier.budget,
             copies=self.replicator.progress,
             ranks=self._saves.connected(),
-            attempts=tuple(attempt.status() for attempt in attempts if not attempt.over),
+            attempts={uri: tuple(one.status() for one in under_way if one.uri == uri) for uri in {one.uri for one in under_way}},
         )
 
     def _measure(self) -> bool:

@@ -38,6 +38,7 @@ from ...storage.runtime.spans import NO_SPAN, Span, span
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
+    STAGES,
     AttemptKey,
     AttemptStatus,
     AwaitRanks,
@@ -91,7 +92,7 @@ class NodeAttempt:
         keep: Keep = keep_nothing,
         base: BaseVersion | None = None,
     ) -> None:
-        self.id, self.name, self.trace = ticket.id, ticket.attempt, ticket.trace
+        self.uri, self.id, self.name, self.trace = store.uri, ticket.id, ticket.attempt, ticket.trace
         self._span = Span("save.node", ticket.trace, node=ticket.node, repository=store.uri)
         self._ticket = ticket = replace(ticket, trace=self._span.trace)  # the parent of what this node does
         self._store, self._port, self._executors = store, port, executors
@@ -225,14 +226,14 @@ class NodeAttempt:
     def status(self) -> AttemptStatus:
         """Return the progress of this node."""
         with self._lock:
-            ranks = {rank: self._stage(rank) for rank in sorted(self._ranks)}
-            ticket, uri = self._ticket, self._store.uri
-            return AttemptStatus(uri, ticket.id, ticket.attempt, ticket.step, ranks, self.raw, self._coded, self._reported)
+            ranks = {stage: tuple(r for r in sorted(self._ranks) if self._stage(r) == stage) for stage in STAGES}
+            ticket = self._ticket
+            return AttemptStatus(ticket.id, ticket.attempt, ticket.step, ranks, self.raw, self._coded, self._reported)
 
     def _stage(self, rank: int) -> Stage:
         if rank not in self._staged:
-            return Stage.STAGING
-        return Stage.CODING if self._coding[rank] else Stage.CODED
+            return "staging"
+        return "coding" if self._coding[rank] else "coded"
 
     def flush(self) -> None:
         """Upload open packs, since memory is short."""
