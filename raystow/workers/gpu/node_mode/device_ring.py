@@ -55,10 +55,15 @@ def _open(handle: _Handle) -> int:
 
 
 class DeviceRing:
-    """``slots`` slots of ``slot_size`` bytes on one device: one process calls ``create``, the other ``open``."""
+    """``slots`` slots of ``slot_size`` bytes on one device: one process calls ``create``, the other ``open``.
+
+    Attributes:
+        index: Torch's index of the device.
+        signed: The ``signature`` that every process must read, after ``sign``.
+    """
 
     def __init__(self, device: int, slots: int, slot_size: int, handle: str | None) -> None:
-        self.slots, self.slot_size = slots, slot_size
+        self.index, self.slots, self.slot_size, self.signed = device, slots, slot_size, ""
         self._device = torch.device("cuda", device)
         self._owned = handle is None
         with self._current():
@@ -86,14 +91,14 @@ class DeviceRing:
             _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
         return bytes(handle).hex()
 
-    def sign(self) -> str:
-        """Write random tokens to both ends of each slot; return the ``signature`` that every process must read."""
+    def sign(self) -> None:
+        """Write random tokens to both ends of each slot."""
         tokens = "".join(SYSTEM.token() for _ in range(2 * self.slots)).encode()
         marks = torch.frombuffer(bytearray(tokens), dtype=torch.uint8).reshape(self.slots, 2 * _MARK).to(self._device)
         memory = self._memory()
         memory[:, :_MARK], memory[:, -_MARK:] = marks[:, :_MARK], marks[:, _MARK:]
         torch.cuda.current_stream(self._device).synchronize()
-        return tokens.hex()
+        self.signed = tokens.hex()
 
     def signature(self) -> str:
         """Return the bytes at both ends of each slot, in hexadecimal digits."""
