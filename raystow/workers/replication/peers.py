@@ -20,7 +20,6 @@ from ..protocol.messages import (
     NodePart,
     ObjectState,
     PutEntry,
-    PutReplica,
     ReadObject,
     Replica,
     Span,
@@ -84,7 +83,7 @@ class Peers(NodePeers):
         """Give a node an object; return what it has of that part then."""
 
         def ask(channel: TcpChannel) -> NodePart:
-            channel.send(PutReplica(replica, memoryview(data).nbytes))
+            channel.send(replica)
             channel.send_bytes(data)
             return channel.receive(NodePart)
 

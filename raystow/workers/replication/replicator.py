@@ -218,7 +218,7 @@ def _lacking(held: Holding, number: int, theirs: NodePart, order: tuple[str, ...
     packs = [key for key in objects if key != fragment]
     for key in packs:
         if key not in theirs.objects:
-            return Replica(held.attempt, number, key, order, base=held.base)
+            return Replica(held.attempt, number, key, objects[key], order, base=held.base)
     if fragment in objects and fragment not in theirs.objects:
-        return Replica(held.attempt, number, fragment, order, tuple(packs), held.base)
+        return Replica(held.attempt, number, fragment, objects[fragment], order, tuple(packs), held.base)
     return None

@@ -42,7 +42,7 @@ COORDINATOR_REQUESTS = tuple(CoordinatorRequest.__subclasses__())
 MESSAGES = (*(message for message in Message.__subclasses__() if message is not CoordinatorRequest), *COORDINATOR_REQUESTS)
 """All messages."""
 
-PROTOCOL = "2.6cdc3547265d2503"
+PROTOCOL = "2.c7de9437510b3aff"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -21,7 +21,7 @@ from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
 from raystow.workers.node.peer_server import PeerLimits, PeerServer
 from raystow.workers.node_peers import NodePeers
-from raystow.workers.protocol.messages import AttemptKey, Contact, PutReplica, Replica
+from raystow.workers.protocol.messages import AttemptKey, Contact, NodePart, Replica
 from raystow.workers.protocol.peer_tls import PEER_TLS, wanted
 from raystow.workers.protocol.tcp_channel import TcpChannel
 from raystow.workers.replication.peers import Peers
@@ -158,9 +158,9 @@ def test_a_caller_without_a_timely_proof_is_disconnected(*, tls: bool) -> None:
 
 def test_a_replica_larger_than_the_memory_is_not_received(server: PeerServer) -> None:
     channel = TcpChannel.connect(server.contact)
-    channel.send(PutReplica(Replica(ATTEMPT, 0, "pack", ("a", "b")), 1 << 29))
+    channel.send(Replica(ATTEMPT, 0, "pack", 1 << 29, ("a", "b")))
     with pytest.raises(OSError, match=r"."):
-        channel.receive(PutReplica)
+        channel.receive(NodePart)
     channel.close()
 
 

@@ -128,10 +128,10 @@ def test_a_fragment_without_its_packs_is_refused():
     where = attempt_key(1)
     pack, fragment = keys.pack(1, where.token, 0, "weights", 0), keys.fragment(1, where.token, 0)
     replicas = world["a"].replicas
-    assert replicas.accept(Replica(where, 0, fragment, ("b", "a"), (pack,)), b"fragment").objects == {}
-    replicas.accept(Replica(where, 0, pack, ("b", "a")), b"pack")
+    assert replicas.accept(Replica(where, 0, fragment, 8, ("b", "a"), (pack,)), b"fragment").objects == {}
+    replicas.accept(Replica(where, 0, pack, 4, ("b", "a")), b"pack")
     assert world.holders(1, 0) == set()
-    replicas.accept(Replica(where, 0, fragment, ("b", "a"), (pack,)), b"fragment")
+    replicas.accept(Replica(where, 0, fragment, 8, ("b", "a"), (pack,)), b"fragment")
     assert world.holders(1, 0) == {"a"}
 
 
@@ -385,7 +385,9 @@ def test_a_delta_base_may_arrive_after_its_version():
     world["a"].make(1, 0)
     world["a"].tier.committed(attempt_key(1))
     difference(world["a"], 2, base=1)
-    world["b"].replicas.accept(copy := Replica(attempt_key(2), 0, "first", ("a", "b"), base=attempt_key(1)), b"it came before")
+    world["b"].replicas.accept(
+        copy := Replica(attempt_key(2), 0, "first", 14, ("a", "b"), base=attempt_key(1)), b"it came before"
+    )
     world["b"].tier.committed(copy.attempt)
     world.settle()
     assert world.holders(1, 0) == {"a", "b"}
