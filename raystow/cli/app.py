@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from .._version import __version__
-from .exit_codes import EXIT_CODES, error_report, reporting
+from .exit_codes import EXIT_CODES, print_error, reporting
 from .interrupts import end_by_closed_pipe, interruptible, say_interrupted
 from .wait_notice import say_what_is_awaited
 
@@ -104,7 +104,7 @@ def main() -> None:
             end_by_closed_pipe()
         raise
     except OSError as error:  # help or JSON could not be written
-        error_report(error).print()
+        print_error(error)
         sys.exit(1)
 
 

@@ -10,7 +10,7 @@ from ..storage.format.root import Entry
 from ..storage.retention.plan import CompactionPlan
 from .exit_codes import conclude
 from .options import DryRun, Json, Uri, Yes
-from .output import confirmed, count, fields_of, out, say, size, table
+from .output import confirmed, count, out, say, size, table
 from .rewrite_versions import RewriteBatch
 from .target import Target, open_target
 
@@ -57,7 +57,7 @@ def _print_plan(target: Target, plan: CompactionPlan, batch: RewriteBatch, delta
         verdict, why = ("keep", plan.kept[entry]) if entry in plan.kept else ("compact", "")
         if entry.id in batch.sizes:
             why = f"about {size(batch.sizes[entry.id])} whole"
-        rows.append([*target.row(entry).cells(), ", ".join(map(str, entry.bases)), verdict, why])
+        rows.append([*target.cells(entry), ", ".join(map(str, entry.bases)), verdict, why])
     if rows:
         out.print(table("", [">ID", ">STEP", ">CREATED", ">STORED", ">NEEDS", "", "WHY"], rows))
     elif not named:
@@ -68,7 +68,7 @@ def _print_plan(target: Target, plan: CompactionPlan, batch: RewriteBatch, delta
 
 def _row(target: Target, entry: Entry, plan: CompactionPlan, batch: RewriteBatch) -> dict[str, object]:
     return {
-        **fields_of(target.row(entry)),
+        **target.fields(entry),
         "bases": entry.bases,
         "compact": entry.id in batch.sizes,
         "stored_whole": batch.sizes.get(entry.id),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..storage.errors import NotFound
-from ..storage.versions.contents import DERIVED, PlaneSum
+from ..storage.versions.contents import DERIVED, Share
 from ..storage.versions.version_selector import LATEST
 from . import options
 from .options import Json, number, seconds
@@ -131,7 +131,7 @@ def _read(uri: str) -> RepositoryCost:
     if not newest.raw:
         raise NotFound(f"version {newest.id} has no bytes", subject=target.uri, remedy="give --state and --ratio")
     full = [entry for entry in entries if entry.resumable] or entries
-    derived = newest.contents.planes.get(DERIVED, PlaneSum()).raw
+    derived = newest.contents.planes.get(DERIVED, Share()).raw
     history = read_history(target, newest=_RECORDS)
     return RepositoryCost(
         uri=target.uri,

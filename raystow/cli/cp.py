@@ -13,7 +13,7 @@ from ..storage.errors import NotFound, StoreUnavailable
 from ..storage.runtime.clock import SYSTEM
 from ..storage.versions.version import Version
 from . import options
-from .exit_codes import error_report
+from .exit_codes import print_error
 from .options import Json
 from .output import count, emit, say, size
 from .progress import progress_bar
@@ -101,5 +101,5 @@ def _watch(plan: Callable[[], CopyPlan], interval: float) -> None:
                 say(_outcome(planned, copied))
             first = False
         except (StoreUnavailable, NotFound) as error:
-            error_report(error).print()
+            print_error(error)
         SYSTEM.sleep(interval)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import ParamSpec
 
 import typer
@@ -44,45 +43,37 @@ _DAMAGED = "`raystow verify URI --deep --all` finds the versions that are whole"
 _P = ParamSpec("_P")
 
 
-@dataclass(frozen=True)
-class ErrorReport:
-    """The JSON form of an error; ``subject`` and ``remedy`` may be empty."""
-
-    kind: str
-    what: str
-    subject: str
-    remedy: str
-
-    def print(self) -> None:
-        """Write the object and what happened to stderr, then what to do."""
-        subject = f"{self.subject}: " if self.subject else ""
-        typer.echo(printable(f"error: {subject}{self.what}"), err=True)
-        if self.remedy:
-            typer.echo(printable(f"  try: {self.remedy}"), err=True)
-
-
 def exit_code(error: BaseException) -> int:
     """Return the exit code of an error."""
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 1)
 
 
-def error_report(error: RaystowError | OSError) -> ErrorReport:
-    """Return the JSON form of an error."""
+def error_fields(error: RaystowError | OSError) -> dict[str, str]:
+    """Return the JSON form of an error; ``subject`` and ``remedy`` may be empty."""
     if isinstance(error, RaystowError):
         remedy = error.remedy or (_DAMAGED if isinstance(error, Damaged) else "")
-        return ErrorReport(type(error).__name__, error.what, error.subject, remedy)
+        return {"kind": type(error).__name__, "what": error.what, "subject": error.subject, "remedy": remedy}
     subject = str(error.filename2 or error.filename or "")
     remedy = _REMEDIES.get(error.errno or 0, "") if subject else ""
-    return ErrorReport("OSError", error.strerror or str(error), subject, remedy)
+    return {"kind": "OSError", "what": error.strerror or str(error), "subject": subject, "remedy": remedy}
+
+
+def print_error(error: RaystowError | OSError) -> None:
+    """Write the object and what happened to stderr, then what to do."""
+    found = error_fields(error)
+    subject = f"{found['subject']}: " if found["subject"] else ""
+    typer.echo(printable(f"error: {subject}{found['what']}"), err=True)
+    if found["remedy"]:
+        typer.echo(printable(f"  try: {found['remedy']}"), err=True)
 
 
 def conclude(errors: Sequence[RaystowError | OSError], facts: Mapping[str, object] | None) -> None:
     """Print ``facts`` as JSON with the first error or, without facts, all errors; exit with the code of the first error."""
     if facts is not None:
-        emit({**facts, **({"error": error_report(errors[0])} if errors else {})})
+        emit({**facts, **({"error": error_fields(errors[0])} if errors else {})})
     else:
         for error in errors:
-            error_report(error).print()
+            print_error(error)
     if errors:
         raise typer.Exit(exit_code(errors[0]))
 

@@ -15,8 +15,7 @@ from ..orchestrator.export.hf_folder import HfFolder, plan_folder
 from ..storage.real_paths import real_path
 from ..storage.versions.version import Version
 from ..storage.versions.version_selector import LATEST
-from . import options
-from .hub import HubRepository
+from . import hub, options
 from .options import Json, Uri, Which
 from .output import count, emit, err, fields_of, out, printable, size
 from .progress import progress_bar
@@ -90,7 +89,7 @@ def export(
         raise typer.BadParameter("--push uploads a folder: give a path to --hf")
     target = open_target(uri)
     chosen = target.version(version)
-    start, hub = target.repository.clock.monotonic(), None
+    start = target.repository.clock.monotonic()
     with target.repository.lease(chosen):
         if torch is not None:
             done = _torch_file(torch, chosen, quiet=json)
@@ -99,12 +98,12 @@ def export(
             if not keep_names:
                 plan.refuse_unloadable()
             if push is not None:
-                hub = HubRepository(push)  # an error comes before anything is written
+                hub.create_repository(push)  # an error comes before anything is written
             done = _hf_folder(hf, plan, quiet=json)
-    if hub is not None:
+    if push is not None:
         names = sorted(path.name for path in Path(done.path).iterdir())
-        err.print(f"uploads to {printable(push or '')}: {printable(', '.join(names))}")
-        done = replace(done, commit=hub.upload(Path(done.path), f"raystow version {chosen.id}, step {chosen.step}"))
+        err.print(f"uploads to {printable(push)}: {printable(', '.join(names))}")
+        done = replace(done, commit=hub.upload(push, Path(done.path), f"raystow version {chosen.id}, step {chosen.step}"))
     if json:
         seconds = round(target.repository.clock.monotonic() - start, 3)
         emit({"uri": target.uri, "version": chosen.id, "step": chosen.step, **fields_of(done), "seconds": seconds})

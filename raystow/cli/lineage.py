@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..storage.errors import Damaged, NotFound, Unsupported, Untrusted
 from ..storage.format.version_record import VersionRecord
@@ -37,17 +37,10 @@ class LineageVersion:
         return self.record.provenance if self.record is not None else {}
 
 
-@dataclass
-class _Run:
-    """The newest version of a run so far, and the version that the run had restored then."""
-
-    newest: int = 0
-    resumed: str = field(default="")
-
-
 def lineage(target: Target) -> list[LineageVersion]:
     """Return the listed versions, oldest first. Reads the record of each."""
-    before, runs, found = predecessors(target.root), dict[str, _Run](), list[LineageVersion]()
+    before, found = predecessors(target.root), list[LineageVersion]()
+    runs = dict[str, tuple[int, str]]()  # the newest version of each so far, and the version that it had restored then
     versions = target.listed()
     with ThreadPoolExecutor(_READERS, "raystow-log") as pool:
         for version, record in zip(versions, pool.map(_record, versions), strict=True):
@@ -57,9 +50,9 @@ def lineage(target: Target) -> list[LineageVersion]:
                 found.append(LineageVersion(version, before.get(version.id) or None, False, record))
                 continue
             last = runs.get(name)
-            begins = last is None or last.resumed != resumed
-            parent = (int(resumed) if resumed.isdecimal() else None) if last is None or begins else last.newest
-            runs[name] = _Run(version.id, resumed)
+            begins = last is None or last[1] != resumed
+            parent = (int(resumed) if resumed.isdecimal() else None) if last is None or begins else last[0]
+            runs[name] = (version.id, resumed)
             found.append(LineageVersion(version, parent, begins, record))
     return found
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .options import Json, Uri
-from .output import count, emit, fields_of, out, printable, ratio, ratio_text, say, size, table
+from .output import count, emit, out, printable, ratio, ratio_text, say, size, table
 from .target import Target, open_target, segment_fields, segments_text
 
 
@@ -33,7 +33,7 @@ def ls(
             sizes = {"raw": version.raw, "ratio": ratio(version.bytes, version.raw)}
             rest = {"groups": version.entry.groups or None, "pins": target.pins(version.id)}
             ranks = {"world_size": version.world_size} if long else {}
-            row = {**fields_of(target.row(version.entry)), **ranks, **sizes, **rest}
+            row = {**target.fields(version.entry), **ranks, **sizes, **rest}
             at = target.rolled_back(version.id)
             rows["versions" if at is None else "rolled_back"].append(row | ({"at": at} if at is not None else {}))
         segments = [segment_fields(one) for one in target.root.segments]
@@ -46,7 +46,7 @@ def ls(
         return
     cells = []
     for version in versions:
-        *first, stored = target.row(version.entry).cells()
+        *first, stored = target.cells(version.entry)
         ranks_cell = [str(version.world_size)] if long else []
         notes = [f"{' and '.join(version.entry.groups)} only"] if version.entry.groups else []
         notes += [f"exported to {place}" for place, id in target.root.exports.items() if id == version.id]

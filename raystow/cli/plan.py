@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..orchestrator.restore.plan import Rates
 from ..orchestrator.restore.what_if import MOST_RANKS, Reads, plan_world
 from ..storage.versions.version_selector import LATEST
 from . import options
@@ -49,7 +48,7 @@ def plan(
     ranks = world or chosen.world_size
     made = plan_world(chosen, ranks, per_node=per_node, whole=replicated)
     assumption, passed_on = _WHOLE if replicated else _SPLIT, round(sum(node.passed_on for node in made.nodes))
-    seconds = made.seconds(Rates(peer=peer_rate, store=rate))
+    seconds = made.seconds(store=rate, peer=peer_rate)
     reach = None
     if version == LATEST:
         from ..orchestrator.coordinator.journal_reach import journal_reach  # imports Ray

@@ -14,7 +14,7 @@ from ..storage.retention.policy import Decision, Policy, best_rule
 from . import options
 from .exit_codes import conclude
 from .options import DryRun, Json, Uri, Yes, number
-from .output import confirmed, count, fields_of, out, say, size, table
+from .output import confirmed, count, out, say, size, table
 from .rewrite_versions import RewriteBatch
 from .target import Target, open_target
 
@@ -123,7 +123,7 @@ def _print_plan(target: Target, plan: RetentionPlan, policy: Policy, thin: Rewri
     if not plan.decisions:
         out.print(f"no version yet in {target.uri}")
         return
-    rows = [[*target.row(decision.entry).cells(), *_verdict(decision, thin, whole)] for decision in plan.decisions]
+    rows = [[*target.cells(decision.entry), *_verdict(decision, thin, whole)] for decision in plan.decisions]
     out.print(table("", [">ID", ">STEP", ">CREATED", ">STORED", "", "WHY"], rows))
     sizes = thin.sizes | whole.sizes
     kept = [sizes.get(decision.entry.id, decision.entry.stored) for decision in plan.decisions if decision.keep]
@@ -170,7 +170,7 @@ def _row(target: Target, decision: Decision, thin: RewriteBatch, whole: RewriteB
     id = decision.entry.id
     rules = [*decision.rules, *([decision.thin] if id in thin.sizes else []), *([decision.compact] if id in whole.sizes else [])]
     return {
-        **fields_of(target.row(decision.entry)),
+        **target.fields(decision.entry),
         "keep": decision.keep,
         "thin": id in thin.sizes,
         "stored_thin": thin.sizes.get(id),

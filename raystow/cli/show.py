@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 
 from ..storage.errors import Damaged, NotFound
 from ..storage.format import values
 from ..storage.retention import rewrite
 from ..storage.root.delta_chain import base_chain
+from ..storage.versions.contents import Share, shares
 from ..storage.versions.version import TensorInfo, Version
 from ..storage.versions.version_selector import LATEST
 from . import provenance
@@ -17,23 +18,6 @@ from .output import age, count, dimensions, emit, moment, out, printable, ratio,
 from .target import Target, open_target, segment_fields, segments_text
 
 _LARGEST = 10  # tensors listed
-
-
-@dataclass(frozen=True)
-class Share:
-    """A part of a version: the number of tensors or planes, raw and stored bytes."""
-
-    count: int
-    raw: int
-    stored: int
-
-    def cells(self) -> list[str]:
-        """Return the cells of a table row."""
-        return [f"{self.count:,}", size(self.raw), size(self.stored), ratio_text(self.stored, self.raw)]
-
-    def fields(self, noun: str) -> dict[str, object]:
-        """Return the JSON form; ``noun``: what is counted."""
-        return {noun: self.count, "raw": self.raw, "stored": self.stored, "ratio": ratio(self.stored, self.raw)}
 
 
 def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
@@ -47,22 +31,22 @@ def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
     target = open_target(uri)
     chosen = target.version(version)
     tensors = chosen.tensors()
-    shares = {
-        "groups": ("tensors", _shares((t.group, t.nbytes, t.stored) for t in tensors.values())),
-        "dtypes": ("tensors", _shares((t.dtype, t.nbytes, t.stored) for t in tensors.values())),
-        "codecs": ("planes", _codec_shares(chosen)),
+    parts = {
+        "groups": ("tensors", shares((t.group, t.nbytes, t.stored) for t in tensors.values())),
+        "dtypes": ("tensors", shares((t.dtype, t.nbytes, t.stored) for t in tensors.values())),
+        "codecs": ("planes", chosen.contents.planes),
     }
     largest = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))[:_LARGEST]
     if json:
-        emit(_facts(target, chosen, tensors, shares, largest))
+        emit(_facts(target, chosen, tensors, parts, largest))
         return
     out.print(f"version {chosen.id} of {target.uri}", style="bold")
     for name, text in _lines(target, chosen, len(tensors)):
         if text:
             out.print(f"{name:<8} {printable(text)}")
-    for title, (noun, parts) in shares.items():
+    for title, (noun, some) in parts.items():
         out.print()
-        rows = ([name, *share.cells()] for name, share in parts.items())
+        rows = ([name, *_cells(share)] for name, share in some.items())
         out.print(table(title, ["", f">{noun.upper()}", ">RAW", ">STORED", ">RATIO"], rows))
     if rounded := _rounded_rows(chosen, tensors):
         out.print()
@@ -72,28 +56,19 @@ def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
     out.print(table("largest tensors", ["NAME", "DTYPE", "SHAPE", ">RAW", ">RATIO"], rows))
 
 
-def _shares(items: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
-    """Sum (key, raw bytes, stored bytes) by key; the key with the most stored bytes first."""
-    sums: dict[str, Share] = {}
-    for key, raw, stored in items:
-        before = sums.get(key, Share(0, 0, 0))
-        sums[key] = Share(before.count + 1, before.raw + raw, before.stored + stored)
-    return dict(sorted(sums.items(), key=lambda item: (-item[1].stored, item[0])))
+def _cells(share: Share) -> list[str]:
+    return [f"{share.count:,}", size(share.raw), size(share.stored), ratio_text(share.stored, share.raw)]
 
 
-def _codec_shares(version: Version) -> dict[str, Share]:
-    """The planes of each codec; a chunk that is derived or was not split is one plane."""
-    planes = version.contents.planes.items()
-    return {
-        codec: Share(one.count, one.raw, one.stored) for codec, one in sorted(planes, key=lambda item: (-item[1].stored, item[0]))
-    }
+def _fields(share: Share, noun: str) -> dict[str, object]:
+    return {noun: share.count, "raw": share.raw, "stored": share.stored, "ratio": ratio(share.stored, share.raw)}
 
 
 def _facts(
     target: Target,
     version: Version,
     tensors: Mapping[str, TensorInfo],
-    shares: Mapping[str, tuple[str, dict[str, Share]]],
+    parts: Mapping[str, tuple[str, Mapping[str, Share]]],
     largest: list[tuple[str, TensorInfo]],
 ) -> dict[str, object]:
     record = version.record
@@ -120,7 +95,7 @@ def _facts(
         "writer": record.writer,
         "provenance": record.provenance,
         "notes": {name: values.encode(value) for name, value in record.notes.items()},
-        **{title: {name: share.fields(noun) for name, share in parts.items()} for title, (noun, parts) in shares.items()},
+        **{title: {name: _fields(share, noun) for name, share in some.items()} for title, (noun, some) in parts.items()},
         "lossy": record.lossy,
         "rounded": {
             name: {
@@ -205,7 +180,7 @@ def _rounded_rows(version: Version, tensors: Mapping[str, TensorInfo]) -> list[l
         share = Share(len(some), sum(tensors[name].nbytes for name in some), sum(tensors[name].stored for name in some))
         error = max(one.relative for one in some.values())
         sqnr = [one.sqnr for one in some.values() if one.sqnr]
-        rows.append([rule, *share.cells(), f"{error:.2g}", f"{min(sqnr):.1f} dB" if sqnr else "-"])
+        rows.append([rule, *_cells(share), f"{error:.2g}", f"{min(sqnr):.1f} dB" if sqnr else "-"])
     return rows
 
 

@@ -13,21 +13,6 @@ from .output import age, count, size
 
 
 @dataclass(frozen=True)
-class VersionRow:
-    """The fields that each command prints of a version; ``created`` in seconds since 1970, ``age`` in seconds."""
-
-    id: int
-    step: int
-    created: float
-    age: float
-    stored: int
-
-    def cells(self) -> list[str]:
-        """Return the first cells of a table row: ID, STEP, CREATED, STORED."""
-        return [str(self.id), str(self.step), f"{age(self.age)} ago", size(self.stored)]
-
-
-@dataclass(frozen=True)
 class Target:
     """A repository and its root when the command began: all versions and pins from a single read."""
 
@@ -71,9 +56,14 @@ class Target:
         """Return the seconds since ``created``."""
         return self.repository.clock.now() - created
 
-    def row(self, entry: Entry) -> VersionRow:
-        """Return the fields that each command prints of a version."""
-        return VersionRow(entry.id, entry.step, entry.created, round(self.age(entry.created), 3), entry.stored)
+    def fields(self, entry: Entry) -> dict[str, object]:
+        """Return the JSON fields of a version in each list; ``created`` in seconds since 1970, ``age`` in seconds."""
+        seconds = round(self.age(entry.created), 3)
+        return {"id": entry.id, "step": entry.step, "created": entry.created, "age": seconds, "stored": entry.stored}
+
+    def cells(self, entry: Entry) -> list[str]:
+        """Return the first cells of a version's row in each table: ID, STEP, CREATED, STORED."""
+        return [str(entry.id), str(entry.step), f"{age(self.age(entry.created))} ago", size(entry.stored)]
 
 
 def segment_fields(one: Segment) -> dict[str, object]:

@@ -10,7 +10,14 @@ from msgspec import structs
 from ..orchestrator.coordinator.status import ClusterStatus
 from ..storage.errors import ClusterError, StateError
 from ..storage.format.root import Entry
-from ..workers.protocol.messages import AttemptStatus, CoordinatorStatus, FailedAttempt, NodeStatus, OpenAttempt, Stage
+from ..workers.protocol.messages import (
+    AttemptStatus,
+    CoordinatorStatus,
+    FailedAttempt,
+    NodeStatus,
+    OpenAttempt,
+    ReplicationProgress,
+)
 from .output import ratio
 
 
@@ -37,28 +44,6 @@ class NewestRow:
 
 
 @dataclass(frozen=True)
-class CopiesRow:
-    """Bytes that should be copied to other nodes and that have been, and the ids of these nodes."""
-
-    wanted: int
-    present: int
-    partners: Sequence[str]
-
-
-@dataclass(frozen=True)
-class NodeSaveRow:
-    """The part of a node in a save; ``ranks`` by stage."""
-
-    id: int
-    attempt: str
-    step: int
-    ranks: dict[str, list[int]]
-    raw: int
-    coded: int
-    stored: bool
-
-
-@dataclass(frozen=True)
 class NodeRow:
     """A node worker. Rates in bytes per second are None before the second observation, and after a restart of the worker."""
 
@@ -71,8 +56,8 @@ class NodeRow:
     queue_limit: int
     memory: int
     memory_limit: int
-    copies: CopiesRow
-    saves: Sequence[NodeSaveRow]
+    copies: ReplicationProgress
+    saves: Sequence[AttemptStatus]
     answers: bool = True
 
 
@@ -180,11 +165,6 @@ def _node(before: NodeStatus | None, now: NodeStatus, uri: str) -> NodeRow:
         queue_limit=now.queue_limit,
         memory=now.memory,
         memory_limit=now.memory_limit,
-        copies=CopiesRow(now.copies.expected, now.copies.present, now.copies.partners),
-        saves=[_save(attempt) for attempt in now.attempts if attempt.repository == uri],
+        copies=now.copies,
+        saves=now.attempts.get(uri, ()),
     )
-
-
-def _save(attempt: AttemptStatus) -> NodeSaveRow:
-    ranks = {stage.value: [rank for rank, at in attempt.ranks.items() if at is stage] for stage in Stage}
-    return NodeSaveRow(attempt.id, attempt.attempt, attempt.step, ranks, attempt.raw, attempt.coded, attempt.stored)

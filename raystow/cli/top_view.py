@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..orchestrator.coordinator.attempt import Phase
-from ..workers.protocol.messages import OpenAttempt
+from ..workers.protocol.messages import STAGES, OpenAttempt
 from .output import age, count, printable, ratio_text, size, table
 from .top_data import NodeRow, RunState, SilentNode
 
@@ -19,7 +19,6 @@ _WAITS_FOR = {
     Phase.SEALING.value: "nodes",
     Phase.READY.value: "the commit",
 }
-_STAGES = ("staging", "coding", "coded")  # of a rank, the slowest first
 
 
 def view(state: RunState, *, rows: int | None = None) -> RenderableType:
@@ -100,7 +99,7 @@ def _ranks(nodes: Sequence[NodeRow | SilentNode]) -> Iterator[Text]:
     """The ranks of the oldest save by stage."""
     saves = [save for node in nodes if isinstance(node, NodeRow) for save in node.saves]
     oldest = min((save.id for save in saves), default=None)
-    at = {stage: sorted(r for save in saves if save.id == oldest for r in save.ranks[stage]) for stage in _STAGES}
+    at = {stage: sorted(r for save in saves if save.id == oldest for r in save.ranks[stage]) for stage in STAGES}
     parts = [f"{stage} {_ranges(ranks)}" for stage, ranks in at.items() if ranks]
     if parts:
         yield Text()
@@ -112,12 +111,12 @@ def _stage(node: NodeRow) -> str:
     if not node.saves:
         return "-"
     save = node.saves[0]
-    return "stored" if save.stored else next((stage for stage in _STAGES if save.ranks[stage]), "coded")
+    return "stored" if save.stored else next((stage for stage in STAGES if save.ranks[stage]), "coded")
 
 
 def _behind(node: NodeRow | SilentNode) -> tuple[int, str]:
     """The sort key of a node: silent ones first, then those at the earliest stage."""
-    stages = (*_STAGES, "stored", "-")
+    stages = (*STAGES, "stored", "-")
     return (stages.index(_stage(node)) if isinstance(node, NodeRow) else -1), node.node
 
 

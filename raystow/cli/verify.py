@@ -21,7 +21,7 @@ from ..storage.repository import Repository
 from ..storage.root.delta_chain import dependents
 from ..storage.versions.version import Version
 from ..storage.versions.version_selector import LATEST
-from .exit_codes import conclude, error_report, exit_code
+from .exit_codes import conclude, error_fields, exit_code, print_error
 from .options import Json, Uri
 from .output import count, out, printable, say, size
 from .progress import versions_bar
@@ -79,7 +79,7 @@ def verify(
         rows = [verdict.fields() for verdict in verdicts]
         facts: dict[str, object] = {"uri": repository.uri, "versions": rows, "summary": summary, "recorded": recorded}
         facts["segments"] = [one.fields() for one in segments]
-        facts |= {"warning": error_report(refused)} if refused is not None else {}
+        facts |= {"warning": error_fields(refused)} if refused is not None else {}
         conclude(errors, facts)
         return
     if not verdicts:
@@ -125,7 +125,7 @@ class Verdict:
         if self.dependents:
             row["dependents"] = self.dependents
         if self.error is not None:
-            row["error"] = error_report(self.error)
+            row["error"] = error_fields(self.error)
         return row
 
     def print(self) -> None:
@@ -135,7 +135,7 @@ class Verdict:
             say(f"{name}: whole, {self._checked(self.found)} ({self.seconds:.1f} s)")
         elif self.error is not None:
             out.print(f"{name}: {self.outcome.upper()}", style="bold red")
-            error_report(self.error).print()
+            print_error(self.error)
             if self.dependents:
                 say(f"deltas to it, which cannot be read without it: versions {', '.join(map(str, self.dependents))}")
         else:  # its objects were deleted with it, which is no damage
@@ -158,7 +158,7 @@ class SegmentVerdict:
 
     def fields(self) -> dict[str, object]:
         """Return the JSON form."""
-        error = {"error": error_report(self.error)} if self.error is not None else {}
+        error = {"error": error_fields(self.error)} if self.error is not None else {}
         return {"number": self.segment.number, "step": self.segment.step, "outcome": self.outcome, **error}
 
     def print(self) -> None:
@@ -168,7 +168,7 @@ class SegmentVerdict:
             say(f"{name}: {self.outcome}")
         else:
             out.print(f"{name}: {self.outcome.upper()}", style="bold red")
-            error_report(self.error).print()
+            print_error(self.error)
 
 
 def _segment_verdicts(target: Target, *, deep: bool) -> list[SegmentVerdict]:

@@ -18,17 +18,11 @@ def select(events: Iterable[Event], kind: str, **fields: object) -> list[Event]:
     return [event for event in events if event["event"] == kind and fields.items() <= event.items()]
 
 
-class EventLog:
-    """Appends events; a line is written whole, or not at all if the process is killed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / f"{os.getpid()}.jsonl"
-
-    def write(self, event: str, **fields: object) -> None:
-        """Append an event with the current time."""
-        line = json.dumps({"event": event, "time": SYSTEM.now(), **fields}) + "\n"
-        with open(self._path, "a", buffering=1) as file:
-            file.write(line)
+def log_event(folder: Path, event: str, **fields: object) -> None:
+    """Append an event of this process with the current time: a whole line, or nothing if the process is killed."""
+    line = json.dumps({"event": event, "time": SYSTEM.now(), **fields}) + "\n"
+    with open(folder / f"{os.getpid()}.jsonl", "a", buffering=1) as file:
+        file.write(line)
 
 
 class EventReader:

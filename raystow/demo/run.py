@@ -15,7 +15,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from ..storage.runtime import background
 from ..storage.runtime.clock import SYSTEM
-from .events import EventLog, EventReader
+from .events import EventReader, log_event
 from .settings import DISTURBED, RAY_TRAIN, WORKERS, DemoSettings
 from .train_loop import train
 
@@ -27,20 +27,19 @@ class Watcher(ray.train.UserCallback):
         self._events, self._run = events, run
 
     def after_exception(self, run_context: object, worker_exceptions: dict[int, Exception]) -> None:
-        EventLog(self._events).write("detected", run=self._run, ranks=sorted(worker_exceptions))
+        log_event(self._events, "detected", run=self._run, ranks=sorted(worker_exceptions))
 
 
 def main(settings: DemoSettings) -> None:
     """Start a head and a node per worker, train without a failure, then train again and kill a node."""
-    journal = EventLog(settings.events)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for _ in range(WORKERS):
         cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="warning")
-    journal.write("cluster")
+    log_event(settings.events, "cluster")
     background.start("raystow-demo", replace_dead_node, cluster.address, settings.events)
     for run in settings.stores:
-        journal.write("run", run=run)
+        log_event(settings.events, "run", run=run)
         TorchTrainer(
             train,
             train_loop_config={"settings": settings, "run": run, "strike": settings.strike if run == DISTURBED else 0},
@@ -53,7 +52,7 @@ def main(settings: DemoSettings) -> None:
                 callbacks=[Watcher(settings.events, run)],
             ),
         ).fit()
-        journal.write("finished", run=run)
+        log_event(settings.events, "finished", run=run)
 
 
 def replace_dead_node(address: str, events: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from ..orchestrator.client.checkpointer import Checkpointer
 from ..orchestrator.client.pending import Pending
 from ..storage.errors import RaystowError
-from .events import EventLog
+from .events import log_event
 from .model import GPT, batch, corpus, loss_of
 from .settings import BATCH, DemoSettings
 
@@ -31,7 +32,7 @@ def train(config: dict[str, Any]) -> None:
     run, strike = config["run"], config["strike"]
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    events = EventLog(settings.events)
+    events = settings.events
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world,))
@@ -48,7 +49,7 @@ def train(config: dict[str, Any]) -> None:
     version = checkpointer.restore_latest(into=state)
     reached = journal.replay() or (0 if version is None else version.step)
     if version is not None:
-        events.write("restored", run=run, rank=rank, version=version.id, step=version.step, reached=reached)
+        log_event(events, "restored", run=run, rank=rank, version=version.id, step=version.step, reached=reached)
     first_try = version is None
     checkpointer.guard(optimizer)
 
@@ -59,7 +60,7 @@ def train(config: dict[str, Any]) -> None:
         loss.backward()
         optimizer.step()
         journal.record(step, values=step)
-        events.write("step", run=run, rank=rank, step=step, loss=loss.item())
+        log_event(events, "step", run=run, rank=rank, step=step, loss=loss.item())
         if step % settings.every == 0 or step == settings.steps:
             journal.flush()
             torch.distributed.barrier()  # else a failure during the save might lose this step, on another rank
@@ -75,13 +76,13 @@ def train(config: dict[str, Any]) -> None:
         _settled(pending, events, run, rank)
 
 
-def _settled(pending: Pending, events: EventLog, run: str, rank: int) -> bool:
+def _settled(pending: Pending, events: Path, run: str, rank: int) -> bool:
     if not pending.done():
         return False
     try:
-        events.write("durable", run=run, rank=rank, step=pending.step, version=pending.result().id, stall=pending.stall)
+        log_event(events, "durable", run=run, rank=rank, step=pending.step, version=pending.result().id, stall=pending.stall)
     except RaystowError as error:  # the next save may succeed
-        events.write("failed", run=run, rank=rank, step=pending.step, reason=str(error))
+        log_event(events, "failed", run=run, rank=rank, step=pending.step, reason=str(error))
     return True
 
 
@@ -91,9 +92,10 @@ def this_node() -> list[psutil.Process]:
     return [*(child for child in raylet.children(recursive=True) if child.pid != os.getpid()), raylet]
 
 
-def kill(doomed: list[psutil.Process], events: EventLog, *, run: str, step: int) -> None:
+def kill(doomed: list[psutil.Process], events: Path, *, run: str, step: int) -> None:
     """Kill all processes of this Ray node with SIGKILL: node worker, agents, raylet, and this worker last."""
-    events.write("killed", run=run, step=step, processes=len(doomed) + 1, node=ray.get_runtime_context().get_node_id())
+    node = ray.get_runtime_context().get_node_id()
+    log_event(events, "killed", run=run, step=step, processes=len(doomed) + 1, node=node)
     for process in doomed:
         process.kill()
     os.kill(os.getpid(), signal.SIGKILL)

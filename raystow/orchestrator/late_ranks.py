@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from ..storage.format.parts import name_of
 from ..storage.format.rank_spans import LISTED, ranks_text
@@ -11,15 +10,6 @@ from ..workers.protocol.messages.incarnation import Incarnation
 
 LATE = 30.0
 """Seconds after which a rank that others wait for is named in a warning."""
-
-
-@dataclass(frozen=True)
-class NumberedWarning:
-    """The ``number``-th warning of a save or restore. ``to``: who logs it for all that wait: a node's number, or a rank."""
-
-    number: int
-    text: str
-    to: int
 
 
 def next_warning(now: float, since: float) -> float:

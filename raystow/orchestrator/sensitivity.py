@@ -147,15 +147,15 @@ def sensitivity(
     """
     levels = LEVELS if levels is None else _checked(levels)
     tensors = {leaf.name: leaf.value for leaf in flatten(dict(state)) if leaf.is_tensor and hasattr(leaf.value, "detach")}
-    keeper, found = _Keeper(tensors.values()), list[Trial]()
+    restore, found = _kept(tensors.values()), list[Trial]()
     try:
         before = float(loss())
         trained, noise = None, 0.0
         if train is not None:
             trained = float(train())
-            keeper.restore()
+            restore()
             noise = abs(float(train()) - trained)
-            keeper.restore()
+            restore()
         for (what, group), names in _groups(tensors).items():
             if what != WEIGHTS and trained is None:
                 continue
@@ -170,10 +170,10 @@ def sensitivity(
                     sizes = _sizes(some)
                     shown, usual = (loss, before) if what == WEIGHTS or train is None else (train, trained or 0.0)
                     change = float(shown()) - usual
-                    keeper.restore()
+                    restore()
                     found.append(Trial(group, rule, change, *sizes))
     finally:
-        keeper.restore()
+        restore()
     if not found:
         raise StateError("no tensor can be rounded", subject="state", remedy="use the names that Checkpointer.save would store")
     return Sensitivity(before, trained, noise, tuple(found))
@@ -204,24 +204,22 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], list[s
     return dict(sorted(found.items()))
 
 
-class _Keeper:
-    """Copies of tensors and of the states of random generators, in host memory."""
+def _kept(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Copy tensors and the states of random generators to host memory; return what restores them."""
+    import torch
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        import torch
+    kept = [(local, local.to("cpu", copy=True)) for local in map(_local, tensors)]
+    random = torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
-        self._kept = [(local, local.to("cpu", copy=True)) for local in map(_local, tensors)]
-        self._random = torch.get_rng_state()
-        self._on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def restore(self) -> None:
-        import torch
-
-        for local, copy in self._kept:
+    def restore() -> None:
+        for local, copy in kept:
             local.copy_(copy)
-        torch.set_rng_state(self._random)
-        if self._on_gpus:
-            torch.cuda.set_rng_state_all(self._on_gpus)
+        torch.set_rng_state(random)
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
+
+    return restore
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,10 @@ class MarkerTarget(Protocol):
     def check(self, whole: object) -> None: ...
 
 
+Mark = Callable[[MarkerTarget], AsSaved]
+"""Makes the marker of an object."""
+
+
 @dataclass(frozen=True, eq=False)
 class ObjectMarker(AsSaved):
     """Stands for an object of ``into``. ``per_rank``: each rank has its own. ``merges``: with another number of ranks it takes
@@ -63,10 +67,10 @@ class ObjectMarker(AsSaved):
 
 class Template:
     """What an object has now: its tensors and arrays are filled where the same was saved. ``make``: returns it, and is called
-    when there is a version to restore."""
+    when there is a version to restore. ``check``: see ``AsSaved``."""
 
-    def __init__(self, make: Callable[[], object]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], object], check: Callable[[object], None] = lambda whole: None) -> None:
+        self._make, self.check = make, check
 
     @functools.cached_property
     def tree(self) -> object:
@@ -94,9 +98,6 @@ class Template:
 
     def like(self) -> Mapping[str, Elements]:
         return {}
-
-    def check(self, whole: object) -> None:
-        pass
 
 
 def tensors_in(node: object) -> Iterator[Elements]:

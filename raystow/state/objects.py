@@ -22,7 +22,7 @@ from .object_places import ObjectPlace, built, is_object, places, settled, tenso
 from .optimizers import OptimizerState, parameter_names, parameters_of
 from .per_rank import RankStates, rank_form
 from .rng import Rng
-from .state_object import ModuleObject, OptimizerObject, OtherObject, RankValue, Stateful, StateObject
+from .state_object import ModuleObject, OtherObject, RankValue, Stateful, StateObject
 from .tree import BY_METHODS, Path, Placeholder, State, part_of, show
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ObjectTree:
         with self.named():
             forms = dict[Path, object]()
             for path, one in self._objects().items():
-                if tensors_only and not isinstance(one, ModuleObject | OptimizerObject):
+                if tensors_only and not isinstance(one, ModuleObject | OptimizerState):
                     forms[path] = {}
                     continue
                 form = one.saved()
@@ -156,7 +156,7 @@ class ObjectTree:
             names[""] = tensor_names(self._state)
         for path, optimizer in optimizers.items():
             where = show(path, self._what)
-            found[path] = OptimizerObject(OptimizerState(optimizer, parameter_names(optimizer, names, where), where))
+            found[path] = OptimizerState(optimizer, parameter_names(optimizer, names, where), where)
         return found
 
 

@@ -17,9 +17,12 @@ from .tree import Path, State, part_of, show
 if TYPE_CHECKING:
     import torch
 
+    from .as_saved import AsSaved
+    from .object_marker import Mark
+
 
 class OptimizerState:
-    """An optimizer. ``names``: of its parameters, in the order of its groups. ``where``: names it in errors."""
+    """An optimizer: a ``StateObject``. ``names``: of its parameters, by its groups in order. ``where``: names it in errors."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Sequence[str], where: str) -> None:
         self._optimizer, self._names, self._where = optimizer, names, where
@@ -87,6 +90,10 @@ class OptimizerState:
                 what = f"only this group or that of the version has {', '.join(differ[:3])}{more}"
                 subject = f'{self._where}.param_groups[{number}]["params"]'
                 raise StateError(what, subject=subject, remedy="give the optimizer the same parameters in the same groups")
+
+    def into(self, mark: Mark) -> AsSaved:
+        """Its place in the tree to restore into."""
+        return mark(self)
 
     def load(self, tree: State) -> None:
         """Load a tree that ``check`` has accepted. Its tensors become those of the optimizer."""

@@ -6,25 +6,19 @@ import functools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from ..storage.errors import StateError
-from .as_saved import AsSaved
 from .modules import ModuleState
-from .object_marker import MarkerTarget, Template, tensors_in
-from .optimizers import OptimizerState
+from .object_marker import Mark, Template, tensors_in
 from .tree import Elements, Path, Placeholder, State, replace
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-Mark = Callable[[MarkerTarget], AsSaved]
-"""Makes the marker of an object."""
 
 
 class Stateful(Protocol):
@@ -59,7 +53,7 @@ class ModuleObject:
 
     def into(self, mark: Mark) -> object:
         if self._per_rank:
-            return mark(_ModuleTemplate(self.state, self._where))
+            return mark(Template(lambda: self.state.tree, self._check))
         own = self.state.own
         return {
             name: one if name in own else mark(Template(functools.partial(_same, one))) for name, one in self.state.tree.items()
@@ -69,36 +63,11 @@ class ModuleObject:
         self.state.load({n: self.state.tree.get(n) if isinstance(one, Placeholder) else one for n, one in restored.items()})
         return None
 
-
-class _ModuleTemplate(Template):
-    """A module that each rank has for itself."""
-
-    def __init__(self, state: ModuleState, where: str) -> None:
-        super().__init__(lambda: state.tree)
-        self._names, self._where = state.tree.keys(), where
-
-    def check(self, whole: object) -> None:
+    def _check(self, whole: object) -> None:
         saved = whole.keys() if isinstance(whole, dict) else set[str]()
-        if differ := sorted(map(str, saved ^ self._names)):
+        if differ := sorted(map(str, saved ^ self.state.tree.keys())):
             more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
             raise StateError(f"only this module or the saved one has {', '.join(differ[:3])}{more}", subject=self._where)
-
-
-class OptimizerObject:
-    """An optimizer."""
-
-    def __init__(self, state: OptimizerState) -> None:
-        self.state = state
-
-    def saved(self) -> object:
-        return self.state.saved()
-
-    def into(self, mark: Mark) -> object:
-        return mark(self.state)
-
-    def load(self, restored: State) -> object:
-        self.state.load(restored)
-        return None
 
 
 class OtherObject:

@@ -39,19 +39,17 @@ class Usage:
                 self._visits -= 1
                 self._extend()
 
-    @contextlib.contextmanager
-    def stay(self, uri: str) -> Iterator[Stay]:
-        """Note a training process of the repository at ``uri`` for the block, within a ``visit``. Its training has begun again:
-        nothing is kept any longer for the sake of processes that left before."""
-        stay = Stay()
+    def began(self, uri: str) -> None:
+        """Note a training process of the repository at ``uri``, within a ``visit``. Its training has begun again: nothing is kept
+        any longer for the sake of processes that left before."""
         with self._lock:
             self._kept.pop(uri, None)
-        try:
-            yield stay
-        finally:
-            with self._lock:
-                until = self.clock.monotonic() + stay.seconds
-                self._kept[uri] = max(until, self._kept.get(uri, until))
+
+    def left(self, uri: str, seconds: float) -> None:
+        """Note that a training process has left, within the same ``visit``: its memory is kept for so many ``seconds``."""
+        with self._lock:
+            until = self.clock.monotonic() + seconds
+            self._kept[uri] = max(until, self._kept.get(uri, until))
 
     def expect(self) -> bool:
         """A process will connect in a moment. Returns False if the node worker has ended: it accepts nobody any more."""
@@ -84,10 +82,3 @@ class Usage:
 
     def _extend(self) -> None:
         self._until = max(self._until, self.clock.monotonic() + AFTERWARDS)
-
-
-class Stay:
-    """``seconds``: for which the memory is kept after the process has left; it may change until then."""
-
-    def __init__(self) -> None:
-        self.seconds = AFTERWARDS

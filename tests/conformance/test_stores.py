@@ -347,7 +347,7 @@ class Careless(MemoryStore):
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
         held = self._objects.get(key)
         if self.ignores in ("all", "none-match" if tag is None else "match"):
-            return super().put_if(key, data, held.tag if held else None)
+            return super().put_if(key, data, held[0].tag if held else None)
         if self.ignores == "tags":
             return super().put_if(key, data, tag) and "same"
         return super().put_if(key, data, tag if self.ignores != "never" else "0")

@@ -39,7 +39,6 @@ from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 from raystow.workers.node import actor as node_actor
 from raystow.workers.node.node import Node
-from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol.messages import START, OpenJournal
 from raystow.workers.ray_connection import RayConnection
 from raystow.workers.replication.peers import Peers
@@ -111,13 +110,9 @@ def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
     asyncio.run(serve())
 
 
-class UnlistedPeers(Peers, NoPeers):
-    """Peers without a list of nodes: none keeps copies."""
-
-
 def _node(request: Message, control: Control, trip: Tripwire) -> None:
     nodes = NodePeers(request["port"])
-    others = UnlistedPeers(nodes.contact, SYSTEM)
+    others = Peers(nodes.contact, SYSTEM)  # without a list of nodes: none keeps copies
     node = Node(request["name"], lambda *_: CoordinatorPort(request["port"], trip), peers=others, threads=1)
     entries = node.journal.store.holdings
     calls = {"holdings": node.holdings, "journal_entries": entries, "contact": lambda: node.contact}

@@ -16,7 +16,6 @@ from raystow.workers.protocol.messages import (
     NodeStatus,
     OpenAttempt,
     ReplicationProgress,
-    Stage,
 )
 
 RUN, NAME = "s3://bucket/a-prefix-that-is-rather-long/of-several-parts/runs/llama", "coordinator-1"
@@ -27,8 +26,9 @@ OVERVIEW = CoordinatorStatus(RUN, "r" * 16, 7, NEWEST, 130.0, 1, (SAVE,), (LOST,
 
 
 def node(number: int, *, at: float = 10.0, raw: int = 0, **changes: Any) -> NodeStatus:
-    ranks = {8 * number + i: (Stage.STAGING if number == 2 and i < 3 else Stage.CODED) for i in range(8)}
-    attempt = AttemptStatus(RUN, 42, "b" * 16, 4200, ranks, 1 << 30, 800 << 20, stored=number == 3)
+    here, late = range(8 * number, 8 * number + 8), 3 if number == 2 else 0
+    ranks = {"staging": tuple(here[:late]), "coding": (), "coded": tuple(here[late:])}
+    attempt = AttemptStatus(42, "b" * 16, 4200, ranks, 1 << 30, 800 << 20, stored=number == 3)
     status = NodeStatus(
         node=f"{number:08x}" * 7,
         at=at,
@@ -42,7 +42,7 @@ def node(number: int, *, at: float = 10.0, raw: int = 0, **changes: Any) -> Node
         memory_limit=200 << 30,
         copies=ReplicationProgress(200, 100, ("f" * 56,)),
         ranks={RUN: 8},
-        attempts=(attempt,),
+        attempts={RUN: (attempt,)},
     )
     return replace(status, **changes)
 

@@ -11,14 +11,13 @@ from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
 from raystow.workers.node.peer_server import PeerLimits, PeerServer
-from raystow.workers.node_peers import NoPeers
 from raystow.workers.protocol.messages import Contact
 from raystow.workers.replication.peers import Peers
 from raystow.workers.replication.replica_store import ReplicaStore
 from raystow.workers.usage import Usage
 
 
-class ListedPeers(Peers, NoPeers):
+class ListedPeers(Peers):
     """Peers among which the nodes in ``zones`` keep copies of entries."""
 
     def __init__(self, find: Callable[[str], Contact], clock: FakeClock, zones: Mapping[str, str]) -> None:

@@ -67,7 +67,7 @@ def nodes(cluster: Cluster) -> Iterator[Nodes]:
 
 
 def complete(progress: ReplicationProgress, nbytes: int = 1) -> bool:
-    return progress.present == progress.expected >= nbytes
+    return progress.present == progress.wanted >= nbytes
 
 
 independent = functools.partial(layers, size=SIZE)
@@ -97,7 +97,7 @@ def test_memory_suffices_if_nodes_die_one_by_one(nodes: Nodes, tmp_path: Path, m
         save_state(ranks, seed, make)
     assert bool(raystow.open(tmp_path).root().versions[-1].bases) == (make is near)
     wait_until(lambda: complete(nodes.copies("a")) and complete(nodes.copies("b")), "both nodes have all copies")
-    whole = nodes.copies("a").expected + nodes.copies("b").expected
+    whole = nodes.copies("a").wanted + nodes.copies("b").wanted
     shutil.rmtree(tmp_path / "versions")
 
     nodes.kill("b")
@@ -105,7 +105,7 @@ def test_memory_suffices_if_nodes_die_one_by_one(nodes: Nodes, tmp_path: Path, m
     ranks = start(str(tmp_path), 2, nodes=("a",))
     check_restored(ranks, 2, make)
     wait_until(
-        lambda: (progress := nodes.copies("a")).expected == whole and progress.present == 0, "node a is to copy all, and has none"
+        lambda: (progress := nodes.copies("a")).wanted == whole and progress.present == 0, "node a is to copy all, and has none"
     )
 
     nodes.add("c")

@@ -10,7 +10,6 @@ from raystow.storage.errors import ClusterError, RaystowError, StoreError
 from raystow.storage.format import keys
 from raystow.storage.format.parts import part_number
 from raystow.workers.protocol.messages import (
-    AnswerReplicas,
     AskNextSave,
     AwaitRanks,
     Begin,
@@ -137,8 +136,9 @@ class Node:
         try:
             held = payload.digests(self.rank, ticket.step, save)
             port.ask(RankFinished(ticket, self.rank, 0, () if self.part else held.of(self.rank)))
-            while isinstance(asked := port.ask(AwaitRanks(ticket), self._warned), ReplicaQuestions):
-                port.ask(AnswerReplicas(ticket, tuple(map(held.answer, asked.questions))))
+            waiting = AwaitRanks(ticket)
+            while isinstance(asked := port.ask(waiting, self._warned), ReplicaQuestions):
+                waiting = AwaitRanks(ticket, answers=tuple(map(held.answer, asked.questions)))
             port.ask(PartStaged(ticket, part.info))
             if not self.process.wait(lambda: bool(uploads), ticket.timeout):
                 raise ClusterError("a pack could not be stored in time")

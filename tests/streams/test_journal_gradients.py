@@ -18,7 +18,7 @@ from raystow.orchestrator.journal.state_digests import whole_spans
 from raystow.storage.coding.digest import raw_digest
 from raystow.workers.gpu import kernel_args
 from raystow.workers.gpu.kernels.library import Kernel
-from raystow.workers.gpu.span_digests import SpanDigester
+from raystow.workers.gpu.span_digests import span_digests
 from raystow.workers.protocol.messages import EntryInfo, Generation
 from streams.device import SEEDS, Device
 from streams.encoder_run import HERE, KIB, MIB, weights
@@ -140,9 +140,9 @@ def test_digests_equal_those_of_a_cpu(gpu: Device, rows: int, monkeypatch: pytes
     pieces = [(one, first, last) for one in tensors for first, last in whole_spans(one.numel() * one.itemsize)]
     pieces += [(tensors[2], 4096, 8192), (tensors[3], 4097, 8189), (tensors[4], 98, 99)]
     with torch.cuda.stream(torch.cuda.Stream()):
-        digester = SpanDigester(HERE, pieces)
+        take = span_digests(HERE, pieces)
     for _ in range(2):
-        found = digester.take()()
+        found = take()()
         for (tensor, first, last), number in zip(pieces, found.tolist(), strict=True):
             assert number == raw_digest(np.frombuffer(bits(tensor), np.uint8)[first:last].copy())
         tensors[0] += 1

@@ -26,6 +26,7 @@ from ...workers import actor_environment
 from ...workers.node.actor import ask_for_settings, holders, journal_entries, ranks_connected
 from ...workers.protocol import messages
 from ...workers.protocol.messages import (
+    Acknowledged,
     Begin,
     CoordinatorRequest,
     CoordinatorStarted,
@@ -34,7 +35,6 @@ from ...workers.protocol.messages import (
     JournalChoice,
     JournalVote,
     Message,
-    NoVersion,
     RankReading,
     RanksWarning,
     RestoreChoice,
@@ -214,7 +214,7 @@ class CoordinatorActor:
                         at.replays.reading(request)
             case _:
                 return await self._handle(request)
-        return messages.Acknowledged()
+        return Acknowledged()
 
     async def _handle(self, request: Message) -> Message:
         """Let the state machine handle a request, and wait for its answer."""
@@ -259,7 +259,7 @@ class CoordinatorActor:
         # This coordinator's epoch has replaced the one that the attempt belongs to: no write of that is under way any more.
         return outcome_in(await asyncio.to_thread(root), id, name, over=True)
 
-    async def _settle(self, vote: RestoreVote) -> RestoreChoice | RanksWarning | NoVersion:
+    async def _settle(self, vote: RestoreVote) -> RestoreChoice | RanksWarning | Acknowledged:
         """Take a rank's vote on the version to restore. Returns the version to restore, or the one that all have restored."""
         at = await self._started()
         at.core.check_member(vote)
@@ -273,7 +273,7 @@ class CoordinatorActor:
             return round.waits(vote)
         entry = round.answer(vote.tried)
         if entry is None:
-            return NoVersion()
+            return Acknowledged()
         if entry == vote.tried:
             return RestoreChoice(entry)
         if round.held is not None and entry == round.held.entry:

@@ -18,9 +18,9 @@ from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
 from ...storage.runtime.spans import NO_SPAN, ROOT, Span
-from ...workers.protocol.messages import Begin, ExportOrder, Incarnation, ReplicaQuestion
+from ...workers.protocol.messages import Begin, ExportOrder, Incarnation, RanksWarning, ReplicaQuestion
 from ...workers.protocol.messages.coordinator import RankSaveRequest
-from ..late_ranks import LATE, NumberedWarning, late_text
+from ..late_ranks import LATE, late_text
 from .replica_comparison import ReplicaComparison
 
 
@@ -105,7 +105,7 @@ class Attempt:
     takes_over: bool = False
     progress: float = 0.0
     warn_at: float = 0.0
-    warnings: list[NumberedWarning] = field(default_factory=list)
+    warnings: list[RanksWarning] = field(default_factory=list)
     raises: bool = False
     comparison: ReplicaComparison = field(default_factory=ReplicaComparison)
     differences: tuple[ReplicaDifference, ...] = ()
@@ -225,7 +225,7 @@ class Attempt:
         late = sorted(node for node, number in self.nodes.items() if number not in self.stored)
         return f"nodes {late} had not stored their shards after {seconds:.0f} s"
 
-    def late(self, member: Callable[[int], Incarnation | None], now: float) -> NumberedWarning | None:
+    def late(self, member: Callable[[int], Incarnation | None], now: float) -> RanksWarning | None:
         """Warn of the ranks that others wait for; None if there are none, or not for long enough. The node of the
         first rank that waits logs it."""
         every, quiet = self.members, now - self.progress
@@ -278,7 +278,7 @@ class Attempt:
         whole = f"add up to the whole tensor {found[0]!r}" if len(found) == 1 else "add up to whole tensors"
         return f"the shards of all ranks do not {whole}: there is a gap or an overlap, or the ranks disagree on its placement"
 
-    def warning_after(self, number: int, node: int) -> NumberedWarning | None:
+    def warning_after(self, number: int, node: int) -> RanksWarning | None:
         """The first warning after a number that a node has to log."""
         return next((one for one in self.warnings if one.number > number and one.to == node), None)
 
@@ -288,9 +288,9 @@ class Attempt:
             return ()
         return self.comparison.questions({rank for rank, home in self.ranks.items() if self.nodes[home] == node})
 
-    def warn(self, text: str, rank: int) -> NumberedWarning:
+    def warn(self, text: str, rank: int) -> RanksWarning:
         """Let the node of a rank log a problem."""
-        self.warnings.append(NumberedWarning(len(self.warnings) + 1, text, self.nodes[self.ranks[rank]]))
+        self.warnings.append(RanksWarning(len(self.warnings) + 1, text, self.nodes[self.ranks[rank]]))
         return self.warnings[-1]
 
     def warn_first(self, notices: list[str], rank: int) -> None:

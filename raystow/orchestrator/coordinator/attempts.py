@@ -192,8 +192,10 @@ class Coordinator:
         return ReplicaQuestions(asked) if asked else None
 
     def answered(self, ticket: Ticket, answers: Sequence[ReplicaAnswer]) -> None:
-        """A node has answered."""
-        attempt = self._of(ticket, Phase.COMPARING)
+        """A node may have answered. It sends its answers again while it waits for others."""
+        attempt = self.attempt(ticket)
+        if not answers or attempt.phase is not Phase.COMPARING:
+            return
         attempt.comparison.take(answers)
         self.changes += 1  # nodes that wait may be asked
         if not attempt.comparison.is_open:
@@ -305,8 +307,7 @@ class Coordinator:
     def late(self, ticket: Ticket, last_warning: int) -> RanksWarning | None:
         """The warning of late ranks that a node has to log, after number ``last_warning``."""
         attempt = self._attempts.get(ticket.attempt)
-        warning = None if attempt is None else attempt.warning_after(last_warning, ticket.node)
-        return None if warning is None else RanksWarning(warning.number, warning.text)
+        return None if attempt is None else attempt.warning_after(last_warning, ticket.node)
 
     def _look_for_late(self, attempt: Attempt, now: float) -> None:
         if now < attempt.warn_at:

@@ -35,9 +35,8 @@ def handle(core: Coordinator, request: Message) -> Answer:
             answer = core.begin(request)
         case messages.RankFinished(ticket, rank, covered, digests):
             core.finished(ticket, rank, covered, digests)
-        case messages.AnswerReplicas(ticket, answers):
+        case messages.AwaitRanks(ticket, last, answers):
             core.answered(ticket, answers)
-        case messages.AwaitRanks(ticket, last):
             return _when(core, ticket, last, lambda attempt: attempt.phase not in _ASKING, lambda attempt: Acknowledged())
         case messages.PartStaged(ticket, info):
             core.staged(ticket, info)

@@ -12,7 +12,7 @@ from ...storage.real_paths import real_path
 from ...storage.stores import open_store
 from ...storage.stores.settings import JobSettings
 from .output_dir import new_folder
-from .output_folder import FilePlan, OutputFolder
+from .output_folder import FilePlan, WriteFile
 from .store_folder import new_store_folder
 
 _BUCKETS = ("s3", "gs", "az")
@@ -44,8 +44,8 @@ class Destination:
         """The absolute path without links, or the address."""
         return self.store.uri if self.store is not None else str(real_path(self.folder or Path()))
 
-    def new(self, plan: FilePlan) -> AbstractContextManager[OutputFolder]:
-        """Return what yields the folder for the files of ``plan``; see ``new_folder`` and ``new_store_folder``."""
+    def new(self, plan: FilePlan) -> AbstractContextManager[WriteFile]:
+        """Return what yields the function that writes the files of ``plan``; see ``new_folder`` and ``new_store_folder``."""
         if self.store is not None:
             return new_store_folder(self.store, plan)
         return new_folder(self.folder or Path(), plan.nbytes)

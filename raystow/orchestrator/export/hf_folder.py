@@ -15,7 +15,7 @@ from ...storage.errors import StateError
 from ...storage.real_paths import input_path, real_path, regular_file, small_file
 from ...storage.versions.version import TensorInfo, Version
 from . import adapter_names, version_files
-from .output_folder import FilePlan, OutputFolder
+from .output_folder import FilePlan, WriteFile
 from .safetensors_file import SafetensorsFile, group_files
 from .tied_weights import tied_weights
 from .weight_prefix import refuse_adapters, refuse_wrapped, weights_below
@@ -61,26 +61,26 @@ class HfFolder:
         index = [version_files.index_name(self.files)] if len(self.files) > 1 else []
         return version_files.file_plan(self.version, self.files, [*self.copied, *index])
 
-    def write(self, folder: OutputFolder, progress: Callable[[int], None]) -> None:
+    def write(self, write: WriteFile, progress: Callable[[int], None]) -> None:
         """Fill an empty folder. Memory is bounded by the slab of ``version_files``. The index and the config are the last files:
         no library loads the folder before."""
         configs = [name for name in (_CONFIG, adapter_names.CONFIG) if name in self.copied]
         for name in self.copied.keys() - configs:
-            self._copy(folder, name)
+            self._copy(write, name)
         for file in self.files:
-            version_files.write_file(folder, file, self.version, progress, names=self.names)
+            version_files.write_file(write, file, self.version, progress, names=self.names)
         if len(self.files) > 1:
-            version_files.write_index(folder, self.files)
+            version_files.write_index(write, self.files)
         for name in configs:
-            self._copy(folder, name)
+            self._copy(write, name)
 
-    def _copy(self, folder: OutputFolder, name: str) -> None:
+    def _copy(self, write: WriteFile, name: str) -> None:
         path = self.copied[name]
         if name == _CONFIG and self.dtype is not None:
-            version_files.write_json(folder, _CONFIG, _with_dtype(path, self.dtype))
+            version_files.write_json(write, _CONFIG, _with_dtype(path, self.dtype))
             return
         with regular_file(path) as source:
-            folder.write(name, os.fstat(source.fileno()).st_size, lambda: _pieces(source))
+            write(name, os.fstat(source.fileno()).st_size, lambda: _pieces(source))
 
     def refuse_unloadable(self) -> None:
         """Raise ``StateError`` for names of weights that ``from_pretrained`` does not load."""

@@ -13,25 +13,12 @@ from ...storage.errors import StateError
 from ...storage.notebook import size
 from ...storage.real_paths import output_path
 from ...storage.runtime.clock import SYSTEM
-from .output_folder import Content
-
-
-class LocalFolder:
-    """A folder of this machine."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, name: str, nbytes: int, content: Content) -> None:
-        """See ``OutputFolder``."""
-        with _durable_file(self.path / name) as sink:
-            for part in content():
-                sink.write(part)
+from .output_folder import Content, WriteFile
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, nbytes: int) -> Iterator[LocalFolder]:
-    """Yield a folder to fill with about ``nbytes``; it becomes ``path`` if the block succeeds, and is removed if it fails.
+def new_folder(path: Path, nbytes: int) -> Iterator[WriteFile]:
+    """Yield what writes about ``nbytes`` into a folder; it becomes ``path`` if the block succeeds, and is removed if it fails.
 
     Raises:
         StateError: ``path`` exists and is not an empty folder, is a mount point or a link to another folder, or its disk has too
@@ -45,7 +32,13 @@ def new_folder(path: Path, nbytes: int) -> Iterator[LocalFolder]:
         raise StateError(what, subject=str(path), remedy=remedy)
     with _moved_into_place(path, nbytes) as work:
         work.mkdir()
-        yield LocalFolder(work)
+
+        def write(name: str, nbytes: int, content: Content) -> None:
+            with _durable_file(work / name) as sink:
+                for part in content():
+                    sink.write(part)
+
+        yield write
         _sync(work)
 
 

@@ -1,10 +1,10 @@
-"""What an export writes its files into."""
+"""The files of an export, and what writes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from ...storage.object_store import Buffer
 
@@ -12,11 +12,8 @@ Content: TypeAlias = Callable[[], Iterable[Buffer]]
 """Returns the parts of a file. A part is valid until the next one is requested."""
 
 
-class OutputFolder(Protocol):
-    """A new folder of this machine, or the objects below an address of a store."""
-
-    def write(self, name: str, nbytes: int, content: Content) -> None:
-        """Create a file of ``nbytes``."""
+WriteFile: TypeAlias = Callable[[str, int, Content], None]
+"""Creates a file, given its name, its bytes and its content: in a new folder of this machine, or below an address of a store."""
 
 
 @dataclass(frozen=True)

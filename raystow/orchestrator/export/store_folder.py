@@ -9,31 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from ...storage.errors import PreconditionFailed, StateError
 from ...storage.object_store import StreamedStore
 from ...storage.stores import checks
-from .output_folder import Content, FilePlan
+from .output_folder import Content, FilePlan, WriteFile
 
 MARKER = "raystow-incomplete.json"
 _MAX_MARKER = 1 << 12
 
 
-class StoreFolder:
-    """The objects below an address. ``done``: the bytes of those that an earlier call of this export has written."""
-
-    def __init__(self, store: StreamedStore, done: Mapping[str, int]) -> None:
-        self._store, self._done = store, done
-
-    def write(self, name: str, nbytes: int, content: Content) -> None:
-        """See ``OutputFolder``."""
-        if self._done.get(name) != nbytes:
-            self._store.put_stream(name, content, nbytes)
-
-
 @contextlib.contextmanager
-def new_store_folder(store: StreamedStore, plan: FilePlan) -> Iterator[StoreFolder]:
+def new_store_folder(store: StreamedStore, plan: FilePlan) -> Iterator[WriteFile]:
     """Yield what writes the files of ``plan``. They are complete if the block succeeds; else another call continues them.
 
     Raises:
@@ -54,5 +42,10 @@ def new_store_folder(store: StreamedStore, plan: FilePlan) -> Iterator[StoreFold
         what, remedy = "has a part of another export", f"use a new address, or delete all objects below {store.uri}"
         raise StateError(what, subject=store.uri, remedy=remedy)
     store.abort(one for one in store.unfinished() if one.key in plan.weights)  # of a killed process
-    yield StoreFolder(store, {name: size for name, size in found.items() if name in plan.weights})
+
+    def write(name: str, nbytes: int, content: Content) -> None:
+        if name not in plan.weights or found.get(name) != nbytes:  # an earlier call has not written it
+            store.put_stream(name, content, nbytes)
+
+    yield write
     store.delete([MARKER])

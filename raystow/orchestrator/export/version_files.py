@@ -19,7 +19,7 @@ from ...storage.format import values
 from ...storage.format.rank_spans import RankSet
 from ...storage.object_store import Buffer
 from ...storage.versions.version import Version
-from .output_folder import FilePlan, OutputFolder
+from .output_folder import FilePlan, WriteFile
 from .safetensors_file import SafetensorsFile
 from .slabs import TensorBox, boxes_of, read_slab, slabs
 
@@ -42,7 +42,7 @@ def file_plan(version: Version, files: Sequence[SafetensorsFile], others: Iterab
 
 
 def write_file(
-    folder: OutputFolder,
+    write: WriteFile,
     file: SafetensorsFile,
     version: Version,
     progress: Callable[[int], None],
@@ -52,7 +52,7 @@ def write_file(
     """Write one safetensors file, slab by slab; numbers that were saved in another dtype than the file's are converted.
 
     Args:
-        folder: Where to create the file.
+        write: Creates the file.
         file: Its layout.
         version: The version to read.
         progress: Is called with the decoded bytes of each chunk.
@@ -74,7 +74,7 @@ def write_file(
                 start, end = end, end + box.nbytes
                 yield _converted(buffer[start:end], box, targets[box.name].dtype).data
 
-    folder.write(file.name, len(header) + file.nbytes, content)
+    write(file.name, len(header) + file.nbytes, content)
 
 
 def _header(file: SafetensorsFile, version: Version) -> bytes:
@@ -98,13 +98,13 @@ def index_name(parts: Sequence[SafetensorsFile]) -> str:
     return f"{parts[0].group}.safetensors.index.json"
 
 
-def write_index(folder: OutputFolder, parts: Sequence[SafetensorsFile]) -> None:
+def write_index(write: WriteFile, parts: Sequence[SafetensorsFile]) -> None:
     """Write ``<group>.safetensors.index.json`` for a group in several files, as Hugging Face's tools read it."""
     index = {
         "metadata": {"total_size": sum(file.nbytes for file in parts)},
         "weight_map": {placed.name: file.name for file in parts for placed in file.tensors},
     }
-    write_json(folder, index_name(parts), index)
+    write_json(write, index_name(parts), index)
 
 
 def plain_values(version: Version) -> dict[str, object]:
@@ -133,7 +133,7 @@ def value_texts(version: Version) -> dict[str, dict[str, RankSet]]:
     return found
 
 
-def write_json(folder: OutputFolder, name: str, content: object) -> None:
+def write_json(write: WriteFile, name: str, content: object) -> None:
     """Write a JSON file."""
     text = json.dumps(content, indent=1, allow_nan=False).encode()
-    folder.write(name, len(text), lambda: [text])
+    write(name, len(text), lambda: [text])

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from ...storage.versions.version import Version
 from . import version_files
-from .output_folder import FilePlan, OutputFolder
+from .output_folder import FilePlan, WriteFile
 from .safetensors_file import SafetensorsFile, files
 
 _VALUES = "values.json"
@@ -32,13 +32,13 @@ class VersionFolder:
         indices = [version_files.index_name(parts) for parts in self._split()]
         return version_files.file_plan(self.version, self.files, [_VALUES, *indices])
 
-    def write(self, folder: OutputFolder, progress: Callable[[int], None]) -> None:
+    def write(self, write: WriteFile, progress: Callable[[int], None]) -> None:
         """Fill an empty folder. Memory is bounded by the slab of ``version_files``. Indices are the last files."""
         for file in self.files:
-            version_files.write_file(folder, file, self.version, progress)
-        version_files.write_json(folder, _VALUES, version_files.plain_values(self.version))
+            version_files.write_file(write, file, self.version, progress)
+        version_files.write_json(write, _VALUES, version_files.plain_values(self.version))
         for parts in self._split():
-            version_files.write_index(folder, parts)
+            version_files.write_index(write, parts)
 
     def _split(self) -> list[list[SafetensorsFile]]:
         groups = [[*parts] for _, parts in groupby(self.files, key=lambda file: file.group)]

@@ -17,7 +17,7 @@ from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep, 
 from . import entry_file
 from .gradient_coding import TensorEncoder
 from .state_digests import StateDigests
-from .step_hooks import CapturedStep
+from .step_hooks import StepInputs
 
 if TYPE_CHECKING:
     from .gpu_gradients import GpuGradientEncoder, SharedRing
@@ -29,7 +29,7 @@ class CapturedEntry:
     recorded. ``fresh``: all hyper-parameters are recorded, and not only those that have changed. ``layout``: this rank's parts
     of the parameters, in the first entry."""
 
-    steps: list[CapturedStep] = field(default_factory=list)
+    steps: list[StepInputs] = field(default_factory=list)
     before: StateDigests | None = None
     after: StateDigests | None = None
     whole: bool = False
@@ -167,7 +167,7 @@ class EntryEncoder:
         before, self._buffers = self._buffers, captured.buffers
         return [(name, buffer) for name, buffer in captured.buffers.items() if not _same(buffer, before.get(name))]
 
-    def _changed(self, optimizer: int, groups: Sequence[dict[str, object]]) -> tuple[str, ...]:
+    def _changed(self, optimizer: int, groups: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
         """The texts of groups' hyper-parameters; empty for those that are as they were recorded last."""
         found = []
         for number, group in enumerate(groups):
@@ -190,7 +190,7 @@ def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     return bool(torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)))
 
 
-def recordable(group: dict[str, object]) -> dict[str, object]:
+def recordable(group: Mapping[str, object]) -> dict[str, object]:
     """The hyper-parameters that are values. Functions and other objects stay as the training has made them."""
     found = {}
     for name, value in group.items():

@@ -137,9 +137,9 @@ def _on_host(pieces: Sequence[Piece]) -> Callable[[], PendingDigests]:
 
 
 def _on_gpu(device: torch.device, pieces: Sequence[Piece]) -> Callable[[], PendingDigests]:
-    from ...workers.gpu.span_digests import SpanDigester
+    from ...workers.gpu.span_digests import span_digests
 
-    return SpanDigester(device, pieces).take
+    return span_digests(device, pieces)
 
 
 def is_number(tensor: torch.Tensor) -> bool:

@@ -16,22 +16,13 @@ _SCALE = ("grad_scale", "found_inf")
 """Attributes by which ``GradScaler`` tells a fused optimizer to unscale gradients, and to skip a step."""
 
 
-@dataclass
-class CapturedStep:
-    """What one call of ``step`` depends on, besides the state. ``groups``: hyper-parameters without the parameters."""
-
-    optimizer: int
-    groups: list[dict[str, object]]
-    gradients: list[torch.Tensor | None]
-    scale: dict[str, torch.Tensor]
-
-
 @dataclass(frozen=True)
 class StepInputs:
-    """What one replayed call of ``step`` is given. Tensors may be in host memory."""
+    """What one call of ``step`` depends on, besides the state. ``groups``: hyper-parameters without the parameters; none of
+    a group that a replay leaves as it is. Tensors that are replayed may be in host memory."""
 
     optimizer: int
-    groups: Sequence[Mapping[str, object] | None]
+    groups: Sequence[Mapping[str, object]]
     gradients: Sequence[torch.Tensor | None]
     scale: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -57,13 +48,13 @@ class StepHooks:
         for handle in self._handles:
             handle.remove()
 
-    def set_groups(self, number: int, groups: Sequence[Mapping[str, object] | None]) -> None:
-        """Set the recorded hyper-parameters of an optimizer; None leaves those of a group as they are."""
+    def set_groups(self, number: int, groups: Sequence[Mapping[str, object]]) -> None:
+        """Set the recorded hyper-parameters of an optimizer; others stay as they are."""
         there = self._state.optimizers[number].param_groups
         if len(groups) != len(there):
             raise StateError(f"{len(groups)} parameter groups were recorded, there are {len(there)}")
         for group, recorded in zip(there, groups, strict=True):
-            for name, value in (recorded or {}).items():
+            for name, value in recorded.items():
                 _set(group, name, value)
 
     def replay(self, inputs: StepInputs) -> None:
@@ -129,7 +120,7 @@ class GradientBuffers:
         """Use the memory again: nothing that was copied is read any more."""
         self._calls = 0
 
-    def capture(self, state: TrackedState, number: int) -> CapturedStep:
+    def capture(self, state: TrackedState, number: int) -> StepInputs:
         """Copy what the next step of an optimizer depends on, on the current stream.
 
         Raises ``StateError`` for gradients that cannot be recorded.
@@ -146,7 +137,7 @@ class GradientBuffers:
             with torch.no_grad():
                 torch._foreach_copy_(targets, [gradient for gradient in gradients if gradient is not None])
         scale = {name: value.clone() for name in _SCALE if isinstance(value := getattr(optimizer, name, None), torch.Tensor)}
-        return CapturedStep(number, hyper_parameters(optimizer), list(copies), scale)
+        return StepInputs(number, hyper_parameters(optimizer), list(copies), scale)
 
 
 def _layout(tensor: torch.Tensor | None) -> object:

@@ -35,7 +35,7 @@ class DecodedStep(NamedTuple):
     entries: Mapping[int, JournalEntry]
     shards: ShardMap | None
     steps: list[StepInputs]
-    groups: list[list[dict[str, object] | None]]
+    groups: list[list[dict[str, object]]]
     buffers: dict[str, torch.Tensor]
     module_values: State
 
@@ -141,8 +141,8 @@ class StepReader:
         return StepInputs(step.optimizer, _groups(step.groups), gradients, scale)
 
 
-def _groups(texts: Sequence[str]) -> list[dict[str, object] | None]:
-    return [_dict(value_text.loads(text)) if text else None for text in texts]
+def _groups(texts: Sequence[str]) -> list[dict[str, object]]:
+    return [_dict(value_text.loads(text)) if text else {} for text in texts]
 
 
 def _dict(tree: object) -> dict[str, object]:

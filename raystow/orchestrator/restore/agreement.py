@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -34,9 +34,16 @@ from .rounds import falling_back, none_left
 logger = logging.getLogger(__name__)
 
 
-class Agreement(OtherRanks, Protocol):
-    """Call ``settle`` until it returns the version tried last: all ranks have restored it then."""
+class Agreement(OtherRanks, ABC):
+    """Call ``settle`` until it returns the version tried last: all ranks have restored it then.
 
+    Attributes:
+        sources: Of the objects of the last version.
+    """
+
+    sources: Sources
+
+    @abstractmethod
     def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
         """The version to restore next, after ``tried`` (None at first) had the error ``damage`` (empty: it is restored).
         ``whole``: it is not damaged, but lacks names that are asked for.
@@ -44,25 +51,25 @@ class Agreement(OtherRanks, Protocol):
         None if there is no version. Raises ``Damaged`` if no other is left to try.
         """
 
-    @property
-    def sources(self) -> Sources:
-        """The sources of the objects of the last version."""
-
+    @abstractmethod
     def version(self, entry: Entry) -> Version:
         """The version, read through the best sources."""
 
+    @abstractmethod
     def reading(self) -> None:
         """Tell the other ranks now and then that this rank reads on. Call it for each chunk, on any thread."""
 
+    @abstractmethod
     def give_up(self, error: str) -> None:
         """Report to the other ranks that this rank cannot restore."""
 
     @property
     def trace(self) -> str | None:
         """Of the restore's span; see ``storage.runtime.spans``. None: the current span, if there is one."""
+        return None
 
 
-class LocalAgreement:
+class LocalAgreement(Agreement):
     """The version that is asked for, leased while it is tried; with ``fall_back``, older ones after the latest one.
 
     One of several ranks without a coordinator must not fall back, since the others may not.
@@ -72,7 +79,6 @@ class LocalAgreement:
         self._repository, self._fall_back = repository, fall_back
         self._version = selector_text(version, repository.id)
         self.sources = Sources()
-        self.alike, self.trace = fall_back, None
         self.advice = "" if fall_back else "restore through a raystow.Checkpointer, which knows what the other ranks restore"
         self._lease = contextlib.ExitStack()
         self._siblings: Sequence[Entry] = ()
@@ -110,8 +116,9 @@ class LocalAgreement:
     def version(self, entry: Entry) -> Version:
         return self._repository.at(entry, siblings=self._siblings)
 
-    def unused(self, unused: Unused) -> Collection[str]:
-        return unused.names
+    @property
+    def alike(self) -> bool:
+        return self._fall_back
 
     def reading(self) -> None: ...
 
@@ -119,7 +126,7 @@ class LocalAgreement:
         self._lease.close()
 
 
-class ClusterAgreement:
+class ClusterAgreement(Agreement):
     """The agreement of all ranks of a run: the coordinator chooses and leases versions, and knows the contents of node memories.
 
     If the process of another rank is replaced meanwhile, the ranks begin again together; a rank that has restored the version
@@ -146,7 +153,6 @@ class ClusterAgreement:
         self._here, self.sources = here, Sources()
         self._log = about(logger, repository=repository.uri, rank=opening.rank)
         self._choice: RestoreChoice | None = None
-        self.advice = ""
         self.cache: NodeCacheStore | None = None
         """Reads through the node worker, while a version is restored."""
 

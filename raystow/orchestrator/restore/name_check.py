@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Protocol
 
 from ...storage.errors import StateError
 from ...storage.versions.tensor_index import Finder, FoundRows, Seeker
@@ -38,34 +37,27 @@ class Unused:
         return {*self.tensors, *self.values}
 
 
-class OtherRanks(Protocol):
-    """The ranks that restore together."""
+class OtherRanks:
+    """The ranks that restore together: here of a rank that restores alone.
+
+    Attributes:
+        advice: What to do if other ranks use the names, and cannot be asked.
+    """
+
+    advice = ""
 
     @property
     def alike(self) -> bool:
         """Whether it is known that all ranks ask for tensors of the same names."""
+        return True
 
     def unused(self, unused: Unused) -> Collection[str]:
         """Tell what this rank leaves unused, and return the names that no rank uses. Waits for the other ranks if there are
         any."""
-
-    @property
-    def advice(self) -> str:
-        """What to do if other ranks use the names, and cannot be asked."""
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A rank that cannot ask others. ``advice``: see ``OtherRanks``."""
-
-    alike: bool = True
-    advice: str = ""
-
-    def unused(self, unused: Unused) -> Collection[str]:
         return unused.names
 
 
-ALONE = Alone()
+ALONE = OtherRanks()
 
 
 def check_filled(version: Version, found: FoundRows, filled: Collection[str]) -> None:

@@ -30,20 +30,9 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Stored bytes per second that one rank reads, checks and decodes from each source. The defaults are rounded results of
-    ``benchmarks/restore.py`` on two cores, with an S3 server on the same machine."""
-
-    memory: float = 1e9
-    peer: float = 5e8
-    store: float = 1.2e8
-
-    def of(self, source: str) -> float:
-        return {MEMORY: self.memory, PEER: self.peer, STORE: self.store}[source]
-
-
-_RATES = Rates()
+_RATES = {MEMORY: 1e9, PEER: 5e8, STORE: 1.2e8}
+"""Stored bytes per second that one rank reads, checks and decodes from each source: rounded results of ``benchmarks/restore.py``
+on two cores, with an S3 server on the same machine."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +129,7 @@ def build(
     for (base, node), found in sorted(of.items()):
         source = sources.first(node, base)
         nbytes, chunks = sum(run.length for run in found), sum(len(run.pieces) for run in found)
-        reads.append(PlannedRead(node, source, chunks, nbytes, nbytes / _RATES.of(source), base))
+        reads.append(PlannedRead(node, source, chunks, nbytes, nbytes / _RATES[source], base))
     return RestorePlan(tuple(reads), raw, names, execute)
 
 

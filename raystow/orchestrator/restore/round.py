@@ -19,7 +19,7 @@ from ...workers.protocol.messages import (
     RestoreVote,
     UnusedNames,
 )
-from ..late_ranks import LATE, NumberedWarning
+from ..late_ranks import LATE
 
 
 @dataclass
@@ -66,7 +66,7 @@ class RestoreRound:
     warn_at: float = 0.0
     warnings: int = 0
     patience: float = 0.0
-    warning: NumberedWarning | None = None
+    warning: RanksWarning | None = None
     span: Span = NO_SPAN
     parts: frozenset[int] = frozenset()
 
@@ -89,7 +89,7 @@ class RestoreRound:
         warning = self.warning
         if warning is None or warning.to != rank.rank or warning.number <= rank.last_warning:
             return RanksWarning()
-        return RanksWarning(warning.number, warning.text)
+        return warning
 
     def advance(self, now: float) -> None:
         """Note that a rank has come further. The last warning is out of date."""

@@ -32,8 +32,16 @@ from ...storage.repository import Repository
 from ...storage.runtime.clock import Clock
 from ...storage.runtime.spans import ROOT, Span
 from ...storage.versions.version_selector import LATEST, select
-from ...workers.protocol.messages import Incarnation, RankReading, RestoreChoice, RestoreGroup, RestoreVote, UnusedNames
-from ..late_ranks import LATE, NumberedWarning, late_text, next_warning, with_processes
+from ...workers.protocol.messages import (
+    Incarnation,
+    RankReading,
+    RanksWarning,
+    RestoreChoice,
+    RestoreGroup,
+    RestoreVote,
+    UnusedNames,
+)
+from ..late_ranks import LATE, late_text, next_warning, with_processes
 from .round import RestoreRound
 from .version_cache import VersionCache
 
@@ -251,7 +259,7 @@ class RestoreRounds:
 
     def _warn(self, round: RestoreRound, text: str, to: int) -> None:
         round.warnings += 1
-        round.warning = NumberedWarning(round.warnings, text, to)
+        round.warning = RanksWarning(round.warnings, text, to)
         self.changes += 1
         about(logger, repository=self._repository.uri).warning("restore: %s", text)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -134,20 +135,14 @@ class _Region(NamedTuple):
 
     def _array(self) -> Words:
         """An array at these addresses, which are never accessed: they may be of a GPU."""
-        return np.asarray(_Interface(self))
-
-
-class _Interface:
-    """Describes a region to numpy."""
-
-    def __init__(self, region: _Region) -> None:
-        self.__array_interface__ = {
+        interface = {
             "version": 3,
-            "data": (region.address, True),
-            "shape": region.shape,
-            "strides": region.strides,
-            "typestr": f"|V{region.itemsize}",
+            "data": (self.address, True),
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": f"|V{self.itemsize}",
         }
+        return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def _meaning(local: Elements) -> Hashable:

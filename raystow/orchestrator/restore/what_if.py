@@ -17,7 +17,6 @@ from ...storage.format.manifest import Chunk
 from ...storage.format.parts import part_of
 from ...storage.versions.reader import PackReader
 from ...storage.versions.version import Version
-from .plan import Rates
 
 MOST_RANKS = 1 << 17
 MOST_READS = 1 << 27
@@ -56,11 +55,9 @@ class WorldPlan:
         """Bytes read from the store for each byte that is needed: chunks are read whole."""
         return self.store.nbytes / self.store.needed if self.store.needed else 1.0
 
-    def seconds(self, rates: Rates) -> float:
-        """Until the last node is done, if each reads from the store and from other nodes at these rates."""
-        return max(
-            ((node.nbytes - node.passed_on) / rates.store + node.passed_on / rates.peer for node in self.nodes), default=0.0
-        )
+    def seconds(self, *, store: float, peer: float) -> float:
+        """Until the last node is done, if each reads so many bytes per second from the store and from other nodes."""
+        return max(((node.nbytes - node.passed_on) / store + node.passed_on / peer for node in self.nodes), default=0.0)
 
 
 def plan_world(

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from ..runtime.clock import SYSTEM, Clock
 from . import checks
-
-
-@dataclass(frozen=True)
-class _Object:
-    data: bytes
-    tag: str
-    modified: float
 
 
 class MemoryStore:
@@ -27,7 +19,7 @@ class MemoryStore:
 
     def __init__(self, name: str, *, clock: Clock = SYSTEM) -> None:
         self._name, self._clock = name, clock
-        self._objects: dict[str, _Object] = {}
+        self._objects: dict[str, tuple[Tagged, float]] = {}  # each with the time of its last write
         self._lock = threading.Lock()
         self._writes = 0
 
@@ -69,13 +61,13 @@ class MemoryStore:
         found = self._find(key)
         if len(found.data) > max_bytes:
             raise checks.too_large(self._subject(key), len(found.data), max_bytes)
-        return Tagged(found.data, found.tag)
+        return found
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
         subject = self._subject(key)
         with self._lock:
             held = self._objects.get(key)
-            if (held.tag if held else None) != tag:
+            if (held[0].tag if held else None) != tag:
                 raise checks.stale(subject)
             return self._write(key, bytes(data))
 
@@ -83,7 +75,7 @@ class MemoryStore:
         """As the protocol says; the state at the first step."""
         checks.checked_prefix(prefix)
         with self._lock:
-            found = [ObjectInfo(key, len(o.data), o.modified) for key, o in self._objects.items() if key.startswith(prefix)]
+            found = [ObjectInfo(key, len(one.data), at) for key, (one, at) in self._objects.items() if key.startswith(prefix)]
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -105,17 +97,17 @@ class MemoryStore:
     def _subject(self, key: str) -> str:
         return f"{self.uri}/{checks.checked_key(key)}"
 
-    def _find(self, key: str) -> _Object:
+    def _find(self, key: str) -> Tagged:
         subject = self._subject(key)
         with self._lock:
             found = self._objects.get(key)
         if found is None:
             raise checks.missing(subject)
-        return found
+        return found[0]
 
     def _write(self, key: str, data: bytes) -> str:
         # Tags count writes, so a caller that relies on equal tags for equal contents fails here.
         self._writes += 1
         tag = f"{self._writes:016x}"
-        self._objects[checks.checked_key(key)] = _Object(data, tag, self._clock.now())
+        self._objects[checks.checked_key(key)] = Tagged(data, tag), self._clock.now()
         return tag

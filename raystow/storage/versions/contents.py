@@ -6,8 +6,8 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..coding import dtypes
 from ..coding.rounded import Rounded
@@ -45,12 +45,23 @@ class TensorSum:
 
 
 @dataclass(frozen=True)
-class PlaneSum:
-    """The planes of one codec: their number, decoded and stored bytes."""
+class Share:
+    """A part of a version: its number of tensors or planes, their raw and stored bytes."""
 
     count: int = 0
     raw: int = 0
     stored: int = 0
+
+
+def shares(parts: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
+    """Sum up parts, each with a key, its raw and its stored bytes; the key with the most stored bytes first."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for key, raw, stored in parts:
+        found = sums[key]
+        found[0] += 1
+        found[1] += raw
+        found[2] += stored
+    return {key: Share(*of) for key, of in sorted(sums.items(), key=lambda item: (-item[1][2], item[0]))}
 
 
 class TensorSums:
@@ -98,7 +109,7 @@ class Contents:
 
     tensors: Mapping[str, TensorSum]
     rounded: Mapping[str, Rounded]
-    planes: Mapping[str, PlaneSum]
+    planes: Mapping[str, Share]
     values: int
 
     @property
@@ -109,44 +120,33 @@ class Contents:
 
 def contents(fragments: Iterable[Fragment], subject: str) -> Contents:
     """Sum up fragments. Raises ``Damaged`` as ``TensorSums``."""
-    tensors, rounded, planes, values = TensorSums(subject), dict[str, Rounded](), _Planes(subject), set[str]()
-    for fragment in fragments:
-        tensors.add(fragment.chunks)
-        for name, one in fragment.rounded.items():
-            rounded[name] = rounded[name] | one if name in rounded else one
-        planes.add(fragment.chunks)
-        values.update(value.name for value in fragment.values if 0 in value.ranks)
+    tensors, rounded, values = TensorSums(subject), dict[str, Rounded](), set[str]()
+
+    def planes() -> Iterator[tuple[str, int, int]]:
+        for fragment in fragments:
+            tensors.add(fragment.chunks)
+            for name, one in fragment.rounded.items():
+                rounded[name] = rounded[name] | one if name in rounded else one
+            values.update(value.name for value in fragment.values if 0 in value.ranks)
+            yield from _planes(fragment.chunks, subject)
+
+    by_codec = shares(planes())
     tensors.check()
-    return Contents(dict(sorted(tensors.sums.items())), dict(sorted(rounded.items())), planes.sums(), len(values))
+    return Contents(dict(sorted(tensors.sums.items())), dict(sorted(rounded.items())), by_codec, len(values))
 
 
 def _split(offset: Sequence[int], other: Sequence[int]) -> int:
     return next(axis for axis, pair in enumerate(zip(offset, other, strict=True)) if pair[0] != pair[1])
 
 
-@dataclass
-class _Planes:
-    """Counts by codec."""
-
-    subject: str
-    counts: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0]))
-
-    def add(self, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
-            if chunk.derivation is not None:
-                self._note(DERIVED, chunk.nbytes, 0)
-                continue
-            codecs, sizes = chunk.coding.codecs, chunk.coding.stored
-            if len(codecs) != len(sizes):  # both are empty for chunks that an earlier version has
-                raise Damaged(f"a chunk of {chunk.name!r} has {len(codecs)} codecs for {len(sizes)} planes", subject=self.subject)
-            for codec, stored in zip(codecs, sizes, strict=True):
-                self._note(codec, chunk.nbytes // len(codecs), stored)
-
-    def sums(self) -> dict[str, PlaneSum]:
-        return {codec: PlaneSum(*of) for codec, of in self.counts.items()}
-
-    def _note(self, codec: str, raw: int, stored: int) -> None:
-        found = self.counts[codec]
-        found[0] += 1
-        found[1] += raw
-        found[2] += stored
+def _planes(chunks: Iterable[Chunk], subject: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the codec, raw and stored bytes of each plane; a chunk that is derived or was not split is one plane."""
+    for chunk in chunks:
+        if chunk.derivation is not None:
+            yield DERIVED, chunk.nbytes, 0
+            continue
+        codecs, sizes = chunk.coding.codecs, chunk.coding.stored
+        if len(codecs) != len(sizes):  # both are empty for chunks that an earlier version has
+            raise Damaged(f"a chunk of {chunk.name!r} has {len(codecs)} codecs for {len(sizes)} planes", subject=subject)
+        for codec, stored in zip(codecs, sizes, strict=True):
+            yield codec, chunk.nbytes // len(codecs), stored

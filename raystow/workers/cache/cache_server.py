@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from ...storage.errors import ClusterError, RaystowError, StoreUnavailable
 from ...storage.object_store import ObjectStore
 from ...storage.stores.settings import StoreAddress
-from ..protocol.messages import CachedObject, ReadCached, ReadFailed, ReadPending, shortened
+from ..protocol.messages import Acknowledged, CachedObject, ReadCached, ReadFailed, shortened
 from ..protocol.unix_channel import Connection
 from .fetcher import Fetcher
 from .lent_memory import LentMemory
@@ -46,7 +46,7 @@ def serve_reads(
                     fetched = reader.submit(fetcher.get, request, store_of(request.store), read)
                     while not wait([fetched], pending_after).done:
                         with contextlib.suppress(ClusterError):  # the answer cannot be sent either
-                            connection.send(ReadPending())
+                            connection.send(Acknowledged())
                     found = fetched.result()
             except RaystowError as error:
                 connection.send(ReadFailed(shortened(str(error)), isinstance(error, StoreUnavailable)))

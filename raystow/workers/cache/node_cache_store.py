@@ -16,7 +16,7 @@ from ...storage.errors import ClusterError, StoreUnavailable
 from ...storage.log import about, whose
 from ...storage.object_store import Buffer, ObjectStore
 from ...storage.stores.settings import place_of
-from ..protocol.messages import CachedObject, ReadCached, ReadFailed, ReadPending
+from ..protocol.messages import Acknowledged, CachedObject, ReadCached, ReadFailed
 from ..protocol.unix_channel import Connection
 from .lent_memory import LentMemory
 
@@ -211,10 +211,10 @@ class NodeCacheStore:
         connection = connection or Connection.connect(self._address)
         try:
             connection.send(request)
-            received: tuple[CachedObject | ReadFailed | ReadPending, int | None] | None
-            answer: CachedObject | ReadFailed | ReadPending = ReadPending()
-            while isinstance(answer, ReadPending):
-                received = connection.receive(CachedObject, ReadFailed, ReadPending, timeout=self._patience)
+            received: tuple[CachedObject | ReadFailed | Acknowledged, int | None] | None
+            answer: CachedObject | ReadFailed | Acknowledged = Acknowledged()
+            while isinstance(answer, Acknowledged):
+                received = connection.receive(CachedObject, ReadFailed, Acknowledged, timeout=self._patience)
                 if received is None:
                     raise ClusterError("the node worker closed the connection", subject=self._address)
                 answer, descriptor = received

@@ -14,53 +14,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from ...storage.coding.chunk import ANS, DEFLATE, RAW
+from ..chosen_codec import GAIN, ChosenCodec
 from .kernels.deflate_kernels import coder
 from .nvcomp import STREAM, version
 
 logger = logging.getLogger(__name__)
 
 _SAMPLE = 32 << 20  # bytes
-_GAIN = 0.16  # the fraction of a mixed-precision state that coding saves (docs/performance.md)
 _PLANES = 0.29  # the fraction of such a state that is exponents
 
 
-@dataclass(frozen=True)
-class Choice:
-    """``codec``: the name of a codec or ``raw``. ``why``: the reason, which is stored with the version."""
-
-    codec: str
-    why: str
-
-
-def choose(codec: str, device: torch.device, store: float) -> Choice:
+def choose(codec: str, device: torch.device, store: float) -> ChosenCodec:
     """Return the requested codec, or for ``auto`` the one with which a state is stored sooner. ``store``: the store's throughput
     in bytes per second, 0 if it is unknown."""
     if codec == RAW:
-        return Choice(RAW, "asked for")
+        return ChosenCodec(RAW, "asked for")
     if codec == ANS:
         logger.warning("ans: what is saved now can be read by nvCOMP %s on a GPU only; keep another copy", version())
     if codec != "auto":
-        return Choice(codec, f"asked for; nvCOMP {version()}")
+        return ChosenCodec(codec, f"asked for; nvCOMP {version()}")
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         found = sooner(coding=_coding_rate(device), link=_link_rate(device), store=store / 1e9)
-    return Choice(found.codec, f"{torch.cuda.get_device_name(device)}: {found.why}; nvCOMP {version()}")
+    return ChosenCodec(found.codec, f"{torch.cuda.get_device_name(device)}: {found.why}; nvCOMP {version()}")
 
 
-def sooner(*, coding: float, link: float, store: float) -> Choice:
+def sooner(*, coding: float, link: float, store: float) -> ChosenCodec:
     """Return ``deflate`` or ``raw``. All in GB/s: ``coding`` of exponent planes, ``link`` to the host, ``store`` (0: unknown)."""
     way = min(link, store) if store else link
-    coded = max((1 - _GAIN) / way, _PLANES / coding)  # seconds for a GB of state: coding, copying and storing overlap
+    coded = max((1 - GAIN) / way, _PLANES / coding)  # seconds for a GB of state: coding, copying and storing overlap
     said = f"the store takes {store:.1f}" if store else "what the store takes is not known yet"
     why = (
         f"it codes {coding:.0f} GB/s of exponents, its link carries {link:.0f}, {said}: "
         f"a GB of state takes {1e3 * coded:.0f} ms with deflate and {1e3 / way:.0f} ms without"
     )
-    return Choice(DEFLATE if coded < 1 / way else RAW, why)
+    return ChosenCodec(DEFLATE if coded < 1 / way else RAW, why)
 
 
 def _coding_rate(device: torch.device) -> float:

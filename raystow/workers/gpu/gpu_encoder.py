@@ -11,9 +11,10 @@ from torch.cuda import Event
 from ...state.planned_chunk import PlannedChunk, PlannedDerived
 from ...storage.coding.chunk import RAW
 from ...storage.coding.digest import SecretKeys, process_keys
+from ..chosen_codec import ChosenCodec
 from ..protocol.messages import BaseDigests, CodedLayout, StageCoded
 from ..shm.ring import Ring
-from .codec_choice import Choice, choose
+from .codec_choice import choose
 from .encode.derived_check import DerivedCheck, DerivedChecker, check_derived
 from .encode.encode_plan import EncodePlan
 from .encode.encoder import Encoder
@@ -54,13 +55,13 @@ class GpuEncoder:
         self._ring = PinnedRing(ring, take=take, release=release, free=free)
         self._encoders: dict[int, Encoder] = {}
         self._uploads: dict[int, Uploads] = {}
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, ChosenCodec] = {}
         self._checkers: dict[int, DerivedChecker] = {}
         self._unchanged: dict[int, UnchangedChunks] = {}
         self._announced: dict[int, EncodePlan] = {}  # the plan whose layout was announced last, by device
         self._digests = _NO_DIGESTS
 
-    def choice(self, device: int) -> Choice:
+    def choice(self, device: int) -> ChosenCodec:
         """Return the codec of chunks on a device."""
         if device not in self._choices:
             self._choices[device] = choose(self._codec, torch.device("cuda", device), self._store)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ import torch
 from ...storage.coding import dtypes
 from ...storage.coding.digest import finish
 from .digests import Digests
+
+_Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
 class DeviceSpan(NamedTuple):
@@ -50,27 +52,28 @@ class DeviceSpan(NamedTuple):
         return rows.reshape(-1).view(torch.uint8)[self.first - start * row : self.last - start * row].clone()
 
 
-class SpanDigester:
-    """Takes the digests of bytes ``first`` to ``last`` of tensors of one device, which stay where they are. The kernels' tables
-    are made once."""
+def span_digests(device: torch.device, pieces: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], Callable[[], _Numbers]]:
+    """Prepare to digest bytes ``first`` to ``last`` of tensors of one device, which stay in place: make the kernels' tables.
 
-    def __init__(self, device: torch.device, pieces: Sequence[tuple[torch.Tensor, int, int]]) -> None:
-        self._device = device
-        self._sizes = np.array([last - first for _, first, last in pieces], np.uint64)
+    Returns:
+        A function that takes the digests on the current stream. It returns one that waits for them: uint64 [spans].
+    """
+    sizes = np.array([last - first for _, first, last in pieces], np.uint64)
+    with torch.cuda.device(device):
+        digests = Digests([DeviceSpan(*piece) for piece in pieces], device)
+        made = torch.cuda.current_stream(device).record_event()
+
+    def take() -> Callable[[], _Numbers]:
         with torch.cuda.device(device):
-            self._digests = Digests([DeviceSpan(*piece) for piece in pieces], device)
-            self._made = torch.cuda.current_stream(device).record_event()
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(made)
+            sums, event = digests.take(), stream.record_event()
 
-    def take(self) -> Callable[[], npt.NDArray[np.uint64]]:
-        """Take them on the current stream; return a function that waits for them: uint64 [spans]."""
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(self._made)
-            sums, event = self._digests.take(), stream.record_event()
-
-        def numbers() -> npt.NDArray[np.uint64]:
+        def numbers() -> _Numbers:
             event.synchronize()
-            found: npt.NDArray[np.uint64] = finish(sums.numpy().view(np.uint64), self._sizes)
+            found: _Numbers = finish(sums.numpy().view(np.uint64), sizes)
             return found
 
         return numbers
+
+    return take

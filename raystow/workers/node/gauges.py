@@ -24,7 +24,7 @@ def measure(status: NodeStatus) -> None:
         QUEUE_LIMIT: status.queue_limit,
         MEMORY_TIER: status.memory,
         MEMORY_TIER_LIMIT: status.memory_limit,
-        REPLICAS_WANTED: status.copies.expected,
+        REPLICAS_WANTED: status.copies.wanted,
         REPLICAS_PRESENT: status.copies.present,
     }
     for metric, value in gauges.items():

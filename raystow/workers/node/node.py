@@ -27,11 +27,12 @@ from ..cache.cache_server import serve_reads
 from ..cache.fetcher import Fetcher
 from ..cache.host_memory import memory_limit
 from ..cache.tier import MemoryTier
+from ..chosen_codec import ChosenCodec
 from ..journal.node_journal import NodeJournal
-from ..node_peers import NodePeers, NoPeers
+from ..node_peers import NodePeers
 from ..packing.attempt import Executors, NodeAttempt, Outcome
 from ..packing.chunk_writer import warm_up
-from ..packing.host_coding import HostChoice, HostCoding
+from ..packing.host_coding import HostCoding
 from ..packing.metered_store import Metered
 from ..packing.stale_state import OptimizerWatch
 from ..protocol import peer_tls
@@ -126,7 +127,7 @@ class Node:
         self._node, self._connect, self.usage = node, connect, usage or Usage(SYSTEM)
         self._keep = memory_limit() // 4
         self._tier = MemoryTier(self._keep)
-        peers = peers or NoPeers()
+        peers = peers or NodePeers()
         self._fetcher = Fetcher(self._tier, peers, budget=self._keep // 4, node=node)
         self.replicas = ReplicaStore(self._tier)
         self.replicator = Replicator(node, self._tier, peers, SYSTEM, stores=self.replicas.stores)
@@ -217,11 +218,15 @@ class Node:
                 logger.info("a connection from a process of this node has ended: %s", error)
 
     def _serve_stay(self, connection: Connection, message: KeepNode) -> None:
-        with self.usage.stay(message.uri) as stay, self._asked_for_settings(connection, message.uri):
-            stay.seconds = message.seconds
-            connection.send(Acknowledged())
-            while (received := connection.receive(KeepNode)) is not None:
-                stay.seconds = received[0].seconds
+        seconds = message.seconds
+        self.usage.began(message.uri)
+        try:
+            with self._asked_for_settings(connection, message.uri):
+                connection.send(Acknowledged())
+                while (received := connection.receive(KeepNode)) is not None:
+                    seconds = received[0].seconds
+        finally:
+            self.usage.left(message.uri, seconds)
 
     @contextlib.contextmanager
     def _asked_for_settings(self, connection: Connection, uri: str) -> Iterator[None]:
@@ -283,6 +288,7 @@ class Node:
             stores = [(at.uri, known.store) for at, known in self._repositories.items()]
             attempts = list(self._attempts.values())
             raw = self._raw + sum(attempt.raw for attempt in attempts)
+        under_way = [attempt for attempt in attempts if not attempt.over]
         return NodeStatus(
             node=self._node,
             at=SYSTEM.monotonic(),
@@ -296,7 +302,7 @@ class Node:
             memory_limit=self._tier.budget,
             copies=self.replicator.progress,
             ranks=self._saves.connected(),
-            attempts=tuple(attempt.status() for attempt in attempts if not attempt.over),
+            attempts={uri: tuple(one.status() for one in under_way if one.uri == uri) for uri in {one.uri for one in under_way}},
         )
 
     def _measure(self) -> bool:
@@ -340,7 +346,7 @@ class Node:
             known = self._repositories.get(store)
         return known.store.rate if known else 0.0
 
-    def host_coding(self, store: StoreAddress) -> HostChoice:
+    def host_coding(self, store: StoreAddress) -> ChosenCodec:
         """See ``session.SessionHost``."""
         return self._host_coding.choose(self.store_rate(store))
 

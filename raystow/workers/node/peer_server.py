@@ -20,8 +20,8 @@ from ..protocol.messages import (
     Contact,
     ObjectState,
     PutEntry,
-    PutReplica,
     ReadObject,
+    Replica,
     SpanClaims,
 )
 from ..protocol.peer_tls import server_context
@@ -133,7 +133,7 @@ class PeerServer:
             with self._lock:
                 self._unproven.pop(channel, None)
             while True:
-                self._answer(channel, channel.receive(ReadObject, ClaimSpan, PutReplica, PutEntry, timeout=None))
+                self._answer(channel, channel.receive(ReadObject, ClaimSpan, Replica, PutEntry, timeout=None))
         except OSError as error:
             logger.debug("a connection from another node has ended: %r", error)
         except ProtocolError as error:
@@ -155,12 +155,12 @@ class PeerServer:
             case ClaimSpan(round, key, span, node, lost):
                 with self._usage.visit():
                     channel.send(SpanClaims(tuple(self._fetcher.claims.claim(round, key, span, node, lost=lost))))
-            case PutReplica(replica, length):
-                if not 0 <= length <= min(_MAX_REPLICA, self._replicas.most):
-                    raise ProtocolError(f"a replica of {length} bytes")
-                data = bytearray(length)
+            case Replica():
+                if not 0 <= request.size <= min(_MAX_REPLICA, self._replicas.most):
+                    raise ProtocolError(f"a replica of {request.size} bytes")
+                data = bytearray(request.size)
                 channel.receive_into(memoryview(data))
-                channel.send(self._replicas.accept(replica, data))
+                channel.send(self._replicas.accept(request, data))
             case PutEntry():
                 try:
                     channel.send(self._journal.accept(request))

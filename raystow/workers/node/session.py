@@ -21,8 +21,8 @@ from ...storage.format.rank_spans import member_text
 from ...storage.log import about
 from ...storage.stores.settings import StoreAddress
 from ..cache.base_version import KnownChunks
+from ..chosen_codec import ChosenCodec
 from ..packing.attempt import NodeAttempt, Outcome, draft, taken_over
-from ..packing.host_coding import HostChoice
 from ..protocol.messages import (
     STAGING,
     AbortSave,
@@ -86,7 +86,7 @@ class SessionHost(Protocol):
     def store_rate(self, store: StoreAddress) -> float:
         """Return the bytes per second that the store of the repository in ``store`` has taken so far; 0 if unknown."""
 
-    def host_coding(self, store: StoreAddress) -> HostChoice:
+    def host_coding(self, store: StoreAddress) -> ChosenCodec:
         """Choose whether tensors in host memory are coded before they are stored there."""
 
     def grow(self, nbytes: int) -> None:

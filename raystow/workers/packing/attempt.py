@@ -38,7 +38,7 @@ from ...storage.runtime.spans import NO_SPAN, Span, span
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
-    AnswerReplicas,
+    STAGES,
     AttemptKey,
     AttemptStatus,
     AwaitRanks,
@@ -92,7 +92,7 @@ class NodeAttempt:
         keep: Keep = keep_nothing,
         base: BaseVersion | None = None,
     ) -> None:
-        self.id, self.name, self.trace = ticket.id, ticket.attempt, ticket.trace
+        self.uri, self.id, self.name, self.trace = store.uri, ticket.id, ticket.attempt, ticket.trace
         self._span = Span("save.node", ticket.trace, node=ticket.node, repository=store.uri)
         self._ticket = ticket = replace(ticket, trace=self._span.trace)  # the parent of what this node does
         self._store, self._port, self._executors = store, port, executors
@@ -226,14 +226,14 @@ class NodeAttempt:
     def status(self) -> AttemptStatus:
         """Return the progress of this node."""
         with self._lock:
-            ranks = {rank: self._stage(rank) for rank in sorted(self._ranks)}
-            ticket, uri = self._ticket, self._store.uri
-            return AttemptStatus(uri, ticket.id, ticket.attempt, ticket.step, ranks, self.raw, self._coded, self._reported)
+            ranks = {stage: tuple(r for r in sorted(self._ranks) if self._stage(r) == stage) for stage in STAGES}
+            ticket = self._ticket
+            return AttemptStatus(ticket.id, ticket.attempt, ticket.step, ranks, self.raw, self._coded, self._reported)
 
     def _stage(self, rank: int) -> Stage:
         if rank not in self._staged:
-            return Stage.STAGING
-        return Stage.CODING if self._coding[rank] else Stage.CODED
+            return "staging"
+        return "coding" if self._coding[rank] else "coded"
 
     def flush(self) -> None:
         """Upload open packs, since memory is short."""
@@ -362,10 +362,10 @@ class NodeAttempt:
     def _drive(self) -> None:
         """Wait until every rank has finished, store this node's part, report it, and wait for the commit."""
         try:
-            while isinstance(asked := self._port.ask(AwaitRanks(self._ticket), self._warn), ReplicaQuestions):
+            waiting = AwaitRanks(self._ticket)
+            while isinstance(asked := self._port.ask(waiting, self._warn), ReplicaQuestions):
                 with self._lock:
-                    answers = tuple(map(self._held.answer, asked.questions))
-                self._port.ask(AnswerReplicas(self._ticket, answers))
+                    waiting = AwaitRanks(self._ticket, answers=tuple(map(self._held.answer, asked.questions)))
             self._held = HeldDigests()
             self._packer.seal()
             values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]

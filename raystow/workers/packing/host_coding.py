@@ -8,29 +8,20 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ...storage.coding.chunk import RAW, ZSTD
 from ...storage.runtime.clock import SYSTEM
+from ..chosen_codec import GAIN, ChosenCodec
 from .chunk_writer import encode
 
 SHARE = 0.25
 """The largest part of a node's cores that coding may take where ``Compression`` does not ask for it."""
 
-_GAIN = 0.16  # the fraction of a mixed-precision state that coding saves (docs/performance.md)
 _SAMPLE = 1 << 20  # bytes
 _STAT = Path("/proc/stat")
-
-
-@dataclass(frozen=True)
-class HostChoice:
-    """``codec``: ``zstd`` or ``raw``. ``why``: the reason, which is stored with the version."""
-
-    codec: str
-    why: str
 
 
 class HostCoding:
@@ -42,10 +33,10 @@ class HostCoding:
         self._lock = threading.Lock()
         self._before = 0, 0
 
-    def choose(self, store: float) -> HostChoice:
+    def choose(self, store: float) -> ChosenCodec:
         """Return what is faster. ``store``: the store's throughput in bytes per second, 0 if it is unknown."""
         if not store:
-            return HostChoice(ZSTD, "tensors in host memory: what the store takes is not known yet")
+            return ChosenCodec(ZSTD, "tensors in host memory: what the store takes is not known yet")
         return sooner(store=store / 1e9, cores=min(self._most, self._idle()), coding=_coding_rate())
 
     def _idle(self) -> float:
@@ -60,14 +51,14 @@ class HostCoding:
         return self._cores * (now[0] - idle) / (now[1] - total) if total and now[1] > total else self._cores
 
 
-def sooner(*, store: float, cores: float, coding: float) -> HostChoice:
+def sooner(*, store: float, cores: float, coding: float) -> ChosenCodec:
     """Return ``zstd`` or ``raw``. In GB/s: ``store``, and ``coding`` of a core. ``cores``: that may code."""
-    coded = max((1 - _GAIN) / store, 1 / max(1e-9, cores * coding))  # seconds for a GB of state: coding and storing overlap
+    coded = max((1 - GAIN) / store, 1 / max(1e-9, cores * coding))  # seconds for a GB of state: coding and storing overlap
     why = (
         f"tensors in host memory: {cores:.1f} cores ({SHARE:.0%} of all, or fewer that are idle) code {cores * coding:.2f} GB/s, "
         f"the store takes {store:.2f}: a GB takes {min(coded, 9999):.1f} s with zstd and {1 / store:.1f} s without"
     )
-    return HostChoice(ZSTD if coded < 1 / store else RAW, why)
+    return ChosenCodec(ZSTD if coded < 1 / store else RAW, why)
 
 
 @functools.cache

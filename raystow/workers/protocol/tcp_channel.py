@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import os
 import socket
 import ssl
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from ...storage.errors import ProtocolError
@@ -39,17 +40,6 @@ _KEEPALIVE = (socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_
 _NONCE, _PROOF = 16, 32  # bytes
 
 
-class _Seals:
-    """The seals of all messages of one direction of a connection, in order."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key, self._number = key, 0
-
-    def next(self, body: bytes) -> bytes:
-        self._number += 1
-        return hmac.digest(self._key, _NUMBER.pack(self._number) + body, "sha256")
-
-
 class TcpChannel:
     """One end of a connection.
 
@@ -59,7 +49,7 @@ class TcpChannel:
 
     def __init__(self, peer: socket.socket, *, stall: float = STALL) -> None:
         self._socket, self._stall = peer, stall
-        self._sent = self._received = _Seals(b"")
+        self._sent = self._received = _seals(b"")
         peer.settimeout(stall)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -81,7 +71,7 @@ class TcpChannel:
             if not hmac.compare_digest(channel._exactly(_PROOF), _proof(contact.secret, b"answers", mine, theirs)):
                 raise ConnectionRefusedError(f"{where} does not know the secret of the node worker")
             channel._send(_proof(contact.secret, b"calls", mine, theirs), stall)
-            channel._sent, channel._received = _seals(contact.secret, mine, theirs)
+            channel._sent, channel._received = _both_seals(contact.secret, mine, theirs)
         except BaseException:
             channel.close()
             raise
@@ -100,13 +90,13 @@ class TcpChannel:
         self._send(mine + _proof(secret, b"answers", theirs, mine), within)
         if not hmac.compare_digest(self._exactly(_PROOF, end), _proof(secret, b"calls", theirs, mine)):
             raise ConnectionRefusedError("the caller does not know the secret of this node worker")
-        self._received, self._sent = _seals(secret, theirs, mine)
+        self._received, self._sent = _both_seals(secret, theirs, mine)
         self._socket.settimeout(self._stall)
 
     def send(self, message: Message) -> None:
         """Send a message."""
         body = encode(message, most=MAX_MESSAGE)
-        self._send(_LENGTH.pack(len(body)) + body + self._sent.next(body), self._stall)
+        self._send(_LENGTH.pack(len(body)) + body + self._sent(body), self._stall)
 
     def send_bytes(self, data: Buffer) -> None:
         """Send the raw bytes after a message."""
@@ -139,7 +129,7 @@ class TcpChannel:
         if length > MAX_MESSAGE:
             raise ProtocolError(f"a message of {length} bytes exceeds {MAX_MESSAGE}")
         body = self._exactly(length)
-        if not hmac.compare_digest(self._exactly(_PROOF), self._received.next(body)):
+        if not hmac.compare_digest(self._exactly(_PROOF), self._received(body)):
             raise ConnectionAbortedError("a message was changed on its way")
         return decode(body, *expected)
 
@@ -203,9 +193,15 @@ def _nonce() -> bytes:
     return bytes.fromhex(SYSTEM.token() + SYSTEM.token())
 
 
-def _seals(secret: str, *nonces: bytes) -> tuple[_Seals, _Seals]:
+def _seals(key: bytes) -> Callable[[bytes], bytes]:
+    """What makes the seals of all messages of one direction of a connection, in order."""
+    numbers = itertools.count(1)
+    return lambda body: hmac.digest(key, _NUMBER.pack(next(numbers)) + body, "sha256")
+
+
+def _both_seals(secret: str, *nonces: bytes) -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]:
     """Those of the caller's messages, and those of the answers."""
-    return _Seals(_proof(secret, b"sealed calls", *nonces)), _Seals(_proof(secret, b"sealed answers", *nonces))
+    return _seals(_proof(secret, b"sealed calls", *nonces)), _seals(_proof(secret, b"sealed answers", *nonces))
 
 
 def _proof(secret: str, who: bytes, *nonces: bytes) -> bytes:

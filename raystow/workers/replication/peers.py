@@ -11,6 +11,7 @@ from typing import TypeVar
 from ...storage.errors import ClusterError
 from ...storage.object_store import Buffer
 from ...storage.runtime.clock import Clock
+from ..node_peers import NodePeers
 from ..protocol.messages import (
     Claim,
     ClaimSpan,
@@ -19,7 +20,6 @@ from ..protocol.messages import (
     NodePart,
     ObjectState,
     PutEntry,
-    PutReplica,
     ReadObject,
     Replica,
     Span,
@@ -35,7 +35,7 @@ _SHUN = 1.0, 30.0  # the fewest and the most seconds for which a node that did n
 _SHARE = 3  # times the seconds of the attempt: for as long it is not asked again
 
 
-class Peers:
+class Peers(NodePeers):
     """Thread-safe. ``find`` returns where a node's worker listens. A call raises ``ClusterError`` if the node does not answer, or
     did not answer a moment ago: up to 30 seconds, so that waiting for dead nodes takes a quarter of the time at most.
 
@@ -83,7 +83,7 @@ class Peers:
         """Give a node an object; return what it has of that part then."""
 
         def ask(channel: TcpChannel) -> NodePart:
-            channel.send(PutReplica(replica, memoryview(data).nbytes))
+            channel.send(replica)
             channel.send_bytes(data)
             return channel.receive(NodePart)
 

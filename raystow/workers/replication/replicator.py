@@ -199,11 +199,11 @@ class Replicator(Reconciler):
         return [held for repository in sorted(self._tier.repositories()) for held in self._tier.holdings(repository)]
 
     def _report(self) -> None:
-        complete = self.progress.present >= self.progress.expected
+        complete = self.progress.present >= self.progress.wanted
         if complete != self._complete:
             self._complete = complete
             said = "complete" if complete else "incomplete"
-            logger.info("copies on other nodes are %s: %d of %d bytes", said, self.progress.present, self.progress.expected)
+            logger.info("copies on other nodes are %s: %d of %d bytes", said, self.progress.present, self.progress.wanted)
 
 
 def _before(node: str, order: tuple[str, ...]) -> tuple[str, ...]:
@@ -218,7 +218,7 @@ def _lacking(held: Holding, number: int, theirs: NodePart, order: tuple[str, ...
     packs = [key for key in objects if key != fragment]
     for key in packs:
         if key not in theirs.objects:
-            return Replica(held.attempt, number, key, order, base=held.base)
+            return Replica(held.attempt, number, key, objects[key], order, base=held.base)
     if fragment in objects and fragment not in theirs.objects:
-        return Replica(held.attempt, number, fragment, order, tuple(packs), held.base)
+        return Replica(held.attempt, number, fragment, objects[fragment], order, tuple(packs), held.base)
     return None

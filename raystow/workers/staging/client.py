@@ -245,7 +245,7 @@ class Staging:
         try:
             while (received := self.connection.receive(*STAGING_ANSWERS)) is not None:
                 match received[0]:
-                    case SlotsFree(slots):
+                    case SlotsFree(slots, ""):
                         self._slots.freed(slots)
                     case SaveDone(save, entry, warnings):
                         self._end(save, entry, warnings)

@@ -19,7 +19,7 @@ from .plan import SaveOrder
 from .staging_slots import StagingSlots
 
 if TYPE_CHECKING:
-    from ..gpu.codec_choice import Choice
+    from ..chosen_codec import ChosenCodec
     from ..gpu.encode.derived_check import DerivedCheck
     from ..gpu.gpu_encoder import GpuEncoder
     from ..gpu.node_mode.remote_encoder import RemoteEncoder
@@ -52,7 +52,7 @@ class DeviceStaging:
         """By device, the digests of the version that its chunks may refer to."""
         self.encoder: GpuEncoder | RemoteEncoder | None = None
 
-    def choice(self, device: int) -> Choice:
+    def choice(self, device: int) -> ChosenCodec:
         """Return the codec of chunks on a device. If the node worker refuses the first device, this process encodes instead."""
         if self.encoder is None:
             self.encoder = self._remote_encoder() if self._process == "node" else self._local_encoder()

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 
@@ -132,43 +132,8 @@ class Kernel:
     def launch(self, grid: tuple[int, ...], *arguments: torch.Tensor | Addressed | int, **constants: Value) -> None:
         """Enqueue the kernel on the current stream of the current device, with a program for each point of ``grid``."""
         device = torch.cuda.current_device()
-        loaded = _loaded(device, _variant(self.name, tuple(constants.items())))
-        loaded.launch(grid, arguments, torch._C._cuda_getCurrentRawStream(device))
-
-
-class _Loaded:
-    """A kernel in the memory of a device."""
-
-    def __init__(self, device: int, binary: Binary) -> None:
-        self._context = context(device)
-        self._types = [_TYPES[kind] for kind in binary.arguments]
-        self._threads, self._shared = binary.threads, binary.shared
-        _call("cuCtxSetCurrent", self._context)
-        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        try:
-            _call("cuModuleLoadData", ctypes.byref(module), binary.image)
-        except DriverError as error:
-            if error.code not in _TOO_NEW:
-                raise
-            what = f"the driver cannot load raystow's GPU kernels: {error}"
-            raise Unsupported(what, subject=binary.name, remedy="update the NVIDIA driver") from error
-        _call("cuModuleGetFunction", ctypes.byref(self._function), module, binary.entry.encode())
-        if binary.shared > 48 << 10:  # more must be asked for
-            _call("cuFuncSetAttribute", self._function, ctypes.c_int(8), ctypes.c_int(binary.shared))
-
-    def launch(self, grid: tuple[int, ...], arguments: tuple[torch.Tensor | Addressed | int, ...], stream: int) -> None:
-        values = [
-            kind(value if isinstance(value, int) else value.data_ptr())
-            for kind, value in zip(self._types, arguments, strict=True)
-        ]
-        values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # Triton's scratch memory, which no kernel uses
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        x, y, z = (*grid, 1, 1)[:3]
-        _call("cuCtxSetCurrent", self._context)
-        _call(
-            *("cuLaunchKernel", self._function, x, y, z, self._threads, 1, 1, self._shared),
-            *(ctypes.c_void_p(stream), pointers, None),
-        )
+        launch = _loaded(device, _variant(self.name, tuple(constants.items())))
+        launch(grid, arguments, torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.cache
@@ -177,8 +142,34 @@ def _variant(name: str, constants: tuple[tuple[str, Value], ...]) -> str:
 
 
 @functools.cache
-def _loaded(device: int, variant: str) -> _Loaded:
-    return _Loaded(device, architecture(device).binary(variant))
+def _loaded(device: int, variant: str) -> Callable[[tuple[int, ...], tuple[torch.Tensor | Addressed | int, ...], int], None]:
+    """Load a kernel into the memory of a device; return what launches it: with a grid, arguments and a stream."""
+    binary, here = architecture(device).binary(variant), context(device)
+    types, threads, shared = [_TYPES[kind] for kind in binary.arguments], binary.threads, binary.shared
+    _call("cuCtxSetCurrent", here)
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    try:
+        _call("cuModuleLoadData", ctypes.byref(module), binary.image)
+    except DriverError as error:
+        if error.code not in _TOO_NEW:
+            raise
+        what = f"the driver cannot load raystow's GPU kernels: {error}"
+        raise Unsupported(what, subject=binary.name, remedy="update the NVIDIA driver") from error
+    _call("cuModuleGetFunction", ctypes.byref(function), module, binary.entry.encode())
+    if shared > 48 << 10:  # more must be asked for
+        _call("cuFuncSetAttribute", function, ctypes.c_int(8), ctypes.c_int(shared))
+
+    def launch(grid: tuple[int, ...], arguments: tuple[torch.Tensor | Addressed | int, ...], stream: int) -> None:
+        values = [
+            kind(value if isinstance(value, int) else value.data_ptr()) for kind, value in zip(types, arguments, strict=True)
+        ]
+        values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # Triton's scratch memory, which no kernel uses
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        x, y, z = (*grid, 1, 1)[:3]
+        _call("cuCtxSetCurrent", here)
+        _call(*("cuLaunchKernel", function, x, y, z, threads, 1, 1, shared, ctypes.c_void_p(stream), pointers, None))
+
+    return launch
 
 
 def copy_to_host(target: int, source: int, nbytes: int) -> None:

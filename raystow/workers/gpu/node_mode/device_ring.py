@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import torch
 
@@ -34,13 +35,6 @@ class _Handle(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_ubyte * 64)]
 
 
-class _View:
-    """Device memory in the form in which torch accepts it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
-
-
 @functools.cache
 def _driver() -> ctypes.CDLL:
     """Return the driver. Calls release the interpreter lock, unlike those of ``library``: some wait for the device."""
@@ -61,10 +55,15 @@ def _open(handle: _Handle) -> int:
 
 
 class DeviceRing:
-    """``slots`` slots of ``slot_size`` bytes on one device: one process calls ``create``, the other ``open``."""
+    """``slots`` slots of ``slot_size`` bytes on one device: one process calls ``create``, the other ``open``.
+
+    Attributes:
+        index: Torch's index of the device.
+        signed: The ``signature`` that every process must read, after ``sign``.
+    """
 
     def __init__(self, device: int, slots: int, slot_size: int, handle: str | None) -> None:
-        self.slots, self.slot_size = slots, slot_size
+        self.index, self.slots, self.slot_size, self.signed = device, slots, slot_size, ""
         self._device = torch.device("cuda", device)
         self._owned = handle is None
         with self._current():
@@ -92,14 +91,14 @@ class DeviceRing:
             _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
         return bytes(handle).hex()
 
-    def sign(self) -> str:
-        """Write random tokens to both ends of each slot; return the ``signature`` that every process must read."""
+    def sign(self) -> None:
+        """Write random tokens to both ends of each slot."""
         tokens = "".join(SYSTEM.token() for _ in range(2 * self.slots)).encode()
         marks = torch.frombuffer(bytearray(tokens), dtype=torch.uint8).reshape(self.slots, 2 * _MARK).to(self._device)
         memory = self._memory()
         memory[:, :_MARK], memory[:, -_MARK:] = marks[:, :_MARK], marks[:, _MARK:]
         torch.cuda.current_stream(self._device).synchronize()
-        return tokens.hex()
+        self.signed = tokens.hex()
 
     def signature(self) -> str:
         """Return the bytes at both ends of each slot, in hexadecimal digits."""
@@ -113,7 +112,10 @@ class DeviceRing:
 
     def _memory(self) -> torch.Tensor:
         """Return the ring as a tensor of bytes with a row for each slot."""
-        return torch.as_tensor(_View(self.address, self.slots * self.slot_size), device=self._device).view(self.slots, -1)
+        shape = (self.slots * self.slot_size,)
+        described = {"shape": shape, "typestr": "|u1", "data": (self.address, False), "version": 2}
+        memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=described), device=self._device)
+        return memory.view(self.slots, -1)
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:

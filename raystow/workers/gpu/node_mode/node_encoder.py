@@ -25,19 +25,19 @@ from ....storage.log import about
 from ....storage.runtime import background
 from ...packing.attempt import NodeAttempt, taken_over
 from ...protocol.messages import (
+    Acknowledged,
     CheckDevice,
     ChunkInfo,
     CodedLayout,
     DeviceAnswer,
-    DeviceChecked,
     DeviceOpened,
     DeviceQuestion,
     DeviceReady,
     DeviceRefused,
-    DeviceSlotFree,
     LendSlots,
     Message,
     OpenDevice,
+    SlotsFree,
     StageCoded,
     StageOnDevice,
 )
@@ -92,15 +92,6 @@ class _FilledSlot:
     staged: StageOnDevice
 
 
-@dataclass(frozen=True)
-class _Device:
-    """A GPU by torch's index, the ring on it, and the signature that the training process must read there."""
-
-    index: int
-    ring: DeviceRing
-    signature: str
-
-
 class NodeEncoder:
     """Encodes for one training process.
 
@@ -114,7 +105,7 @@ class NodeEncoder:
         self._ring, self._rank, self._send = ring, rank, send
         self._log = about(logger, rank=rank)
         self._thread = ThreadPoolExecutor(1, _THREAD)
-        self._devices: dict[str, _Device] = {}  # by UUID
+        self._device_rings: dict[str, DeviceRing] = {}  # by the UUID of the device
         self._codec = RAW
         self._lent: Ring | None = None
         self._slots: Slots | None = None  # of the lent part
@@ -165,27 +156,28 @@ class NodeEncoder:
 
     def _open(self, uuid: str, codec: str) -> DeviceOpened:
         """Allocate a ring on the training process's device, and sign it. One that it did not come to use is freed."""
-        if (unused := self._devices.pop(uuid, None)) is not None:
-            unused.ring.close()
+        if (unused := self._device_rings.pop(uuid, None)) is not None:
+            unused.close()
         index = _index(uuid)
         torch.cuda.set_device(index)
         if codec != RAW:
             version()  # raises if nvCOMP is missing
         ring = DeviceRing.create(index)
         try:
-            self._devices[uuid] = _Device(index, ring, ring.sign())
+            ring.sign()
+            self._device_rings[uuid] = ring
             self._codec = codec
             return DeviceOpened(uuid, ring.handle(), ring.slots, ring.slot_size)
         except BaseException:
-            self._devices.pop(uuid, None)
+            self._device_rings.pop(uuid, None)
             ring.close()
             raise
 
-    def _compare(self, uuid: str, seen: str) -> DeviceChecked:
-        if seen != self._devices[uuid].signature:
-            self._devices.pop(uuid).ring.close()
+    def _compare(self, uuid: str, seen: str) -> Acknowledged:
+        if seen != self._device_rings[uuid].signed:
+            self._device_rings.pop(uuid).close()
             raise ClusterError("what the node worker wrote into device memory is not what the training process reads there")
-        return DeviceChecked(uuid)
+        return Acknowledged()
 
     def _take_over(self, uuid: str, first: int) -> DeviceReady:
         """Take over slots of host memory, for the first device, and choose the codec."""
@@ -196,7 +188,7 @@ class NodeEncoder:
         if self._encoder is None:
             assert self._slots is not None
             self._encoder = GpuEncoder(self._lent, self._codec, take=self._take, release=self._slots.filled)
-        choice = self._encoder.choice(self._devices[uuid].index)
+        choice = self._encoder.choice(self._device_rings[uuid].index)
         return DeviceReady(uuid, choice.codec, f"{choice.why}; coded by the node worker")
 
     def _encode_filled(self) -> None:
@@ -209,8 +201,9 @@ class NodeEncoder:
         unread = [filled.staged.slot for filled in slots]
 
         def on_read() -> None:
-            while unread:
-                self._tell(DeviceSlotFree(uuid, unread.pop()))
+            if unread:
+                self._tell(SlotsFree(tuple(unread), uuid))
+                unread.clear()
 
         try:
             if attempt is not None and not attempt.over and attempt is not self._failed:
@@ -227,19 +220,19 @@ class NodeEncoder:
             on_read()
 
     def _encode(self, attempt: NodeAttempt, slots: list[_FilledSlot], on_read: Callable[[], None]) -> None:
-        device = self._devices[slots[0].staged.device]
+        ring = self._device_rings[slots[0].staged.device]
         assert self._encoder is not None
         self._attempt = attempt
         pieces = list[_SlotChunk]()
         self._digests.clear()
         for filled in slots:
-            start = device.ring.address + filled.staged.slot * device.ring.slot_size
+            start = ring.address + filled.staged.slot * ring.slot_size
             for chunk in filled.staged.chunks:
                 pieces.append(_SlotChunk(chunk.info, start + chunk.start, chunk.nbytes, chunk.planes))
                 self._digests[chunk.info] = finish(chunk.sum, chunk.nbytes)
-        copied = torch.cuda.current_stream(device.index).record_event()  # the training process waited for its copies
+        copied = torch.cuda.current_stream(ring.index).record_event()  # the training process waited for its copies
         announce = functools.partial(self._announce, attempt, slots[0].number)
-        self._encoder.encode(device.index, EncodeRequest(pieces, copied, on_read), announce)
+        self._encoder.encode(ring.index, EncodeRequest(pieces, copied, on_read), announce)
 
     def _announce(self, attempt: NodeAttempt, number: int, message: CodedLayout | StageCoded) -> None:
         """Pass chunks that are in host memory to the attempt, if their digests are those that the training process took."""
@@ -271,13 +264,13 @@ class NodeEncoder:
 
     def _free_device_memory(self) -> None:
         try:
-            for device in self._devices.values():
-                torch.cuda.synchronize(device.index)
+            for ring in self._device_rings.values():
+                torch.cuda.synchronize(ring.index)
             if self._encoder is not None:
                 self._encoder.close()
-            for device in self._devices.values():
-                device.ring.close()
-            if self._devices:
+            for ring in self._device_rings.values():
+                ring.close()
+            if self._device_rings:
                 torch.cuda.empty_cache()  # the node worker goes on, and should not keep unused memory
         except Exception:
             self._log.exception("the GPU memory of rank %d could not be given back", self._rank)

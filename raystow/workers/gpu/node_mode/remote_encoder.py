@@ -5,9 +5,9 @@ The messages, in this order:
 
     training process    node worker
     OpenDevice          DeviceOpened: the ring that it has allocated and signed
-    CheckDevice         DeviceChecked
+    CheckDevice         Acknowledged
     LendSlots           DeviceReady
-    StageOnDevice       DeviceSlotFree, for each slot
+    StageOnDevice       SlotsFree
 
 Each of the first three may be answered by ``DeviceRefused``.
 """
@@ -27,24 +27,24 @@ from torch.cuda import Event
 from ....state.planned_chunk import PlannedChunk, PlannedDerived
 from ....storage.errors import ProtocolError, RaystowError, SaveFailed
 from ....storage.runtime.batches import batches
+from ...chosen_codec import ChosenCodec
 from ...protocol.messages import (
+    Acknowledged,
     BaseDigests,
     CheckDevice,
     DeviceAnswer,
-    DeviceChecked,
     DeviceChunk,
     DeviceOpened,
     DeviceQuestion,
     DeviceReady,
     DeviceRefused,
-    DeviceSlotFree,
     LendSlots,
     Message,
     OpenDevice,
+    SlotsFree,
     StageOnDevice,
 )
 from ...shm.ring import ALIGN
-from ..codec_choice import Choice
 from ..digests import Digests
 from ..encode.derived_check import DerivedCheck, DerivedChecker, check_derived
 from ..encode_request import EncodeRequest, EncodingRefused, Source
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 Announce = Callable[[StageOnDevice], None]
 _Batch = list[tuple[int, int]]  # for each chunk of a slot its number and its start in the slot
-_Answer = TypeVar("_Answer", DeviceOpened, DeviceChecked, DeviceReady)
+_Answer = TypeVar("_Answer", DeviceOpened, Acknowledged, DeviceReady)
 
 _PRIORITY = -5  # of the stream, the highest: the training's fence waits for these copies
 
@@ -69,7 +69,7 @@ class _MappedDevice:
     ring: DeviceRing
     stream: torch.cuda.Stream
     free: deque[int]
-    choice: Choice
+    choice: ChosenCodec
 
 
 class RemoteEncoder:
@@ -90,7 +90,7 @@ class RemoteEncoder:
         self._checkers: dict[int, DerivedChecker] = {}
         self._lent: int | None = None
 
-    def choice(self, device: int) -> Choice:
+    def choice(self, device: int) -> ChosenCodec:
         """Return the codec of chunks on a device. The first call for a device maps its ring and checks it.
 
         Raises ``EncodingRefused`` if the node worker cannot encode on the device, or ``SaveFailed`` if host memory was already
@@ -178,8 +178,8 @@ class RemoteEncoder:
 
     def _note_free(self, message: DeviceAnswer) -> None:
         for mapped in self._mapped.values():
-            if isinstance(message, DeviceSlotFree) and mapped.uuid == message.device:
-                mapped.free.append(message.slot)
+            if isinstance(message, SlotsFree) and mapped.uuid == message.device:
+                mapped.free.extend(message.slots)
 
     def _map(self, device: int, uuid: str) -> _MappedDevice:
         """Map the ring that the node worker allocates on a device, check that both see the same memory, and ask for the codec."""
@@ -193,7 +193,7 @@ class RemoteEncoder:
             except Exception as error:
                 problem = f"its device memory cannot be used here: {error}"
         try:
-            self._ask(CheckDevice(uuid, seen), DeviceChecked)
+            self._ask(CheckDevice(uuid, seen), Acknowledged)
             assert ring is not None
             if self._lent is None:
                 self._lent = self._lend()
@@ -204,11 +204,11 @@ class RemoteEncoder:
             if problem and isinstance(error, EncodingRefused):
                 raise EncodingRefused(problem) from error  # the node worker knows only that the signature is wrong
             raise
-        return _MappedDevice(uuid, ring, stream, deque(range(ring.slots)), Choice(ready.codec, ready.why))
+        return _MappedDevice(uuid, ring, stream, deque(range(ring.slots)), ChosenCodec(ready.codec, ready.why))
 
     def _ask(self, question: DeviceQuestion, expected: type[_Answer]) -> _Answer:
         self._send(question)
-        while isinstance(answer := self._receive(), DeviceSlotFree):
+        while isinstance(answer := self._receive(), SlotsFree):
             self._note_free(answer)
         if isinstance(answer, DeviceRefused):
             raise EncodingRefused(answer.problem)

@@ -32,7 +32,7 @@ STAGING = (
 
 STAGING_ANSWERS = (
     *(SlotsFree, AttemptJoined, SaveStaged, SaveDone, SaveLost, SaveWarning, BaseDigests),
-    *(DeviceOpened, DeviceChecked, DeviceReady, DeviceRefused, DeviceSlotFree),
+    *(DeviceOpened, Acknowledged, DeviceReady, DeviceRefused),
 )
 """What a node worker sends to a training process after ``SessionOpened``."""
 
@@ -42,7 +42,7 @@ COORDINATOR_REQUESTS = tuple(CoordinatorRequest.__subclasses__())
 MESSAGES = (*(message for message in Message.__subclasses__() if message is not CoordinatorRequest), *COORDINATOR_REQUESTS)
 """All messages."""
 
-PROTOCOL = "2.c976024e3ef5fffd"
+PROTOCOL = "2.c7de9437510b3aff"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

@@ -28,7 +28,7 @@ COMMIT = 60.0
 
 
 class Acknowledged(Message, frozen=True):
-    """The answer to a request that asks for nothing."""
+    """An answer without content. Unless a message says what it means: the request was handled."""
 
 
 class RanksWarning(Message, frozen=True):
@@ -37,10 +37,12 @@ class RanksWarning(Message, frozen=True):
     Args:
         number: Of the warning, among those of the attempt or of the restore. The next request has it as ``last_warning``.
         text: Ranks that are late, or have other metrics; empty if there is no warning.
+        to: Who logs it for all that wait: a node's number in the attempt, or a rank.
     """
 
     number: int = 0
     text: Text = ""
+    to: int = 0
 
 
 class Ticket(Message, frozen=True):
@@ -195,7 +197,7 @@ class ReplicaQuestion(MessagePart, frozen=True):
 
 
 class ReplicaQuestions(Message, frozen=True):
-    """Asks a node to answer, and to ask again for other ranks."""
+    """Asks a node to send its request again, with its answers."""
 
     questions: Column[ReplicaQuestion]
 
@@ -217,13 +219,6 @@ class ReplicaAnswer(MessagePart, frozen=True):
     count: int
     parts: Packed = b""
     ranges: Column[DescribedRange] = ()
-
-
-class AnswerReplicas(CoordinatorRequest[Acknowledged], frozen=True):
-    """A node's answers to ``ReplicaQuestions``."""
-
-    ticket: Ticket
-    answers: Column[ReplicaAnswer]
 
 
 class ReplicasCompared(Message, frozen=True):
@@ -250,10 +245,12 @@ class CompareReplicas(CoordinatorRequest[ReplicasCompared | ReplicaQuestions], f
 
 
 class AwaitRanks(CoordinatorRequest[Acknowledged | ReplicaQuestions], frozen=True):
-    """Asks for an answer when every rank of the attempt has finished. ``last_warning``: the number of the last one."""
+    """Asks for an answer when every rank of the attempt has finished. ``last_warning``: the number of the last one.
+    ``answers``: of the node, to the questions that it got instead."""
 
     ticket: Ticket
     last_warning: int = 0
+    answers: Column[ReplicaAnswer] = ()
 
     @property
     def wait(self) -> float:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from ..codec import Column, Message, MessagePart, Packed, Text
-from .staging import ChunkInfo
+from .coordinator import Acknowledged
+from .staging import ChunkInfo, SlotsFree
 
 RunSpan = tuple[int, int, int, int]
 """A part of a run of bytes: its first byte in the run, slot, start in the slot, bytes."""
@@ -131,16 +132,11 @@ class DeviceOpened(Message, frozen=True):
 
 
 class CheckDevice(Message, frozen=True):
-    """The signature that the training process reads in the ring."""
+    """The signature that the training process reads in the ring. The answer is ``Acknowledged`` if it is what the node worker has
+    written."""
 
     device: Text
     seen: Text
-
-
-class DeviceChecked(Message, frozen=True):
-    """The answer: it is what the node worker has written."""
-
-    device: Text
 
 
 class LendSlots(Message, frozen=True):
@@ -183,14 +179,7 @@ class StageOnDevice(Message, frozen=True):
     chunks: Column[DeviceChunk]
 
 
-class DeviceSlotFree(Message, frozen=True):
-    """The training process may fill this slot of device memory again."""
-
-    device: Text
-    slot: int
-
-
 DeviceQuestion = OpenDevice | CheckDevice | LendSlots
 
 
-DeviceAnswer = DeviceOpened | DeviceChecked | DeviceReady | DeviceRefused | DeviceSlotFree
+DeviceAnswer = DeviceOpened | Acknowledged | DeviceReady | DeviceRefused | SlotsFree

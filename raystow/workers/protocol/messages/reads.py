@@ -18,7 +18,8 @@ Claim = tuple[int, int, Text]
 
 
 class ReadCached(Message, frozen=True):
-    """Asks for spans of an object of ``size`` bytes, through the node's memory.
+    """Asks for spans of an object of ``size`` bytes, through the node's memory. While the node worker is still reading it sends
+    ``Acknowledged``, before the answer.
 
     Args:
         uri: Of the store.
@@ -78,10 +79,6 @@ class ReadFailed(Message, frozen=True):
 
     reason: Text
     store_unavailable: bool
-
-
-class ReadPending(Message, frozen=True):
-    """The node worker is still reading: the answer follows."""
 
 
 class Contact(Message, frozen=True):

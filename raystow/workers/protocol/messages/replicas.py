@@ -55,8 +55,8 @@ class Holding(Message, frozen=True):
         return keys.fragment(self.attempt.id, self.attempt.token, number)
 
 
-class Replica(MessagePart, frozen=True):
-    """An object for another node's memory.
+class Replica(Message, frozen=True):
+    """Hands an object over to another node's memory; its ``size`` bytes follow. The answer is a ``NodePart``.
 
     Args:
         number: Number in the attempt of the node that made the object.
@@ -69,6 +69,7 @@ class Replica(MessagePart, frozen=True):
     attempt: AttemptKey
     number: int
     key: Text
+    size: int
     replica_order: Column[Text]
     after: Column[Text] = ()
     base: AttemptKey | None = None
@@ -79,13 +80,6 @@ class Replica(MessagePart, frozen=True):
 class ReplicationProgress(MessagePart, frozen=True):
     """How many bytes of replicas this node maintains on its ``partners``, and how many there should be."""
 
-    expected: int = 0
+    wanted: int = 0
     present: int = 0
     partners: Column[Text] = ()
-
-
-class PutReplica(Message, frozen=True):
-    """Hands a replica over; its ``length`` bytes follow. The answer is a ``NodePart``."""
-
-    replica: Replica
-    length: int

@@ -58,12 +58,8 @@ class RestoreChoice(Message, frozen=True):
         return RestoreChoice(entry, near.get(entry.attempt, {}), record(entry), bases=bases)
 
 
-class NoVersion(Message, frozen=True):
-    """The answer to a vote if there is nothing to restore."""
-
-
-class RestoreVote(CoordinatorRequest[RestoreChoice | NoVersion], frozen=True):
-    """A rank reports its attempt to restore, and asks which version to restore next.
+class RestoreVote(CoordinatorRequest[RestoreChoice | Acknowledged], frozen=True):
+    """A rank reports its attempt to restore, and asks which version to restore next; ``Acknowledged``: there is none.
 
     Args:
         number: Counts the restores of the rank's process.

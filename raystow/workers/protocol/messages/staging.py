@@ -147,9 +147,10 @@ class EndSave(Message, frozen=True):
 
 
 class SlotsFree(Message, frozen=True):
-    """The training process may fill these slots of the ring again."""
+    """The training process may fill these slots of the ring again; with ``device``, of the ring in the memory of that GPU."""
 
     slots: Column[int]
+    device: Text = ""
 
 
 class AttemptJoined(Message, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import enum
+from typing import Literal, get_args
 
 from ....storage.format.root import Entry
 from ..codec import Column, Message, MessagePart, Table, Text
@@ -30,23 +30,22 @@ class Saves(Message, frozen=True):
     durable: int = 0
 
 
-class Stage(enum.Enum):
-    """The progress of a rank's part of an attempt on its node."""
+Stage = Literal["staging", "coding", "coded"]
+"""The progress of a rank's part of an attempt on its node: its chunks are still coming; all are here, but not all are coded; what
+is left is for the node, which uploads packs or waits for other ranks."""
 
-    STAGING = "staging"  # its chunks are still coming
-    CODING = "coding"  # all are here, not all are coded
-    CODED = "coded"  # what is left is for the node: packs to be uploaded, other ranks to be waited for
+STAGES: tuple[Stage, ...] = get_args(Stage)
+"""All of them in order."""
 
 
 class AttemptStatus(MessagePart, frozen=True):
-    """An attempt on one node. ``ranks``: those of the node. ``raw``: bytes of the chunks that are coded, ``coded``: what they
-    take now. ``stored``: all of the node's part is in the store, and the commit is waited for."""
+    """An attempt on one node. ``ranks``: those of the node, by each of ``STAGES``. ``raw``: bytes of the chunks that are
+    coded, ``coded``: what they take now. ``stored``: all of the node's part is in the store, and the commit is waited for."""
 
-    repository: Text
     id: int
     attempt: Text
     step: int
-    ranks: Table[int, Stage]
+    ranks: Table[Stage, Column[int]]
     raw: int
     coded: int
     stored: bool
@@ -65,6 +64,7 @@ class NodeStatus(Message, frozen=True):
         spare: Bytes that were kept and can be used again.
         copies: Replicas on other nodes.
         ranks: How many are connected, by the URI of the repository.
+        attempts: Those in progress, by the URI of the repository.
     """
 
     node: Text
@@ -79,7 +79,7 @@ class NodeStatus(Message, frozen=True):
     memory_limit: int
     copies: ReplicationProgress
     ranks: Table[Text, int]
-    attempts: Column[AttemptStatus]
+    attempts: Table[Text, Column[AttemptStatus]]
 
 
 class OpenAttempt(MessagePart, frozen=True):

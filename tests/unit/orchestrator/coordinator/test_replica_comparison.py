@@ -20,7 +20,7 @@ from raystow.storage.errors import RankRestarted
 from raystow.workers.packing.held_digests import HeldDigests
 from raystow.workers.protocol import codec
 from raystow.workers.protocol.messages import (
-    AnswerReplicas,
+    AwaitRanks,
     CompareReplicas,
     Incarnation,
     Message,
@@ -50,7 +50,7 @@ def settle(comparison: ReplicaComparison, ranks: dict[int, HeldDigests], log: li
         for rank, one in ranks.items():
             answers = tuple(map(one.answer, comparison.questions({rank})))
             if log is not None and answers:
-                log.append(AnswerReplicas(TICKET, answers))
+                log.append(AwaitRanks(TICKET, answers=answers))
             comparison.take(answers)
 
 

@@ -19,7 +19,7 @@ from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import RankRestarted
 from raystow.storage.format.root import Entry
 from raystow.workers.protocol.coordinator_client import CoordinatorClient
-from raystow.workers.protocol.messages import CoordinatorRequest, Message, NoVersion, RestoreChoice, RestoreVote
+from raystow.workers.protocol.messages import Acknowledged, CoordinatorRequest, Message, RestoreChoice, RestoreVote
 
 TIMEOUT = 60.0
 
@@ -47,7 +47,7 @@ class RestoringRanks(CoordinatorClient):
             self.changed.notify_all()
             assert self.changed.wait_for(lambda: round.answers(vote.tried), TIMEOUT)
             entry = round.answer(vote.tried)
-        return NoVersion() if entry is None else RestoreChoice(entry)
+        return Acknowledged() if entry is None else RestoreChoice(entry)
 
     def send(self, request: CoordinatorRequest[Any]) -> None: ...
 

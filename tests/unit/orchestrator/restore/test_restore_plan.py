@@ -22,7 +22,7 @@ from raystow import Box, PerRank
 from raystow.orchestrator.restore.agreed import restore_agreed
 from raystow.orchestrator.restore.agreement import ClusterAgreement
 from raystow.orchestrator.restore.name_patterns import ANY_NAMES, STRICT, NameRules
-from raystow.orchestrator.restore.plan import MEMORY, PEER, STORE, Rates, Sources
+from raystow.orchestrator.restore.plan import MEMORY, PEER, STORE, Sources
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.orchestrator.restore.what_if import plan_world
 from raystow.state.objects import ObjectTree
@@ -187,8 +187,8 @@ def test_chunks_are_split_evenly_for_another_world_size(version):
     assert shared > 0
     assert sum(node.passed_on for node in plan.nodes) == pytest.approx(shared, abs=len(plan.nodes))
     slow_store = max(node.nbytes - node.passed_on for node in plan.nodes) / 1e6
-    assert plan.seconds(Rates(peer=1e12, store=1e6)) == pytest.approx(slow_store, rel=1e-3)
-    assert plan.seconds(Rates(peer=1e3, store=1e12)) == pytest.approx(max(node.passed_on for node in plan.nodes) / 1e3, rel=1e-3)
+    assert plan.seconds(store=1e6, peer=1e12) == pytest.approx(slow_store, rel=1e-3)
+    assert plan.seconds(store=1e12, peer=1e3) == pytest.approx(max(node.passed_on for node in plan.nodes) / 1e3, rel=1e-3)
     for first, node in zip((0, 2, 4), plan.nodes, strict=True):
         assert node.nbytes <= sum(rank.nbytes for rank in plan.ranks[first : first + 2])
 

@@ -13,13 +13,13 @@ from raystow.storage.errors import ClusterError, NotFound
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
-from raystow.workers.node_peers import NoPeers
+from raystow.workers.node_peers import NodePeers
 from raystow.workers.protocol.messages import AttemptKey, ReadCached
 
 DATA = os.urandom(1000)
 
 
-class Nodes(NoPeers):
+class Nodes(NodePeers):
     """Other nodes: the objects that each node has in memory. ``None``: reads from the node fail."""
 
     def __init__(self, **memory: dict[str, bytes] | None) -> None:

@@ -26,8 +26,8 @@ from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.lent_memory import LentMemory
 from raystow.workers.cache.node_cache_store import HELD, NodeCacheStore, ObjectLocation
 from raystow.workers.cache.tier import MemoryTier
-from raystow.workers.node_peers import NoPeers
-from raystow.workers.protocol.messages import AttemptKey, ReadCached, ReadPending
+from raystow.workers.node_peers import NodePeers
+from raystow.workers.protocol.messages import Acknowledged, AttemptKey, ReadCached
 from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.shm.ring import Ring
 from raystow.workers.shm.slots import Slots
@@ -81,7 +81,7 @@ def a_rank(answer: Callable[[Connection], object], **limits: float) -> Iterator[
 @pytest.fixture
 def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
     """Return the store of a rank; the reads of its node worker fail. It reports each 10 ms that it reads."""
-    fetcher = Fetcher(tier, NoPeers(), budget=1 << 20)
+    fetcher = Fetcher(tier, NodePeers(), budget=1 << 20)
 
     def answer(connection: Connection) -> None:
         received = connection.receive(ReadCached)
@@ -114,11 +114,11 @@ def test_a_slow_node_worker_is_waited_for(
 ) -> None:
     told = threading.Semaphore(0)
 
-    def pending() -> ReadPending:
+    def pending() -> Acknowledged:
         told.release()
-        return ReadPending()
+        return Acknowledged()
 
-    monkeypatch.setattr(cache_server, "ReadPending", pending)
+    monkeypatch.setattr(cache_server, "Acknowledged", pending)
     failing.error = None
     failing.put("pack", [b"bytes"])
     read = failing.get_range_into
@@ -140,7 +140,7 @@ def test_a_store_outage_is_not_waited_for_twice(rank: NodeCacheStore) -> None:
 
 def test_a_failed_read_leaves_no_memory_to_the_collector(failing: Failing, tier: MemoryTier) -> None:
     """A node worker makes few objects that the collector counts: it may not run for hours."""
-    before, fetcher = opened(), Fetcher(tier, NoPeers(), budget=1 << 20)
+    before, fetcher = opened(), Fetcher(tier, NodePeers(), budget=1 << 20)
     failing.error = StoreUnavailable("503", subject="pack")
 
     def answer(connection: Connection) -> None:
@@ -236,7 +236,7 @@ def test_one_request_finds_all_packs_of_a_ring(failing: Failing) -> None:
             requests.append(request.key)
             return super().kept(request, read)
 
-    fetcher = Counted(tier, NoPeers(), budget=1 << 20)
+    fetcher = Counted(tier, NodePeers(), budget=1 << 20)
 
     def answer(connection: Connection) -> None:
         received = connection.receive(ReadCached)

@@ -32,7 +32,7 @@ class Cuda:
         name = f"ring {sum(one.startswith('allocate') for one in self.done)}"
         self.done.append(f"allocate {name}")
         close = lambda: self.done.append(f"free {name}")  # noqa: E731
-        return SimpleNamespace(sign=lambda: name, handle=lambda: name, slots=4, slot_size=64, close=close)
+        return SimpleNamespace(index=0, sign=lambda: None, handle=lambda: name, slots=4, slot_size=64, close=close)
 
     def synchronize(self, device: int) -> None:
         self.done.append("synchronize")

@@ -12,7 +12,7 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.workers.journal.entry_replicator import EntryReplicator
 from raystow.workers.journal.entry_store import EntryStore
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node_peers import NoPeers
+from raystow.workers.node_peers import NodePeers
 from raystow.workers.protocol.messages import EntryInfo, EntryKept, Generation, PutEntry
 
 SIZE = 100
@@ -22,7 +22,7 @@ def entry(step: int, repository: str, size: int = SIZE) -> EntryInfo:
     return EntryInfo(repository, 0, 1, step, step - 1, (Generation("1", 0),), size, stored_digest(bytes(size)))
 
 
-class Senders(NoPeers):
+class Senders(NodePeers):
     """The nodes that the partner reads copies from, by name."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.journal import entry_bytes
 from raystow.workers.journal.client import JournalClient
 from raystow.workers.journal.node_journal import NodeJournal
-from raystow.workers.node_peers import NoPeers
+from raystow.workers.node_peers import NodePeers
 from raystow.workers.protocol.messages import (
     RECORDING,
     EntryInfo,
@@ -51,7 +51,7 @@ def kept(step: int, data: bytes) -> EntryInfo:
     return replace(info(step, len(data)), digest=stored_digest(data))
 
 
-class UnaskedPeers(NoPeers):
+class UnaskedPeers(NodePeers):
     """Nodes that must not be asked."""
 
     def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:

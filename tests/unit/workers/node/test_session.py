@@ -25,10 +25,10 @@ from raystow.storage.format.root import Entry
 from raystow.storage.stores.settings import StoreAddress
 from raystow.workers.cache.base_version import BaseVersion, KnownChunks
 from raystow.workers.cache.tier import AttemptKey, MemoryTier
+from raystow.workers.chosen_codec import ChosenCodec
 from raystow.workers.node.session import Session
 from raystow.workers.packing.attempt import draft
 from raystow.workers.packing.chunk_writer import Coded
-from raystow.workers.packing.host_coding import HostChoice
 from raystow.workers.protocol.messages import (
     AttemptJoined,
     BaseDigests,
@@ -179,8 +179,8 @@ class FakeHost:
     def store_rate(self, store: StoreAddress) -> float:
         return 0.0
 
-    def host_coding(self, store: StoreAddress) -> HostChoice:
-        return HostChoice(RAW, "the store is fast")
+    def host_coding(self, store: StoreAddress) -> ChosenCodec:
+        return ChosenCodec(RAW, "the store is fast")
 
 
 def serve(

@@ -115,7 +115,7 @@ def test_a_process_returns_to_a_worker_that_was_killed(tmp_path: Path) -> None:
 
 def test_a_worker_stays_for_a_copy_of_a_save_that_is_no_version(node: Node, clock: FakeClock) -> None:
     attempt = AttemptKey("0" * 32, 1, "a" * 16)
-    node.replicas.accept(Replica(attempt, 1, keys.fragment(1, attempt.token, 1), ("other", "n")), b"fragment")
+    node.replicas.accept(Replica(attempt, 1, keys.fragment(1, attempt.token, 1), 8, ("other", "n")), b"fragment")
     clock.time += FOREVER
     assert not node.end_if_unused()
     node.replicas.committed(attempt)
@@ -127,7 +127,7 @@ def test_a_copy_of_a_save_goes_with_the_next_version(node: Node, clock: FakeCloc
     """No node tells this one, since the one that has sent the copy is gone: the store says it."""
     with LocalCluster(tmp_path.as_uri(), threads=1) as cluster:
         attempt = AttemptKey(cluster.repository.id, 1, "a" * 16)
-        copy = Replica(attempt, 1, keys.fragment(1, attempt.token, 1), ("other", "n"), uri=cluster.uri)
+        copy = Replica(attempt, 1, keys.fragment(1, attempt.token, 1), 8, ("other", "n"), uri=cluster.uri)
         node.replicas.accept(copy, b"fragment")
         clock.time += FOREVER
         assert not node.end_if_unused()
@@ -142,13 +142,13 @@ def test_a_worker_stays_while_other_nodes_read(node: Node, clock: FakeClock) -> 
     attempt, name = AttemptKey("0" * 32, 1, "a" * 16), keys.fragment(1, "a" * 16, 1)
     with closing(peers):
         clock.time += AFTERWARDS - 1
-        peers.accept("n", Replica(attempt, 1, name, ("other", "n")), b"fragment")
+        peers.accept("n", Replica(attempt, 1, name, 8, ("other", "n")), b"fragment")
         node.replicas.committed(attempt)
         assert peers.read("n", attempt.repository, name, 0, memoryview(bytearray(8)))
         left(node)
         clock.time += AFTERWARDS - 1
         assert not node.end_if_unused()
-        peers.accept("n", Replica(attempt, 1, name, ("other", "n")), b"fragment")
+        peers.accept("n", Replica(attempt, 1, name, 8, ("other", "n")), b"fragment")
         clock.time += 1
         assert node.end_if_unused()
 

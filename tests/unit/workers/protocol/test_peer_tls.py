@@ -20,8 +20,8 @@ from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.journal.node_journal import NodeJournal
 from raystow.workers.node.peer_server import PeerLimits, PeerServer
-from raystow.workers.node_peers import NoPeers
-from raystow.workers.protocol.messages import AttemptKey, Contact, PutReplica, Replica
+from raystow.workers.node_peers import NodePeers
+from raystow.workers.protocol.messages import AttemptKey, Contact, NodePart, Replica
 from raystow.workers.protocol.peer_tls import PEER_TLS, wanted
 from raystow.workers.protocol.tcp_channel import TcpChannel
 from raystow.workers.replication.peers import Peers
@@ -41,7 +41,7 @@ def served(*, tls: bool = True, limits: PeerLimits = LIMITS) -> Iterator[PeerSer
     clock = FakeClock()
     peers = Peers(lambda node: server.contact, clock)
     fetcher = Fetcher(tier, peers, budget=1 << 20, node="server")
-    journal = NodeJournal("server", 1 << 20, NoPeers(), clock)
+    journal = NodeJournal("server", 1 << 20, NodePeers(), clock)
     server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, usage=Usage(clock), tls=tls, limits=limits)
     try:
         with fetcher.visit():
@@ -158,9 +158,9 @@ def test_a_caller_without_a_timely_proof_is_disconnected(*, tls: bool) -> None:
 
 def test_a_replica_larger_than_the_memory_is_not_received(server: PeerServer) -> None:
     channel = TcpChannel.connect(server.contact)
-    channel.send(PutReplica(Replica(ATTEMPT, 0, "pack", ("a", "b")), 1 << 29))
+    channel.send(Replica(ATTEMPT, 0, "pack", 1 << 29, ("a", "b")))
     with pytest.raises(OSError, match=r"."):
-        channel.receive(PutReplica)
+        channel.receive(NodePart)
     channel.close()
 
 

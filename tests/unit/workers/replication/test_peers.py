@@ -73,11 +73,11 @@ def test_many_threads_read_from_one_node_at_a_time(cluster):
 
 def test_a_replica_keeps_its_bytes_and_base(cluster):
     base = AttemptKey("r", 0, "ff" * 8)
-    copy = Replica(ATTEMPT, 3, "pack", ("b", "a"), base=base)
+    copy = Replica(ATTEMPT, 3, "pack", len(DATA), ("b", "a"), base=base)
     part = cluster["b"].peers.accept("a", copy, memoryview(DATA))
     assert (part.objects, part.replica_order, part.incomplete) == ({"pack": len(DATA)}, ("b", "a"), False)
     assert cluster["a"].tier.view("r", "pack") == DATA
-    too_early = replace(copy, key="fragment", after=("pack", "another pack"))
+    too_early = replace(copy, key="fragment", size=1, after=("pack", "another pack"))
     assert cluster["b"].peers.accept("a", too_early, b"x").objects.keys() == {"pack"}
     assert [held.base for held in cluster["a"].tier.holdings("r")] == [base]
 
@@ -90,7 +90,7 @@ def test_a_message_changed_on_its_way_is_refused(side: str) -> None:
     path = PeerPath(cluster["b"].peer_server.contact)
     cluster.lines["b"] = path.contact
     setattr(path, side, lambda data: data.replace(b"memory://mine", b"memory://evil").replace(b"packed", b"evaded"))
-    copy = Replica(ATTEMPT, 3, "packed", ("a", "b"), uri="memory://mine")
+    copy = Replica(ATTEMPT, 3, "packed", len(DATA), ("a", "b"), uri="memory://mine")
     with pytest.raises(ClusterError, match="does not answer"):
         cluster["a"].peers.accept("b", copy, memoryview(DATA))
     assert "memory://evil" not in str(cluster["b"].peer_server._replicas.stores)

@@ -117,7 +117,7 @@ def test_a_copy_is_complete_once_its_last_object_arrives():
     assert world.holders(1, 0) == {"a", "b"}
     assert len(world["b"].received) == 3
     assert world["b"].received[-1] == keys.fragment(1, attempt_key(1).token, 0)
-    assert world["a"].replicator.progress.present == world["a"].replicator.progress.expected == 2 * KIB + 8
+    assert world["a"].replicator.progress.present == world["a"].replicator.progress.wanted == 2 * KIB + 8
     for key, size in world["a"].tier.holdings("r")[0].parts[0].objects.items():
         assert world["b"].tier.view("r", key) == world["a"].tier.view("r", key)
         assert size == len(world["b"].tier.view("r", key) or b"")
@@ -128,10 +128,10 @@ def test_a_fragment_without_its_packs_is_refused():
     where = attempt_key(1)
     pack, fragment = keys.pack(1, where.token, 0, "weights", 0), keys.fragment(1, where.token, 0)
     replicas = world["a"].replicas
-    assert replicas.accept(Replica(where, 0, fragment, ("b", "a"), (pack,)), b"fragment").objects == {}
-    replicas.accept(Replica(where, 0, pack, ("b", "a")), b"pack")
+    assert replicas.accept(Replica(where, 0, fragment, 8, ("b", "a"), (pack,)), b"fragment").objects == {}
+    replicas.accept(Replica(where, 0, pack, 4, ("b", "a")), b"pack")
     assert world.holders(1, 0) == set()
-    replicas.accept(Replica(where, 0, fragment, ("b", "a"), (pack,)), b"fragment")
+    replicas.accept(Replica(where, 0, fragment, 8, ("b", "a"), (pack,)), b"fragment")
     assert world.holders(1, 0) == {"a"}
 
 
@@ -222,7 +222,7 @@ def test_copies_of_a_dead_node_are_made_again(caplog):
             assert world.holders(1, number) <= alive
             assert len(world.holders(1, number)) == min(2, len(alive))
     progress = world["c"].replicator.progress
-    assert (progress.present, progress.expected, progress.partners) == (0, 3 * (2 * KIB + 8), ())
+    assert (progress.present, progress.wanted, progress.partners) == (0, 3 * (2 * KIB + 8), ())
     assert "copies on other nodes are incomplete: 0 of 6168 bytes" in caplog.text
     caplog.clear()
     world.add("d")
@@ -385,7 +385,9 @@ def test_a_delta_base_may_arrive_after_its_version():
     world["a"].make(1, 0)
     world["a"].tier.committed(attempt_key(1))
     difference(world["a"], 2, base=1)
-    world["b"].replicas.accept(copy := Replica(attempt_key(2), 0, "first", ("a", "b"), base=attempt_key(1)), b"it came before")
+    world["b"].replicas.accept(
+        copy := Replica(attempt_key(2), 0, "first", 14, ("a", "b"), base=attempt_key(1)), b"it came before"
+    )
     world["b"].tier.committed(copy.attempt)
     world.settle()
     assert world.holders(1, 0) == {"a", "b"}
