@@ -312,6 +312,9 @@ def test_arguments_that_are_not_supported_are_refused_by_name() -> None:
         ("save_retain_interval", 10),
         ("use_precision_aware_optimizer", True),
         ("dist_ckpt_strictness", "return_all"),
+        ("logits_save_dir", "/logits"),
+        ("moe_use_upcycling", True),
+        ("gtp_weight_remat_size", 2),
     ]:
         with pytest.raises(raystow.StateError, match=f"--{name.replace('_', '-')} {value} is not supported"):
             check_arguments(argparse.Namespace(**{"ckpt_format": "torch_dist", name: value}))

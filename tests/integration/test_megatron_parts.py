@@ -6,6 +6,7 @@ import functools
 import io
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.cluster_utils import Cluster
 
 import raystow
 
@@ -22,7 +24,7 @@ pytest.importorskip("megatron.core", reason="make test-frameworks installs Megat
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.enums import AttnBackend
 
-from raystow.integrations.megatron import plain_objects
+from raystow.integrations.megatron import checkpoint_folder, plain_objects
 from raystow.integrations.megatron.async_saves import AsyncSave, AsyncSaves
 from raystow.integrations.megatron.flat_range import FlatRange
 from raystow.state import value_text
@@ -123,3 +125,37 @@ def test_a_tracker_is_written_after_the_commit_only() -> None:
     saves.maybe_finalize_async_calls(blocking=True)
     assert written == [2, 3]
     assert saves.get_num_unfinalized_calls() == 0
+    saves.close()  # only the newest save counts
+
+
+def test_the_end_of_training_raises_why_the_last_save_failed() -> None:
+    saves = AsyncSaves()
+    for one in SaveInFlight(1), SaveInFlight(2, raystow.SaveFailed("the store does not answer")):
+        saves.schedule_async_request(AsyncSave(cast("raystow.Pending", one)))
+    saves.maybe_finalize_async_calls(blocking=True)
+    with pytest.raises(raystow.SaveFailed, match="the store does not answer"):
+        saves.close()
+
+
+def test_a_folder_names_versions_and_newer_checkpoints_of_megatron(cluster: Cluster, tmp_path: Path) -> None:
+    uri, folder = str(tmp_path / "run"), tmp_path / "checkpoints"
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    with raystow.Checkpointer(uri) as checkpointer:
+        for name, step in [("checkpoints", 2), ("checkpoints", 4), ("another", 2)]:
+            place = checkpoint_folder.place_of(tmp_path / name / f"iter_{step:07d}")
+            checkpointer.save({"w": torch.ones(2)}, step=step, metrics={checkpoint_folder.METRIC: place}).result()
+    checkpoint_folder.complete(folder, uri, 2)
+    assert tracker.read_text() == "4"
+    found = {path.name: checkpoint_folder.pointer_in(path) for path in folder.iterdir() if path.is_dir()}
+    steps = {name: (pointer.open().step, pointer.version) for name, pointer in found.items() if pointer is not None}
+    assert steps == {"iter_0000002": (2, 1), "iter_0000004": (4, 2)}, "another folder has saved step 2, too"
+    newer = folder / "iter_0000008"
+    newer.mkdir()
+    (newer / "metadata.json").write_text("{}")
+    for text in "8", "4":  # Megatron has saved 8 without raystow; its tracker decides
+        tracker.write_text(text)
+        checkpoint_folder.complete(folder, uri)
+        assert tracker.read_text() == text
+    tracker.write_text("6")  # of a version that was rolled back
+    checkpoint_folder.complete(folder, uri)
+    assert tracker.read_text() == "4"

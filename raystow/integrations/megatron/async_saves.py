@@ -29,19 +29,21 @@ class AsyncSaves:
 
     def __init__(self) -> None:
         self._saves = deque[AsyncSave]()
+        self._failure: RaystowError | None = None
 
     def schedule_async_request(self, save: AsyncSave) -> None:
         self._saves.append(save)
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> None:
         """Do what is to be done for saves that have ended. Nothing is done for one that has failed, which its Checkpointer has
-        logged, and which the next saves raise if there are too many."""
+        logged, and which the next saves raise if there are too many, or ``close`` if there are none."""
         while self._saves and (blocking or self._saves[0].pending.done()):
-            save = self._saves.popleft()
+            save, self._failure = self._saves.popleft(), None
             try:
                 save.pending.result()
             except RaystowError as error:
                 logger.error("step %d is no version: %s", save.pending.step, error)
+                self._failure = error
                 continue
             for done in save.finalize_fns:
                 done()
@@ -50,4 +52,6 @@ class AsyncSaves:
         return len(self._saves)
 
     def close(self, abort: bool = False) -> None:
-        """Nothing has to be closed."""
+        """Training has ended: raise why the newest save is no version, so that the process does not end as if it were one."""
+        if self._failure is not None and not abort:
+            raise self._failure

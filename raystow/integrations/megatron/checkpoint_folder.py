@@ -9,7 +9,6 @@ The repository decides: the files are written from it before Megatron looks, so 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 
-from ...storage.errors import Damaged, NotARepository, NotFound
+from ...storage.errors import Damaged, NotARepository
 from ...storage.repository import open_repository
 from ...storage.runtime.clock import SYSTEM
 from ...storage.versions.version import Version
@@ -62,29 +61,38 @@ def place_of(folder: str | os.PathLike[str]) -> str:
 
 
 def complete(folder: str | os.PathLike[str], uri: str, iteration: int | None = None) -> None:
-    """Write the files of the newest version that was saved to a folder of this name, and those of ``iteration``."""
+    """Write the files of the newest version that was saved to a folder of this name, and those of ``iteration``. The tracker is
+    left as it is if it names a newer checkpoint of Megatron itself."""
     try:
         repository = open_repository(uri)
     except NotARepository:
         return
     name = Path(folder).absolute().name
-    newest = next((found for version in reversed(repository.versions()) if (found := _iteration(version, name))), None)
-    if newest is None:
+    places = [(place, version) for version in repository.versions() if (place := _place(version, name))]
+    if not places:
         return
-    wanted = [newest]
-    if iteration:
-        with contextlib.suppress(NotFound):  # Megatron says what it does not find
-            asked = _iteration(repository.version(f"step:{iteration}"), name)
-            wanted += [asked] if asked is not None else []
-    for place, version in wanted:
+    newest = places[-1]
+    asked = [one for one in reversed(places) if one[0] == f"iter_{iteration or 0:07d}"]
+    for place, version in [*asked[:1], newest]:
         CheckpointPointer(repository.uri, version.id).write(Path(folder, place))
     latest = newest[0].removeprefix("iter_")
+    if latest.isdecimal() and _of_megatron(folder) > int(latest):
+        return
     _replace(Path(folder, _TRACKER), str(int(latest)) if latest.isdecimal() else latest)
 
 
-def _iteration(version: Version, name: str) -> tuple[str, Version] | None:
+def _place(version: Version, name: str) -> str:
+    """The folder of a version in that with this name; empty if it was saved to another one."""
     around, _, place = str(version.metrics.get(METRIC, "")).partition("/")
-    return (place, version) if around == name else None
+    return place if around == name else ""
+
+
+def _of_megatron(folder: str | os.PathLike[str]) -> int:
+    """The iteration of the tracker if Megatron itself has saved it, without raystow; otherwise -1."""
+    tracker = Path(folder, _TRACKER)
+    text = tracker.read_text().strip() if tracker.is_file() else ""
+    at = Path(folder, f"iter_{text:0>7}")
+    return int(text) if text.isdecimal() and (at / CONFIG_FNAME).is_file() and pointer_in(at) is None else -1
 
 
 def _replace(path: Path, text: str) -> None:

@@ -110,6 +110,12 @@ def take_ranges(self: DistributedOptimizer, state: ShardedStateDict) -> None:
                     tensors[name].copy_(loaded)
 
 
+def torch_optimizers(optimizer: object) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers of torch below one of Megatron, which may be a chain; a stage without parameters has none."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return tuple(inner for one in chain if (inner := getattr(one, "optimizer", None)) is not None)
+
+
 def _tensors(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
     """Each parameter of which this rank has a range, the first element of that, and the optimizer's tensors of it by name."""
     for buffer in optimizer.gbuf_ranges:

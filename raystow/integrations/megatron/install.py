@@ -26,7 +26,7 @@ from ...storage.errors import StateError
 from . import plain_objects
 from .async_saves import AsyncSave, AsyncSaves
 from .checkpoint_folder import METRIC, CheckpointPointer, complete, place_of, pointer_in
-from .distributed_optimizer import FORMAT, FORMAT_KEY
+from .distributed_optimizer import FORMAT, FORMAT_KEY, torch_optimizers
 from .sharded_checkpoint import loading, save
 from .sharded_state import COMMON
 
@@ -54,6 +54,10 @@ _REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     "optimizer_cpu_offload": (bool, "leave it out"),
     "fp8_param_gather": (bool, "leave it out"),
     "inprocess_restart": (bool, "leave it out: restart the process"),
+    "logits_save_dir": (bool, "leave it out: Megatron saves logits in its own queue of asynchronous saves"),
+    "moe_use_upcycling": (bool, "convert without raystow, and load the result"),
+    "gtp_weight_remat_size": (lambda value: value != 1, "leave out --tensor-parallel-num-weight-shards"),
+    "expert_gtp_weight_remat_size": (lambda value: value != 1, "leave out --expert-tensor-parallel-num-weight-shards"),
 }
 """Arguments of Megatron by name: when they are refused, and what to do."""
 
@@ -196,9 +200,8 @@ class _Versions:
             check_arguments(training.get_args())
             checkpointer = self._checkpointer  # starts while the model is made
             model, optimizer, *rest = of_megatron(*args, **kwargs)
-            for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-                if (inner := getattr(one, "optimizer", None)) is not None:
-                    checkpointer.guard(inner)
+            for inner in torch_optimizers(optimizer):
+                checkpointer.guard(inner)
             return (model, optimizer, *rest)
 
         return setup
