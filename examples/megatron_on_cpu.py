@@ -25,6 +25,8 @@ class OnCpu(TorchFunctionMode):
 class NoStream:
     """A stream on which everything is done."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
 
@@ -52,7 +54,7 @@ def replace_cuda() -> None:
     for name in ("synchronize", "empty_cache", "set_device"):  # of each its own function: torch.compile has a rule for each
         setattr(cuda, name, lambda *args, **kwargs: None)
     cuda.nvtx.range_push, cuda.nvtx.range_pop = (lambda *args: None), (lambda *args: None)
-    cuda.Stream = cuda.Event = lambda *args, **kwargs: NoStream()
+    cuda.Stream = cuda.Event = NoStream
     cuda.current_stream = lambda *args: NoStream()
     cuda.default_stream = lambda *args: NoStream()
     cuda.stream = lambda *args: contextlib.nullcontext()

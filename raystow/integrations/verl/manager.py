@@ -53,7 +53,8 @@ def save_checkpoint(
         self.checkpoint_save_contents = contents
     device = next(self.model.parameters()).device
     state = _state(self, contents, adapters_only=self.should_save_lora_only and self._has_lora())
-    PROCESS.add(RoleState(role, folder.step, state, self.model, device, self.optimizer, max_ckpt_to_keep))
+    optimizers = () if self.optimizer is None else (self.optimizer,)
+    PROCESS.add(RoleState(role, folder.step, state, self.model, device, optimizers, max_ckpt_to_keep))
 
 
 def load_checkpoint(

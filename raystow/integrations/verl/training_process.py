@@ -37,7 +37,7 @@ class RoleState:
     state: State
     model: torch.nn.Module
     device: torch.device
-    optimizer: torch.optim.Optimizer | None
+    optimizers: tuple[torch.optim.Optimizer, ...]
     keep: int | None
 
 
@@ -78,12 +78,13 @@ class TrainingProcess:
         return self._checkpointers[uri]
 
     def add(self, part: RoleState) -> None:
-        """Collect a part. The optimizer's steps wait from now on until saved tensors have been read."""
+        """Collect a part. The optimizers' steps wait from now on until saved tensors have been read."""
         self._check_committed(part.step)
         self._parts[part.role] = part
-        if part.optimizer is not None and part.optimizer not in self._guarded:
-            part.optimizer.register_step_pre_hook(self._fence)
-            self._guarded.add(part.optimizer)
+        for optimizer in part.optimizers:
+            if optimizer not in self._guarded:
+                optimizer.register_step_pre_hook(self._fence)
+                self._guarded.add(optimizer)
 
     def commit(self, commit: Commit) -> None:
         """Start to save the collected parts and the files as one version."""
