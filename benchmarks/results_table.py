@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +28,7 @@ ROLLBACK, NODE_MEMORY = "gpu_restore-2026-11-28", "raystow, node's memory"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-26", "control_plane-2026-11-23", "cpu_cold-2026-11-25-s3"
 DEFAULT, NODE, PEER, PINNED = "raystow deflate", "raystow deflate, node", "torch_checkpointing", "DCP async pinned"
 FAULTS, RANKS, SCALE = "faults-2026-11-25", "gpu_ranks-2026-11-27", "scale-2026-11-28"
+MEGATRON = "gpu_megatron-2026-11-28"
 STORE, MEMORY = "raystow, from the store", "raystow, from the node's memory"
 
 Row = tuple[str, ...]
@@ -167,9 +169,7 @@ def gpus() -> str:
 
     rows = (
         ("Two H200: durable after", "{:.2f} and {:.2f} s".format(*pair), "", PAIR),
-        ("One of them: durable after", f"{at(PAIR, 'steps', '1', 'alone', 0, 'durable s'):.2f} s", "", PAIR),
         ("Two H200: restore from the node's memory, each", "{:.1f} and {:.1f} GB/s".format(*both), "", PAIR),
-        ("One of them: the same", f"{at(PAIR, 'restore', 'alone', 0, 'GB/s'):.1f} GB/s", "", PAIR),
         (
             f"Four H100: added to a step of {at(RANKS, 'saves', DEFAULT, 'step ms'):.0f} ms",
             *(
@@ -187,6 +187,23 @@ def gpus() -> str:
         ),
     )
     return _with_files(("", "raystow", "torch_checkpointing"), rows)
+
+
+def megatron() -> str:
+    """Render saves and loads of Megatron-Core: the later saves and the last load of a run."""
+    of_rank = result(MEGATRON)["layouts"]["TP2"]["ranks"][0]  # type: ignore[index]
+    theirs = "torch_dist, dp_reshardable"
+
+    def seconds(figure: str, saves: slice) -> Row:
+        found = [statistics.median(of_rank[name][figure][saves]) for name in ("raystow", theirs, f"{theirs}, asynchronous")]
+        return "{:.2f} s".format(*found), "{1:.2f} s, {2:.2f} s".format(*found)
+
+    rows = (
+        ("Added to a step", *seconds("lost", slice(1, None))),
+        ("Durable after", *seconds("durable", slice(1, None))),
+        ("Load", *seconds("load", slice(-1, None))),
+    )
+    return table((f"[Two H200](../benchmarks/results/{MEGATRON}.json)", "raystow", "`torch_dist`, asynchronous"), rows)
 
 
 def control() -> str:
@@ -304,6 +321,7 @@ TABLES = {
     "saves": saves,
     "restores": restores,
     "gpus": gpus,
+    "megatron": megatron,
     "control": control,
     "scale": scale,
     "cpu": cpu,

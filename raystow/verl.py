@@ -1,4 +1,4 @@
-"""verl: importing this module makes verl's FSDP checkpoint manager and trainers save to a repository and load from it.
+"""verl: importing this module makes verl's checkpoint managers and trainers save to a repository and load from it.
 
 Name it in verl's configuration: ``model.external_lib=raystow.verl``.
 """
