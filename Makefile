@@ -90,19 +90,25 @@ test-frameworks: $(FRAMEWORKS)/ready $(VERL)/ready  ## tests with training frame
 	$(FRAMEWORKS)/bin/python -m pytest -m "$(MARK)" tests/integration/test_torch*.py tests/integration/test_deepspeed*.py
 	$(VERL)/bin/python -m pytest -m "$(MARK)" tests/integration/test_verl.py tests/integration/test_peft.py
 
+# verl itself is installed without what it needs for GPUs, rollouts and trackers, but with these.
+WITH_VERL := cachetools codetiming datasets fastapi hydra-core peft pillow pylatexenc "tensordict>=0.8,<=0.10" torchdata \
+	"transformers>=5.5.3,<5.11" uvicorn
+
 ifneq ($(PYTHON_MEGATRON),)
 test-megatron: $(MEGATRON)/ready
-	$(MEGATRON)/bin/python -m pytest -m "$(MARK)" tests/integration/test_megatron*.py
+	$(MEGATRON)/bin/python -m pytest -m "$(MARK)" tests/integration/test_*megatron*.py
 else
 test-megatron:
 	@echo "Skipped: tests with Megatron-Core need Python 3.12 or newer (PYTHON_MEGATRON=...)"
 endif
 
-# Without .venv below it, whose Python may be older.
+# Without .venv below it, whose Python may be older. Not all of verl's packages have a release for the pinned Triton.
 $(MEGATRON)/ready: pyproject.toml constraints.txt
 	$(PYTHON_MEGATRON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet -c constraints.txt torch
 	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e ".[megatron]" hypothesis "moto[server]" pytest pytest-xdist pyyaml
+	$(@D)/bin/python -m pip install --quiet --no-deps "verl<0.10"
+	$(@D)/bin/python -m pip install --quiet $(WITH_VERL)
 	touch $@
 
 # An environment on top of .venv: what these frameworks pin stays out of it, and torch and Ray are not installed twice.
@@ -121,11 +127,9 @@ $(FRAMEWORKS)/ready: $(FRAMEWORKS)/below
 	$(@D)/bin/python -m pip install --quiet --no-deps torchao
 	touch $@
 
-# verl itself without what it needs for GPUs, rollouts and trackers.
 $(VERL)/ready: $(VERL)/below
 	$(@D)/bin/python -m pip install --quiet --no-deps "verl<0.10" -e .
-	$(@D)/bin/python -m pip install --quiet -c constraints.txt cachetools codetiming datasets fastapi hydra-core peft pillow pylatexenc \
-		"tensordict>=0.8,<=0.10" torchdata "transformers>=5.5.3,<5.11" uvicorn
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt $(WITH_VERL)
 	touch $@
 
 test-trackers: $(READY)  ## versions in W&B, MLflow and TensorBoard (installs them, 0.1 GB)

@@ -2,7 +2,8 @@
 
 Two ranks train a GPT with ``DistributedOptimizer``, once with tensor and once with data parallelism. First they prove that a run
 whose ranks are killed resumes in the bits of an undisturbed one, and that the other layout restores the same state. Then saves
-and loads are timed: raystow's, and Megatron's ``torch_dist`` in both formats of the optimizer. ``--cpu`` needs no GPUs.
+and loads are timed: raystow's, and Megatron's ``torch_dist`` in both formats of the optimizer, also with NVRx if that is
+installed. On a single GPU there is one rank. ``--cpu`` needs no GPUs.
 """
 
 from __future__ import annotations
@@ -32,28 +33,37 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the training is 
 
 from gpu_megatron_ranks import AT, CONTESTANTS, SEED, STEPS, rank_main
 
-LAYOUTS = {"TP2": {"tp": 2}, "DP2": {"dp": 2}}
+LAYOUTS = {"TP2": {"tp": 2}, "DP2": {"dp": 2}, "DP1": {"dp": 1}}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A task of ``gpu_megatron_ranks`` on two ranks."""
+    """A task of ``gpu_megatron_ranks`` on the ranks of a layout."""
 
     task: str
     layout: dict[str, int]
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def ranks(self) -> int:
+        return self.layout.get("tp", 1) * self.layout.get("dp", 1)
+
 
 def launch(runs: list[Run], folder: Path) -> list[list[Any]]:
-    """Run tasks at the same time, each on two ranks, and return the results of their ranks; none of ranks that are killed."""
+    """Run tasks at the same time, and return the results of their ranks; none of ranks that are killed."""
     folder = Path(tempfile.mkdtemp(dir=folder))
     running = dict[psutil.Popen, tuple[Run, int]]()
     for number, run in enumerate(runs):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        for rank in range(2):
-            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            environment |= {"MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": "0"}
+        for rank in range(run.ranks):
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run.ranks)}
+            environment |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                "NCCL_NVLS_ENABLE": "0",
+            }
             environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
             result = str(folder / f"{number}-{rank}.json")
             options = {"layout": run.layout, "folder": str(folder), "result": result, **run.options}
@@ -67,7 +77,7 @@ def launch(runs: list[Run], folder: Path) -> list[list[Any]]:
             for process in alive:  # they wait for it
                 process.kill()
             raise SystemExit(f"a rank of {running[failed[0]][0]} has failed: {failed[0].returncode}")
-    results = [[folder / f"{number}-{rank}.json" for rank in range(2)] for number in range(len(runs))]
+    results = [[folder / f"{number}-{rank}.json" for rank in range(run.ranks)] for number, run in enumerate(runs)]
     return [[json.loads(path.read_text()) for path in paths if path.exists()] for paths in results]
 
 
@@ -113,10 +123,12 @@ def prove(layouts: list[str], size: dict[str, int], folder: Path, *, together: b
         said(name, "the state after loading", unequal(one, undisturbed))
         what = f"{len(one[0]['trace'])} digests of a rank, resumed after step {AT} until step {STEPS}"
         said(name, what, differences(one, undisturbed))
-    others = {name: next(other for other in LAYOUTS if other != name) for name in layouts}
-    moved = every([Run("train", sized[others[name]], {**again[name], "load": "other"}) for name in layouts])
-    for name, undisturbed, one in zip(layouts, begun[1::3], moved, strict=True):
-        said(name, f"the state loaded in {others[name]}", unequal(one, undisturbed))
+    pair = {"TP2": "DP2", "DP2": "TP2"}
+    others = {name: pair[name] for name in layouts if name in pair}
+    moved = every([Run("train", sized[others[name]], {**again[name], "load": "other"}) for name in others])
+    undisturbed_runs = dict(zip(layouts, begun[1::3], strict=True))
+    for name, one in zip(others, moved, strict=True):
+        said(name, f"the state loaded in {others[name]}", unequal(one, undisturbed_runs[name]))
     return found
 
 
@@ -148,7 +160,9 @@ def main(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
     store: Annotated[Path, typer.Option(help="parent folder of the checkpoints, deleted at the end")] = Path("/dev/shm"),
     contestant: Annotated[list[str] | None, typer.Option(help="contestant to measure (repeatable); default: all")] = None,
-    layout: Annotated[list[str] | None, typer.Option(help=f"one of {', '.join(LAYOUTS)} (repeatable); default: all")] = None,
+    layout: Annotated[
+        list[str] | None, typer.Option(help=f"one of {', '.join(LAYOUTS)} (repeatable); default: those of as many ranks as GPUs")
+    ] = None,
     proof: Annotated[bool, typer.Option(help="prove that runs resume")] = True,
     figures: Annotated[bool, typer.Option(help="measure saves and loads")] = True,
     cpu: Annotated[bool, typer.Option(help="try the script on a CPU, with a small model")] = False,
@@ -160,6 +174,8 @@ def main(
         rank_main(task, json.loads(options))
         return
     console, contestants, layouts = Console(width=160), report.chosen(contestant, CONTESTANTS), report.chosen(layout, LAYOUTS)
+    if not layout:
+        layouts = ["DP1"] if torch.cuda.device_count() == 1 else ["TP2", "DP2"]
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     size = {"layers": 4, "hidden": 64} if cpu else {"layers": layers, "hidden": hidden, "length": 512, "vocabulary": 32_768}

@@ -7,6 +7,7 @@ state, random generators. The first that differs names the cause.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -202,13 +203,16 @@ def of_raystow(training: Training, about: dict[str, Any], step: float, *, cache:
         return found | {"stored": version.bytes, "peak with loads": report.peak_memory()}
 
 
-def of_megatron(training: Training, about: dict[str, Any], step: float, *, sharding: str, asynchronous: bool) -> dict[str, Any]:
-    """Figures of Megatron's ``torch_dist``. Asynchronous saves are those of Megatron-Core itself, in a process of their own."""
+def of_megatron(
+    training: Training, about: dict[str, Any], step: float, *, sharding: str, asynchronous: str = ""
+) -> dict[str, Any]:
+    """Figures of Megatron's ``torch_dist``. ``asynchronous``: whose saves in a process of their own, "mcore" or "nvrx"."""
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
 
     folder = Path(about["folder"]) / f"{sharding}-{asynchronous}"
-    metadata, queue = {"distrib_optim_sharding_type": sharding}, AsyncCallsQueue()
+    _, modules = get_async_strategy(asynchronous or "mcore")
+    metadata, queue = {"distrib_optim_sharding_type": sharding}, modules["AsyncCallsQueue"](persistent=asynchronous == "nvrx")
     lost, durable = [], []
     for _ in range(2):
         dist.barrier()
@@ -221,7 +225,11 @@ def of_megatron(training: Training, about: dict[str, Any], step: float, *, shard
         def save_and_train() -> None:
             state = training.state(metadata=metadata)
             request = dist_checkpointing.save(
-                state, str(folder), async_sharded_save=asynchronous, async_strategy="mcore", validate_access_integrity=False
+                state,
+                str(folder),
+                async_sharded_save=bool(asynchronous),
+                async_strategy=asynchronous or "mcore",
+                validate_access_integrity=False,
             )
             if asynchronous:
                 queue.schedule_async_request(request)
@@ -267,8 +275,12 @@ def synchronize() -> None:
 CONTESTANTS: dict[str, Callable[[Training, dict[str, Any], float], dict[str, Any]]] = {
     "raystow": of_raystow,
     UNCACHED: functools.partial(of_raystow, cache=0),
-    "torch_dist, dp_reshardable": functools.partial(of_megatron, sharding="dp_reshardable", asynchronous=False),
-    "torch_dist, fully_reshardable": functools.partial(of_megatron, sharding="fully_reshardable", asynchronous=False),
-    "torch_dist, dp_reshardable, asynchronous": functools.partial(of_megatron, sharding="dp_reshardable", asynchronous=True),
+    "torch_dist, dp_reshardable": functools.partial(of_megatron, sharding="dp_reshardable"),
+    "torch_dist, fully_reshardable": functools.partial(of_megatron, sharding="fully_reshardable"),
+    "torch_dist, dp_reshardable, asynchronous": functools.partial(of_megatron, sharding="dp_reshardable", asynchronous="mcore"),
 }
+if importlib.util.find_spec("nvidia_resiliency_ext") is not None:
+    CONTESTANTS["torch_dist, dp_reshardable, NVRx"] = functools.partial(
+        of_megatron, sharding="dp_reshardable", asynchronous="nvrx"
+    )
 TASKS = {"train": train, "measure": measure}
