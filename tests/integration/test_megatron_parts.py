@@ -137,7 +137,7 @@ def test_the_end_of_training_raises_why_the_last_save_failed() -> None:
         saves.close()
 
 
-def test_a_folder_names_versions_and_newer_checkpoints_of_megatron(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_folder_names_versions_and_newer_saves_of_megatron(cluster: Cluster, tmp_path: Path) -> None:
     uri, folder = str(tmp_path / "run"), tmp_path / "checkpoints"
     tracker = folder / "latest_checkpointed_iteration.txt"
     with raystow.Checkpointer(uri) as checkpointer:

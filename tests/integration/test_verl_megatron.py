@@ -21,9 +21,10 @@ STEP = 2
 
 def manager(training: Training, **options: Any) -> Any:
     """Make verl's manager as its engine does with the default configuration, except that no bridge to Hugging Face is there."""
-    import raystow.verl
     from omegaconf import OmegaConf
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+
+    import raystow.verl
 
     assert raystow.verl
     megatron = {"dist_ckpt_optim_fully_reshardable": False, "distrib_optim_fully_reshardable_mem_efficient": False}

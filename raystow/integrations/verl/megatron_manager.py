@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.distributed import DistributedDataParallel
 from verl.utils.checkpoint import megatron_checkpoint_manager as of_verl
@@ -147,4 +148,4 @@ def _offloaded(manager: MegatronCheckpointManager) -> bool:
 def _copied(leaf: object) -> object:
     if not isinstance(leaf, Boxes):
         return leaf
-    return Boxes(tuple(replace(box, local=box.local.to("cpu", copy=True)) for box in leaf.boxes))
+    return Boxes(tuple(replace(box, local=torch.as_tensor(box.local).to("cpu", copy=True)) for box in leaf.boxes))
