@@ -58,6 +58,8 @@ def load(training: Training, uri: str, steps: int = 0) -> tuple[Any, list[str]]:
         pytest.param(Layout(tp=2, sharded=False), id="tensors-mixed-precision"),
         pytest.param(Layout(tp=2), id="tensors", marks=pytest.mark.long),
         pytest.param(Layout(pp=2), id="pipeline", marks=pytest.mark.long),
+        pytest.param(Layout(pp=2, chunks=2), id="virtual-stages", marks=pytest.mark.long),
+        pytest.param(Layout(dp=2, ep=2, experts=4), id="experts", marks=pytest.mark.long),
     ],
 )
 def test_megatron_resumes_bit_for_bit(cluster: Cluster, tmp_path: Path, layout: Layout) -> None:
