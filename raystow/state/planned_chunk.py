@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..storage.coding import kernels
 from ..storage.coding.kernels import Bytes
 from ..storage.format.boxes import Box
 from ..storage.format.manifest import path_text
@@ -98,7 +99,7 @@ class PlannedChunk(ShardRange):
             return
         source = self.bits
         if isinstance(source, np.ndarray):
-            np.copyto(out.view(source.dtype).reshape(source.shape), source)
+            kernels.copy(source, out)
         else:
             import torch
 

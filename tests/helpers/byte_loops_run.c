@@ -19,6 +19,7 @@ void pack7(const uint8_t *plane, uint8_t *packed, size_t groups);
 void unpack7(const uint8_t *packed, uint8_t *plane, size_t groups);
 void weighted_sums(const void *words, size_t count, const uint64_t *keys, size_t block, uint64_t *sums);
 void weighted_sum_triples(const void *words, size_t count, const uint64_t *keys, size_t block, uint64_t *sums, size_t blocks);
+void copy_streaming(const uint8_t *source, size_t size, uint8_t *target);
 size_t zstd_encode(
     zstd_call *one, void *context, const uint8_t *plane, size_t total, size_t stream, uint8_t *coded, size_t room, uint64_t *sizes
 );
@@ -83,6 +84,8 @@ int main(void) {
         fill(a, 4 * count), fill(keys, 3 * block * 8);
         weighted_sums(a, count, keys, block, sums), show("weighted_sums", count, sums, blocks * 8);
         weighted_sum_triples(a, count, keys, block, sums, blocks), show("weighted_sum_triples", count, sums, 3 * blocks * 8);
+        memset(c, 0, 2 * count), fill(a, count), copy_streaming(a + 1, count - 1, c + count % 37);
+        show("copy_streaming", count, c, 2 * count);
         uint64_t sizes[64];
         size_t frames = (count + 99) / 100, ended[3];
         ended[0] = zstd_encode(copy, 0, a, count, 100, b, count, sizes);

@@ -200,6 +200,29 @@ void weighted_sum_triples(
     }
 }
 
+/* Copies bytes with stores that do not load the target into the caches. Others see them when it has returned. */
+void copy_streaming(const word8 *restrict source, size_t size, word8 *restrict target) {
+    const size_t step = 32;
+    size_t head = -(uintptr_t)target % step, i = 0;
+    volatile word8 *bytes = target; /* one at a time: else the compiler calls memcpy */
+    for (; i < size && i < head; i++) bytes[i] = source[i];
+#ifdef __AVX2__
+    for (; i + 2 * step <= size; i += 2 * step) {
+        const __m256i *from = (const __m256i *)(source + i);
+        __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
+        _mm_prefetch((const char *)from + 1024, _MM_HINT_NTA); /* beyond the end, too: it never faults */
+        _mm256_stream_si256((__m256i *)(target + i), a);
+        _mm256_stream_si256((__m256i *)(target + i) + 1, b);
+    }
+    _mm_sfence();
+#else
+    for (; i + step <= size; i += step)
+        __asm__ volatile("ldp q0, q1, [%0]\n\tstnp q0, q1, [%1]" : : "r"(source + i), "r"(target + i) : "v0", "v1", "memory");
+    __asm__ volatile("dmb ishst" : : : "memory");
+#endif
+    for (; i < size; i++) bytes[i] = source[i];
+}
+
 /* A function of the zstd library: it returns a size, or an error code beyond all sizes. */
 typedef size_t zstd_call(void *context, void *target, size_t room, const void *source, size_t size);
 

@@ -23,6 +23,11 @@ def _slabs(count: int) -> Iterator[slice]:
     return (slice(start, min(start + _SLAB, count)) for start in range(0, count, _SLAB))
 
 
+def copy(words: Words, out: Bytes) -> None:
+    """The bytes of an array, in C order, into ``out``."""
+    np.copyto(out.view(words.dtype).reshape(words.shape), words)
+
+
 def split(words: Words, rotate: bool, planes: tuple[Bytes, ...]) -> None:
     """Byte ``p`` of every word into ``planes[p]``; each word rotated left by one bit before if ``rotate``."""
     one, top = _shifts(words)

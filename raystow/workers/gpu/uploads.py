@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...state.chunk_info import HOST_CHUNK
+from ...storage.coding import kernels
 from ...storage.coding.kernels import Bytes
 from .encode_request import Source
 from .pinned_memory import BUFFERS, PinnedMemory
@@ -49,7 +49,7 @@ class Uploads:
                         copies.append(self._send(*filling.popleft()))
                     slot = self._free_slot()
                     place = self._slot(slot)[: source.nbytes]
-                    filling.append((place, slot, _threads().submit(_fill, words, place)))
+                    filling.append((place, slot, _threads().submit(kernels.copy, words, place)))
                 while filling and (filling[0][2] is None or filling[0][2].done()):
                     copies.append(self._send(*filling.popleft()))
             while filling:
@@ -88,13 +88,6 @@ class Uploads:
             self._buffer = BUFFERS.take(_PINNED)
             self._buffer.wait(0)
         return self._buffer.memory[number * HOST_CHUNK : (number + 1) * HOST_CHUNK]
-
-
-def _fill(words: npt.NDArray[np.void], place: Bytes) -> None:
-    if words.flags.c_contiguous:
-        np.copyto(place, words.reshape(-1).view(np.uint8))
-    else:
-        np.copyto(place.view(words.dtype).reshape(words.shape), words)
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def test_the_loops_of_all_machines_return_the_same_bytes(tmp_path: Path) -> None
         command = [*(emulator if machine == "aarch64" else []), program]
         printed.append(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
     assert printed[0] == printed[1]
-    assert len(printed[0].splitlines()) == 7 * (12 + 8 + 6)
+    assert len(printed[0].splitlines()) == 7 * (12 + 8 + 7)
 
 
 def results(seed: int, count: int) -> Iterator[bytes]:
@@ -90,6 +90,11 @@ def encoded(seed: int, count: int) -> Iterator[bytes]:
         yield out.tobytes()
         kernels.subtract(words, base, base)
         assert base.tobytes() == out.tobytes()
+    for start, words in enumerate((out[:1], out, out[1:], np.resize(out, (kernels.STREAMED, 3)), np.resize(out, (500, 900)).T)):
+        room = np.zeros(words.nbytes + 9, np.uint8)
+        kernels.copy(words, room[start : start + words.nbytes])
+        assert room.tobytes() == bytes(start) + words.tobytes() + bytes(9 - start)
+        yield room.tobytes()
     packed = np.zeros(7 * count, np.uint8)
     kernels.pack7(random.integers(0, 256, 8 * count, np.uint8), packed)
     yield packed.tobytes()
@@ -112,6 +117,7 @@ def test_numpy_returns_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPatc
         lambda few, many: kernels.add(many, few),
         lambda few, many: kernels.split(many.view(np.uint16), True, (few, many)),
         lambda few, many: kernels.subtract(many, many, few),
+        lambda few, many: kernels.copy(many, few),
         lambda few, many: kernels.pack7(many, few),
         lambda few, many: kernels.unpack7(few, many),
         lambda few, many: kernels.weighted_sums(many.view(np.uint32), digest.WORD_KEYS, np.empty(2, np.uint64)),
