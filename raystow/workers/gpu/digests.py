@@ -62,16 +62,26 @@ class Digests:
             All sums before ``storage.coding.digest.finish``: int64 [sources] in pinned memory; with keys [3, sources], the second
             number of each pair in two halves. They are there when the current stream has come so far.
         """
+        sums = self.on_device()
+        host_sums = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
+        return host_sums[0] if self._keys is None else host_sums
+
+    def on_device(self) -> torch.Tensor:
+        """Take them on the current stream; return all sums in device memory: int64 [1, sources], with keys [3, sources]."""
         sums = torch.zeros((self._rows, self._count), dtype=torch.int64, device=self._device)
         for batch in self._batches:
             self._add(batch, sums)
         for some in self._scattered:  # few at a time: their copies' memory is used again on this stream only
             copies = self._uploads.gathered([source for _, source in some])
-            chunks = [(i, copy.data_ptr(), source.nbytes) for (i, source), copy in zip(some, copies, strict=True)]
-            self._add(self._batch(chunks, some[0][1].dtype.width), sums)
+            self.add_copies([i for i, _ in some], copies, some[0][1].dtype.width, sums)
             del copies
-        host_sums = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
-        return host_sums[0] if self._keys is None else host_sums
+        return sums
+
+    def add_copies(self, numbers: Sequence[int], copies: Sequence[torch.Tensor], width: int, sums: torch.Tensor) -> None:
+        """Take those of copies of chunks on the current stream, into ``sums`` as ``on_device`` returns them, at ``numbers``.
+        ``width``: bytes of their words."""
+        chunks = [(i, copy.data_ptr(), copy.nbytes) for i, copy in zip(numbers, copies, strict=True)]
+        self._add(self._batch(chunks, width), sums)
 
     def _batch(self, chunks: Sequence[tuple[int, int, int]], width: int) -> _Batch:
         numbers, addresses, sizes = zip(*chunks, strict=True)

@@ -16,6 +16,7 @@ from torch.cuda import Event
 
 from ....state.planned_chunk import PlannedDerived
 from ....storage.coding.digest import finish
+from ....storage.runtime.batches import batches
 from ...protocol.messages import DerivedChunk
 from .. import kernel_args
 from ..digests import Digests
@@ -24,6 +25,7 @@ from ..uploads import Uploads
 
 _PRIORITY = 0  # of the stream: lower than the reading, on which all copies to the host wait
 _LAUNCH = 8  # chunks that one launch compares: a longer launch would delay the coder, and thereby the reading
+_COPIED = 96 << 20  # bytes of pairs that are copied in device memory at a time
 
 Pairs = Sequence[PlannedDerived]
 
@@ -72,32 +74,45 @@ class DerivedChecker:
         self._stream = torch.cuda.Stream(device, priority=_PRIORITY)
         rows = np.array([_row(one) for one in self._ordered], np.int64)
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            self._digests = Digests([one.piece for one in self._ordered], device, uploads=self._uploads)
+            placed = [i for i, one in enumerate(self._ordered) if not _kind(one)[2]]
+            self._digests = Digests([self._ordered[i].piece for i in placed], device, uploads=self._uploads)
             self._table = kernel_args.upload(rows, device)
+            self._placed = kernel_args.upload(np.array(placed), device) if placed else None
+        self._sizes = rows[:, 2]
         self._launches, end = list[tuple[slice, int, str, int]](), 0  # rows, width, ``rounded`` and ``largest`` of each
         for (rounded, width, scattered), alike in itertools.groupby(self._ordered, _kind):
-            begin, end = end, end + len(list(alike))
-            step = 1 if scattered else _LAUNCH  # so that there is one pair of copies at a time
-            for first in range(begin, end, step):
-                some = slice(first, min(first + step, end))
+            for pairs in batches(alike, _copied, _COPIED) if scattered else batches(alike, lambda pair: 1, _LAUNCH):
+                some = slice(end, end := end + len(pairs))
                 self._launches.append((some, width, rounded, int(rows[some, 2].max())))
 
     def check(self, *, after: Event) -> DerivedCheck:
         """Begin to check, after a CUDA event."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
-            misses = torch.zeros(len(self._table), dtype=torch.int64, device=self._device)
+            sums, misses = (torch.zeros(len(self._ordered), dtype=torch.int64, device=self._device) for _ in range(2))
             for some, width, rounded, largest in self._launches:
-                table, copies = self._table[some], list[torch.Tensor]()
-                if _kind(pair := self._ordered[some.start])[2]:
-                    copies = self._uploads.words([pair.source]) if rounded and pair.source.on_host else []
-                    copies += self._uploads.gathered([pair.piece] if copies else [pair.source, pair.piece])
-                    row = np.array([[*(copy.data_ptr() for copy in copies), largest]], np.int64)
-                    table = kernel_args.upload(row, self._device)
+                pairs, table, copies = self._ordered[some], self._table[some], list[torch.Tensor]()
+                if _kind(pairs[0])[2]:
+                    pieces = self._uploads.gathered([pair.piece for pair in pairs])
+                    copies = [*self._sources(pairs, rounded), *pieces]
+                    rows = np.array([copy.data_ptr() for copy in copies]).reshape(2, -1)
+                    table = kernel_args.upload(np.stack([*rows, self._sizes[some]], axis=1), self._device)
+                    self._digests.add_copies(range(some.start, some.stop), pieces, width, sums[None])
+                    del pieces
                 word_kernels.compare(table, largest, width=width, rounded=rounded, misses=misses[some])
                 del copies  # their memory is used again on this stream only
-            missed = copy_kernels.to_host(misses)
-            return DerivedCheck(self._ordered, self._digests.take(), missed, self._stream.record_event())
+            if self._placed is not None:
+                sums[self._placed] = self._digests.on_device()[0]
+            found, missed = copy_kernels.to_host(sums), copy_kernels.to_host(misses)
+            return DerivedCheck(self._ordered, found, missed, self._stream.record_event())
+
+    def _sources(self, pairs: Pairs, rounded: str) -> list[torch.Tensor]:
+        """Return the words of sources, those in host memory before they are rounded if the pieces are rounded from them."""
+        sources = [pair.source for pair in pairs]
+        if not rounded:
+            return self._uploads.gathered(sources)
+        words = iter(self._uploads.words([source for source in sources if source.on_host]))
+        return [next(words) if source.on_host else source.gather() for source in sources]
 
 
 def check_derived(
@@ -120,6 +135,10 @@ def _kind(pair: PlannedDerived) -> tuple[str, int, bool]:
     if piece.dtype.name != source.dtype.name:
         return piece.dtype.name, piece.dtype.width, piece.on_host or source.on_host
     return "", piece.dtype.width, piece.address is None or source.address is None
+
+
+def _copied(pair: PlannedDerived) -> int:
+    return pair.piece.nbytes + pair.source.nbytes
 
 
 def _row(pair: PlannedDerived) -> tuple[int, int, int]:
