@@ -95,11 +95,14 @@ def test_weights_that_follow_from_the_master_copy_are_not_stored(folder: Path) -
     state = {f"master.{name}": value for name, value in model().items()}
     state |= {"model.plain": state["master.plain"].bfloat16(), "model.pinned": state["master.pinned"].bfloat16()}
     state["master.copy"] = state["master.pinned"].clone()
+    state["model.changed"] = state["model.pinned"].clone()
+    state["model.changed"].view(torch.int16)[-20 * MIB] ^= 1
     with LocalCluster(str(folder), memory=512 * MIB, host=0, codec="deflate") as cluster:
         version = cluster.save(state, step=1)
         assert all(same_bits(state[name], tensor) for name, tensor in restored(cluster, state).items())
         for name in ("model.plain", "model.pinned", "master.copy"):
             assert all(row.derivation is not None for row in version.chunks[name]), name
+        assert sum(row.derivation is None for row in version.chunks["model.changed"]) == 1
         cluster.repository.verify(version)
 
 
