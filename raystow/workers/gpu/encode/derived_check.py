@@ -25,7 +25,7 @@ from ..uploads import Uploads
 
 _PRIORITY = 0  # of the stream: lower than the reading, on which all copies to the host wait
 _LAUNCH = 8  # chunks that one launch compares: a longer launch would delay the coder, and thereby the reading
-_COPIED = 96 << 20  # bytes of pairs that are copied in device memory at a time
+_COPIED = 128 << 20  # bytes of pairs that are copied in device memory at a time
 
 Pairs = Sequence[PlannedDerived]
 
@@ -93,12 +93,10 @@ class DerivedChecker:
             for some, width, rounded, largest in self._launches:
                 pairs, table, copies = self._ordered[some], self._table[some], list[torch.Tensor]()
                 if _kind(pairs[0])[2]:
-                    pieces = self._uploads.gathered([pair.piece for pair in pairs])
-                    copies = [*self._sources(pairs, rounded), *pieces]
+                    copies = self._copies(pairs, rounded)
                     rows = np.array([copy.data_ptr() for copy in copies]).reshape(2, -1)
                     table = kernel_args.upload(np.stack([*rows, self._sizes[some]], axis=1), self._device)
-                    self._digests.add_copies(range(some.start, some.stop), pieces, width, sums[None])
-                    del pieces
+                    self._digests.add_copies(range(some.start, some.stop), copies[len(pairs) :], width, sums[None])
                 word_kernels.compare(table, largest, width=width, rounded=rounded, misses=misses[some])
                 del copies  # their memory is used again on this stream only
             if self._placed is not None:
@@ -106,13 +104,16 @@ class DerivedChecker:
             found, missed = copy_kernels.to_host(sums), copy_kernels.to_host(misses)
             return DerivedCheck(self._ordered, found, missed, self._stream.record_event())
 
-    def _sources(self, pairs: Pairs, rounded: str) -> list[torch.Tensor]:
-        """Return the words of sources, those in host memory before they are rounded if the pieces are rounded from them."""
-        sources = [pair.source for pair in pairs]
-        if not rounded:
-            return self._uploads.gathered(sources)
-        words = iter(self._uploads.words([source for source in sources if source.on_host]))
-        return [next(words) if source.on_host else source.gather() for source in sources]
+    def _copies(self, pairs: Pairs, rounded: str) -> list[torch.Tensor]:
+        """Return the words of all sources, then those of all pieces. Those of sources in host memory are not rounded by their own
+        rule if the pieces are rounded from them."""
+        ends = [*(pair.source for pair in pairs), *(pair.piece for pair in pairs)]
+        copies = iter(self._uploads.words([one for one in ends if one.on_host]))
+        exact = len(pairs) if rounded else 0
+        return [
+            (next(copies) if i < exact else one.gather(next(copies))) if one.on_host else one.gather()
+            for i, one in enumerate(ends)
+        ]
 
 
 def check_derived(
