@@ -106,7 +106,7 @@ def _same(what: str, sizes: Iterable[int], size: int) -> None:
 
 @_or_loops
 def copy(found: ctypes.CDLL, words: Words, out: Bytes) -> None:
-    """The bytes of an array, in C order, into ``out``. Many bytes pass the caches: that takes half the time, and what the
+    """The bytes of an array, in C order, into ``out``. Many bytes pass the caches: that takes less time, and what the
     training has in the caches stays there."""
     _same("words and copy", (out.size,), words.nbytes)
     if words.nbytes < STREAMED or not words.flags.c_contiguous:
