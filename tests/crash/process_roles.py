@@ -169,7 +169,7 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
 
 
 def _buffer(request: Message, control: Control, trip: Tripwire) -> None:
-    """A part, which saves with the training when it is told of a save."""
+    """A part, which waits for each save of the ranks."""
     _connect(request, control, trip)
     part = Part(request["uri"], "buffer", memory=8 * SLOT, compression=Compression(delta=2))
     state = blank(rank=PART_RANK)
