@@ -38,7 +38,7 @@ from integration.verl_toy import BATCH
 from raystow.integrations.verl import install
 from raystow.integrations.verl.settings import VARIABLE
 from raystow.integrations.verl.step_folder import read_files
-from raystow.integrations.verl.training_process import Commit, Part, TrainingProcess
+from raystow.integrations.verl.training_process import Commit, RoleState, TrainingProcess
 
 _METHODS.set_forkserver_preload(["integration.verl_toy", "integration.verl_sft"])  # importing verl takes ten seconds
 
@@ -286,7 +286,7 @@ def test_an_api_that_has_changed_names_the_tried_version(monkeypatch: pytest.Mon
 
 def test_a_save_that_no_trainer_commits_is_refused() -> None:
     process = TrainingProcess()
-    part = Part("actor", 1, {}, torch.nn.Linear(1, 1), torch.device("cpu"), None, None)
+    part = RoleState("actor", 1, {}, torch.nn.Linear(1, 1), torch.device("cpu"), None, None)
     process.add(part)
     with pytest.raises(raystow.StateError, match=r"step 1.*does not finish its saves"):
         process.add(dataclasses.replace(part, step=2))
