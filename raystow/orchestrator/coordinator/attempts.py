@@ -161,8 +161,9 @@ class Coordinator:
             attempt.join(begin, now)
             if attempt.parts:
                 self.changes += 1  # parts that wait can begin
+        adds_nothing = is_part(begin.request.rank) and begin.node in attempt.nodes  # to the record
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
-        if (too_large := attempt.too_large) is not None:
+        if not adds_nothing and (too_large := attempt.too_large) is not None:
             self._abort(attempt, too_large)
         left, about_base = max(0.0, attempt.deadline - now), (attempt.base, attempt.deltas)
         return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, *about_base, attempt.span.trace)
