@@ -29,6 +29,7 @@ from raystow.orchestrator import ray_cluster
 from raystow.orchestrator.client import checkpointer, startup
 from raystow.orchestrator.client.options import Compression
 from raystow.orchestrator.client.part import Part
+from raystow.orchestrator.client.pending import Pending
 from raystow.orchestrator.coordinator import actor as coordinator_actor
 from raystow.orchestrator.coordinator import opened, upkeep
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
@@ -38,7 +39,6 @@ from raystow.storage.errors import RaystowError, SaveFailed
 from raystow.storage.retention.policy import Policy
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
-from raystow.storage.versions.version import Version
 from raystow.workers.node import actor as node_actor
 from raystow.workers.node.node import Node
 from raystow.workers.protocol.messages import START, OpenJournal
@@ -165,7 +165,7 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
             continue
         step, salt = order["step"], order["salt"]
         pending = ckpt.save(state_at(step, salt, rank=rank), step=step, metrics={"salt": salt}, cut={"salt": salt})
-        _report(control, pending.result)
+        _report(control, pending)
 
 
 def _buffer(request: Message, control: Control, trip: Tripwire) -> None:
@@ -177,21 +177,20 @@ def _buffer(request: Message, control: Control, trip: Tripwire) -> None:
     whole = version is None or same_bits(state, state_at(version.step, version.metrics["salt"], rank=PART_RANK))
     control.send(ready={"version": 0 if version is None else version.id, "whole": whole})
 
-    def follow(step: int) -> Version:
-        begun = part.wait_for(step)
-        return part.save(state_at(begun.step, begun.cut["salt"], rank=PART_RANK), step=begun.step).result()
-
+    step = 0
     while True:
-        step = control.receive()["step"]
-        _report(control, lambda: follow(step))  # noqa: B023 (called at once)
+        begun = part.wait_for(step)
+        step = begun.step + 1
+        state = state_at(begun.step, begun.cut["salt"], rank=PART_RANK)
+        _report(control, part.save(state, step=begun.step))
 
 
-def _report(control: Control, save: Callable[[], Version]) -> None:
+def _report(control: Control, pending: Pending) -> None:
     """Send the outcome of a save to the harness."""
     try:
-        control.send(outcome={"version": save().id})
+        control.send(outcome={"step": pending.step, "version": pending.result().id})
     except RaystowError as error:
-        control.send(outcome={"error": str(error), "failed": isinstance(error, SaveFailed)})
+        control.send(outcome={"step": pending.step, "error": str(error), "failed": isinstance(error, SaveFailed)})
 
 
 def _actor(name: str, method: Callable[[], Any]) -> Callable[..., Any]:

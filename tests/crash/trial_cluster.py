@@ -113,12 +113,22 @@ class TrialCluster:
         self.until(lambda: all(self._is_ready(name) for name in names), "the cluster to be ready")
 
     def save(self, step: int, salt: int) -> list[Message]:
-        """Let the training save, and return the outcomes that its processes received; fewer if it was restarted meanwhile."""
+        """Let the training save, and return the outcomes that its processes received, also of earlier saves; fewer if it was
+        restarted meanwhile, and none of the part while it waits for a later save of the ranks."""
         savers = [self.processes[name] for name in self.training]
-        for proc in savers:
+        for proc in savers[:WORLD_SIZE]:
             proc.tell(step=step, salt=salt)
-        self.until(lambda: all(proc.doomed or "outcome" in proc.said for proc in savers), f"the save of step {step}")
-        return [proc.said.pop("outcome")[0] for proc in savers if "outcome" in proc.said]
+
+        def has_ended(proc: Proc) -> bool:
+            return proc.doomed or any(outcome["step"] == step for outcome in proc.said.get("outcome", ()))
+
+        def all_ended() -> bool:
+            ranks = savers[:WORLD_SIZE]
+            failed = any("error" in outcome for proc in ranks for outcome in proc.said.get("outcome", ()))
+            return all(map(has_ended, ranks if failed else savers))
+
+        self.until(all_ended, f"the save of step {step}")
+        return [outcome for proc in savers for outcome in proc.said.pop("outcome", ())]
 
     def record(self, step: int) -> None:
         """Let both ranks record the steps up to ``step``, and wait until the coordinator has settled their segment, or the
