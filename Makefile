@@ -144,7 +144,7 @@ SOAK ?= tests
 soak: $(READY)  ## slow tests except drills: one to two hours on two cores; SOAK=tests/simulation selects some
 	$(BIN)/pytest -v -m "slow and not drill" $(SOAK)
 
-drills: $(READY)  ## kill and freeze processes of real clusters; write the table of docs/failures.md (35 minutes)
+drills: $(READY)  ## kill and freeze processes of real clusters; write the table of docs/failures.md (45 minutes)
 	$(BIN)/pytest tests/drills --drill-table=docs/failures.md
 
 FUZZ_SECONDS ?= 60

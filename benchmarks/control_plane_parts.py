@@ -1,18 +1,22 @@
 """Measure what parts cost the coordinator, compared with as many more ranks.
 
 ``python benchmarks/control_plane_parts.py`` drives the coordinator's state machine and its committer, with a store in memory,
-through whole saves by eight ranks or parts on each node, and prints the CPU time of one save.
+through whole saves by eight ranks or parts on each node. It writes the CPU time of one save, the least of several rounds, in
+which the cases take turns.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
+import report
 from control_plane_save import DIGESTS, RANKS
 from helpers.begins import begin_of
 from helpers.builders import memory_repository
 from helpers.processes import incarnation
+from rich.console import Console
 
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.storage.commit.committer import Committer
@@ -21,7 +25,8 @@ from raystow.storage.format.version_record import FragmentInfo
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.workers.protocol.messages import COORDINATOR_REQUESTS, Begin, Ticket, decode, encode
 
-_SAVES = 20
+_SAVES, _ROUNDS = 20, 7
+_RANKS, _MORE = 256, (16, 256)
 
 
 def cost(ranks: int, parts: int) -> float:
@@ -62,12 +67,22 @@ def cost(ranks: int, parts: int) -> float:
 
 
 def main() -> None:
-    """Print the costs."""
-    without = cost(256, 0)
-    print(f"256 ranks: {without * 1e3:.1f} ms")
-    for count in (16, 256):
-        more_ranks, more_parts = cost(256 + count, 0) - without, cost(256, count) - without
-        print(f"{count} more ranks: {more_ranks * 1e3:.2f} ms, {count} parts: {more_parts * 1e3:.2f} ms")
+    """Measure the costs, print them and write the result file."""
+    about = report.about("raystow", "ray")
+    cases = [(_RANKS, 0), *((_RANKS + more, 0) for more in _MORE), *((_RANKS, more) for more in _MORE)]
+    rounds = [[cost(*case) for case in cases] for _ in range(_ROUNDS)]
+    least = dict(zip(cases, map(min, zip(*rounds, strict=True)), strict=True))
+    alone = least[_RANKS, 0]
+    added = {more: [1e3 * (least[case] - alone) for case in ((_RANKS + more, 0), (_RANKS, more))] for more in _MORE}
+    held = {f"{more} parts cost less than as many ranks": parts < ranks for more, (ranks, parts) in added.items()}
+    table = report.table_of(f"CPU time of a save: {1e3 * alone:.1f} ms by {_RANKS} ranks, and", "ranks, ms", "parts, ms")
+    for more, figures in added.items():
+        table.add_row(f"{more} more", *(f"{figure:.2f}" for figure in figures))
+    console = Console()
+    report.show(console, [table], held)
+    figures_of = {more: {"as ranks ms": ranks, "as parts ms": parts} for more, (ranks, parts) in added.items()}
+    results = {"ranks": _RANKS, "ms": 1e3 * alone, "more": figures_of}
+    report.write(console, Path(__file__).parent / "results", "control_plane_parts", {**about, "results": results, "claims": held})
 
 
 if __name__ == "__main__":

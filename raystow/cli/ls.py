@@ -14,7 +14,7 @@ from .target import Target, open_target, segment_fields, segments_text
 def ls(
     uri: Uri,
     long: Annotated[
-        bool, typer.Option("--long", "-l", help="Add the world size; reads one more small object per version.")
+        bool, typer.Option("--long", "-l", help="Add world size and parts; reads one more small object per version.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -32,7 +32,7 @@ def ls(
         for version in versions:
             sizes = {"raw": version.raw, "ratio": ratio(version.bytes, version.raw)}
             rest = {"groups": version.entry.groups or None, "pins": target.pins(version.id)}
-            ranks = {"world_size": version.world_size} if long else {}
+            ranks = {"world_size": version.world_size, "parts": version.parts()} if long else {}
             row = {**target.fields(version.entry), **ranks, **sizes, **rest}
             at = target.rolled_back(version.id)
             rows["versions" if at is None else "rolled_back"].append(row | ({"at": at} if at is not None else {}))
@@ -49,6 +49,7 @@ def ls(
         *first, stored = target.cells(version.entry)
         ranks_cell = [str(version.world_size)] if long else []
         notes = [f"{' and '.join(version.entry.groups)} only"] if version.entry.groups else []
+        notes += [f"with {' and '.join(parts)}"] if long and (parts := version.parts()) else []
         notes += [f"exported to {place}" for place, id in target.root.exports.items() if id == version.id]
         notes += ["rolled back"] if target.rolled_back(version.id) is not None else []
         sizes_cells = [size(version.raw), stored, ratio_text(version.bytes, version.raw)]

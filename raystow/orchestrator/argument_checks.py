@@ -66,18 +66,18 @@ def part_names(parts: object) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def metrics_of(metrics: object) -> dict[str, object]:
-    """The metrics of a save: plain values by name. A tensor, array or numpy scalar becomes the number that it has."""
+def metrics_of(metrics: object, what: str = "metrics") -> dict[str, object]:
+    """The metrics or cut of a save: plain values by name. A tensor, array or numpy scalar becomes the number that it has."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise refused("metrics", metrics, "a dict of plain values by name", "None")
+        raise refused(what, metrics, "a dict of plain values by name", "None")
     found = {name: _number_in(value) for name, value in metrics.items()}
     for name, value in found.items():
         if not isinstance(name, str) or not values.is_plain(value):
-            raise refused(f"metrics[{name!r:.80}]", value, "plain values by name")
+            raise refused(f"{what}[{name!r:.80}]", value, "plain values by name")
         if len(name) > MAX_NAME or any("\ud800" <= c <= "\udfff" for c in name):
-            raise refused("a name of metrics", name, f"at most {MAX_NAME:,} characters that UTF-8 can encode")
+            raise refused(f"a name of {what}", name, f"at most {MAX_NAME:,} characters that UTF-8 can encode")
     return found
 
 

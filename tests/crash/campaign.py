@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from crash.trial import ACTS, Missed, Stage
-from crash.trial_cluster import CLUSTER
+from crash.trial_cluster import CLUSTER, PART
 from crash.tripwire import Point, Target
 
 TABLE: dict[tuple[str, str, str, str], Counter[str]] = {}
@@ -47,12 +47,17 @@ def itself(process: str) -> Sequence[tuple[str, ...]]:
 
 def everyone(process: str) -> Sequence[tuple[str, ...]]:
     """Return all processes, as if the machine went down."""
-    return [tuple(CLUSTER)]
+    return [(*CLUSTER, PART)]
 
 
 def another(process: str) -> Sequence[tuple[str, ...]]:
     """Return each of the other processes; the process at the point is stopped meanwhile, and then continues."""
     return [(other,) for other in CLUSTER if other != process]
+
+
+def the_part(process: str) -> Sequence[tuple[str, ...]]:
+    """Return the process of the part, while another process is at the point."""
+    return [(PART,)] if process != PART else []
 
 
 @functools.lru_cache

@@ -22,12 +22,14 @@ from helpers.node_process import PortServer
 
 from crash import crash_points, trial_journal
 from crash.remote_calls import Blocking, CoordinatorPort, NodePeers
-from crash.trial_state import blank, same_bits, state_at
+from crash.trial_state import PART_RANK, blank, same_bits, state_at
 from crash.tripwire import Control, Message, Tripwire
 from raystow.cli import app
 from raystow.orchestrator import ray_cluster
 from raystow.orchestrator.client import checkpointer, startup
 from raystow.orchestrator.client.options import Compression
+from raystow.orchestrator.client.part import Part
+from raystow.orchestrator.client.pending import Pending
 from raystow.orchestrator.coordinator import actor as coordinator_actor
 from raystow.orchestrator.coordinator import opened, upkeep
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
@@ -122,12 +124,18 @@ def _node(request: Message, control: Control, trip: Tripwire) -> None:
     signal.pause()
 
 
-def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
-    rank, port = request["rank"], CoordinatorPort(request["port"], trip)
+def _connect(request: Message, control: Control, trip: Tripwire) -> CoordinatorPort:
+    """Let a process of the training find the others of the trial."""
+    port = CoordinatorPort(request["port"], trip)
     ray_cluster.connect = RayConnection.here
     startup.RayCoordinatorClient = lambda *_: port
     startup.node_actor = _actor("address", lambda *_: control.ask(where=request["node"])["address"])
     checkpointer.Checkpointer.prepare = lambda self, state: None  # it would ask for the address on another thread
+    return port
+
+
+def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
+    rank, port = request["rank"], _connect(request, control, trip)
     ckpt = checkpointer.Checkpointer(
         request["uri"],
         rank=rank,
@@ -135,6 +143,7 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
         memory=8 * SLOT,
         retention=Policy(keep_last=request["keep"]) if request["keep"] else None,
         compression=Compression(delta=2),
+        parts=request["parts"],
     )
     state = blank(rank=rank)
     version = ckpt.restore_latest(state)
@@ -155,11 +164,33 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
             control.send(recorded=journal.record(order["record"]))
             continue
         step, salt = order["step"], order["salt"]
-        pending = ckpt.save(state_at(step, salt, rank=rank), step=step, metrics={"salt": salt})
-        try:
-            control.send(outcome={"version": pending.result().id})
-        except RaystowError as error:
-            control.send(outcome={"error": str(error), "failed": isinstance(error, SaveFailed)})
+        pending = ckpt.save(state_at(step, salt, rank=rank), step=step, metrics={"salt": salt}, cut={"salt": salt})
+        _report(control, pending)
+
+
+def _buffer(request: Message, control: Control, trip: Tripwire) -> None:
+    """A part, which waits for each save of the ranks."""
+    _connect(request, control, trip)
+    part = Part(request["uri"], "buffer", memory=8 * SLOT, compression=Compression(delta=2))
+    state = blank(rank=PART_RANK)
+    version = part.restore(state)
+    whole = version is None or same_bits(state, state_at(version.step, version.metrics["salt"], rank=PART_RANK))
+    control.send(ready={"version": 0 if version is None else version.id, "whole": whole})
+
+    step = 0
+    while True:
+        begun = part.wait_for(step)
+        step = begun.step + 1
+        state = state_at(begun.step, begun.cut["salt"], rank=PART_RANK)
+        _report(control, part.save(state, step=begun.step))
+
+
+def _report(control: Control, pending: Pending) -> None:
+    """Send the outcome of a save to the harness."""
+    try:
+        control.send(outcome={"step": pending.step, "version": pending.result().id})
+    except RaystowError as error:
+        control.send(outcome={"step": pending.step, "error": str(error), "failed": isinstance(error, SaveFailed)})
 
 
 def _actor(name: str, method: Callable[[], Any]) -> Callable[..., Any]:
@@ -183,4 +214,11 @@ def _writer(request: Message, control: Control, trip: Tripwire) -> None:
         store.delete([request["key"]])
 
 
-_ROLES = {"coordinator": _coordinator, "node": _node, "trainer": _trainer, "operator": _operator, "writer": _writer}
+_ROLES = {
+    "coordinator": _coordinator,
+    "node": _node,
+    "trainer": _trainer,
+    "buffer": _buffer,
+    "operator": _operator,
+    "writer": _writer,
+}

@@ -17,10 +17,11 @@ _SALT = 3
 
 
 def templates(zygote: Zygote, place: Place, folder: Path) -> dict[str, str]:
-    """Make the repositories: ``empty``, ``two`` and ``many`` with versions, and ``littered`` with versions and every kind of
-    garbage."""
-    made = {"empty": place.empty("t-empty"), "two": place.empty("t-two")}
+    """Make the repositories: ``empty``, ``two`` and ``many`` with versions, ``parts`` with a part in each, and ``littered``
+    with versions and every kind of garbage."""
+    made = {"empty": place.empty("t-empty"), "two": place.empty("t-two"), "parts": place.empty("t-parts")}
     _save(zygote, made["two"], folder / "logs-two", [1, 2])
+    _save(zygote, made["parts"], folder / "logs-parts", [1, 2], parts=True)
     made["many"] = place.copy(made["two"], "t-many")
     _save(zygote, made["many"], folder / "logs-many", [3, 4])
     made["littered"] = place.copy(made["many"], "t-littered")
@@ -29,9 +30,9 @@ def templates(zygote: Zygote, place: Place, folder: Path) -> dict[str, str]:
     return made
 
 
-def _save(zygote: Zygote, uri: str, logs: Path, steps: list[int]) -> None:
+def _save(zygote: Zygote, uri: str, logs: Path, steps: list[int], *, parts: bool = False) -> None:
     logs.mkdir()
-    cluster = TrialCluster(zygote, uri, logs, keep=0)
+    cluster = TrialCluster(zygote, uri, logs, keep=0, parts=parts)
     try:
         cluster.start_cluster()
         for step in steps:

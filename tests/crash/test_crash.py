@@ -1,5 +1,5 @@
-"""Every process is killed (SIGKILL) at every point of a save, a commit, a segment of the step journal, retention, thinning,
-compaction, rollback, collection, and the creation of a repository.
+"""Every process is killed (SIGKILL) at every point of a save, a save with a part, a commit, a segment of the step journal,
+retention, thinning, compaction, rollback, collection, and the creation of a repository.
 
 After each kill, every bit of the last committed version is intact, no incomplete version is visible, the next save works without
 help, and a collection leaves exactly the listed versions. ``make test`` runs a selection of the points, ``make soak`` runs all.
@@ -14,7 +14,7 @@ import os
 
 import pytest
 
-from crash.campaign import another, everyone, itself, points, run
+from crash.campaign import another, everyone, itself, points, run, the_part
 from crash.trial import ACTS, Act, Stage
 from crash.trial_store import belonging
 from raystow.storage.format import keys
@@ -22,8 +22,8 @@ from raystow.storage.repository import open_repository
 from raystow.storage.retention.collect import CollectionPlan
 from raystow.storage.runtime.clock import SYSTEM
 
-SPREAD = {"create": 3, "save": 8, "journal": 3, "prune": 3, "thin": 3, "compact": 1, "rollback": 3, "gc": 4}
-SPREAD_S3 = {"create": 1, "save": 2, "journal": 1, "prune": 1, "thin": 1, "compact": 1, "rollback": 1, "gc": 2}
+SPREAD = {"create": 3, "save": 8, "parts": 2, "journal": 3, "prune": 3, "thin": 3, "compact": 1, "rollback": 3, "gc": 4}
+SPREAD_S3 = {"create": 1, "save": 2, "parts": 1, "journal": 1, "prune": 1, "thin": 1, "compact": 1, "rollback": 1, "gc": 2}
 REAL = "RAYSTOW_TEST_S3" in os.environ  # more trials: a real server is many times faster than moto's
 
 
@@ -91,6 +91,11 @@ def test_a_kill_at_every_point_loses_no_version(on_disk: Stage, act: str) -> Non
 @pytest.mark.slow
 def test_kills_of_all_at_every_point_lose_no_version(on_disk: Stage) -> None:
     run(on_disk, "save", everyone)
+
+
+@pytest.mark.slow
+def test_kills_of_a_part_at_every_point_lose_no_version(on_disk: Stage) -> None:
+    run(on_disk, "parts", the_part)
 
 
 @pytest.mark.slow

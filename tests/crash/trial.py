@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crash.processes import Zygote
-from crash.trial_cluster import CLUSTER, KEEP, TRAINERS, TrialCluster
+from crash.trial_cluster import CLUSTER, KEEP, TRAINERS, WORLD_SIZE, TrialCluster
 from crash.trial_journal import EVERY
-from crash.trial_state import blank, same_bits, state_at
+from crash.trial_state import PART_RANK, blank, same_bits, state_at
 from crash.trial_store import Place, belonging
 from crash.tripwire import Message, Point, Target
 from raystow.orchestrator.restore.plan import silent
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.storage.commit.segments import read_record, verify_segment
 from raystow.storage.errors import NotARepository, NotFound
+from raystow.storage.format.parts import part_key
 from raystow.storage.repository import Repository, open_repository
 
 _FIRST = 2
@@ -31,7 +32,8 @@ class Act:
 
     ``template``: the name of the repository at the start. ``play`` returns the outcomes of saves that the training processes
     received. ``keep``: the number of newest versions that must remain. ``rolled_back_to``: the newest version after the act, if
-    it is complete. ``journal``: the training records its steps; points before the recording are not tried.
+    it is complete. ``journal``: the training records its steps; points before the recording are not tried. ``parts``: it has a
+    part.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Act:
     keep: int = KEEP
     rolled_back_to: int = 0
     journal: bool = False
+    parts: bool = False
 
 
 def _create(cluster: TrialCluster) -> list[Message]:
@@ -105,6 +108,7 @@ ACTS = {
     for act in (
         Act("create", "empty", _create),
         Act("save", "two", _save),
+        Act("parts", "parts", _save, parts=True),
         Act("journal", "two", _record, journal=True),
         Act("prune", "many", _command("prune", "--keep-last", "1", "--yes"), keep=1),
         Act("thin", "many", _command("prune", "--resumable", "1", "--delta", "3", "--yes"), keep=4),
@@ -138,6 +142,7 @@ class Stage:
             target=target,
             record=record,
             journal=act.journal,
+            parts=act.parts,
         )
         try:
             yield cluster
@@ -164,8 +169,9 @@ class Stage:
                 oldest = _newest(cluster.uri)
                 assert oldest in (act.rolled_back_to, max(before)), f"half of a rollback: {oldest}"
             cluster.start_cluster()
-            again = cluster.save(11, AGAIN)
-            assert len(again) == len(TRAINERS), "a training process died without a kill"
+            later = cluster.save(11, AGAIN)
+            again = [outcome for outcome in later if outcome["step"] == 11]
+            assert len(again) == len(cluster.training), "a training process died without a kill"
             assert all("version" in outcome for outcome in again), f"the next save failed: {again}"
             for found in cluster.restored:
                 assert found["version"] >= oldest, f"restored an old version: {found}"
@@ -175,6 +181,7 @@ class Stage:
             known |= {outcome["version"] for outcome in again}
             repository = open_repository(cluster.uri)
             saved = {version.step: version.id for version in repository.versions()}
+            outcomes = [outcome for outcome in (*outcomes, *later) if outcome["step"] == 10]
             false = [outcome for outcome in outcomes if outcome.get("failed") and 10 in saved]
             assert not false, f"version {saved.get(10)} exists, but a rank got the answer that its save failed: {false}"
             newest = repository.versions()[-1]
@@ -202,17 +209,22 @@ def _newest(uri: str) -> int:
 
 
 def _check(uri: str, known: set[int], *, keep: int) -> Repository:
-    """Assert that every version is whole and has the bits of its step, and that only versions dropped by a rule are missing."""
+    """Assert that every version is whole and has the bits of its step, that either all or none have parts, and that only versions
+    dropped by a rule are missing."""
     repository = open_repository(uri)
     versions = [*repository.versions(), *repository.rolled_back()]
+    assert len({(*version.parts(),) for version in versions}) <= 1
     for version in versions:
         with suppress(NotFound), repository.lease(version):  # retention may drop the version before the lease exists
             repository.verify(version)
-            for rank in range(len(TRAINERS)):
+            for rank in (*range(WORLD_SIZE), *[PART_RANK] * len(version.parts())):
                 state, expected = blank(rank=rank), state_at(version.step, version.metrics["salt"], rank=rank)
                 if not version.resumable:
                     del state["optimizer"], expected["optimizer"]
-                plan_restore(version, state, RestoreOptions(rank)).execute(silent)
+                if rank == PART_RANK:
+                    plan_restore(version, {part_key("buffer"): state}, RestoreOptions(part="buffer")).execute(silent)
+                else:
+                    plan_restore(version, state, RestoreOptions(rank)).execute(silent)
                 assert same_bits(state, expected), f"other bits: {version}"
     listed = {version.id for version in versions}
     lost = set(sorted(known | listed)[-keep:]) - listed

@@ -1,8 +1,9 @@
-"""The processes of a trial, supervised as in a cluster: a coordinator, and two nodes with a training process each.
+"""The processes of a trial, supervised as in a cluster: a coordinator, and two nodes with a training process each. A training may
+have a part, on the node of its last rank.
 
-A coordinator or node worker that dies is restarted with empty memory; when a training process dies, its whole group is restarted
-and restores. Other processes continue. The harness has one thread: ``until`` reads the messages of the processes and supervises
-them.
+A coordinator or node worker that dies is restarted with empty memory; when a training process or part dies, the whole training is
+restarted and restores. Other processes continue. The harness has one thread: ``until`` reads the messages of the processes and
+supervises them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ WORLD_SIZE = 2
 NODES = [f"node-{rank}" for rank in range(WORLD_SIZE)]
 TRAINERS = [f"trainer-{rank}" for rank in range(WORLD_SIZE)]
 CLUSTER = ["coordinator", *NODES, *TRAINERS]
+PART = f"buffer-{WORLD_SIZE - 1}"
 KEEP = 2
 _PATIENCE = 60.0  # seconds for a whole trial
 _LOG_TAIL = 4000  # characters of each log in a report
@@ -40,7 +42,7 @@ class Stuck(AssertionError):
 class TrialCluster:
     """``uri``: the repository. ``folder``: for logs. ``target``: only the first process of a name gets it, and it is hit once.
     ``record``: record the passed points. ``keep``: versions that retention keeps, 0 for all. ``journal``: the training records
-    its steps, with durable segments."""
+    its steps, with durable segments. ``parts``: it has a part."""
 
     def __init__(
         self,
@@ -52,8 +54,10 @@ class TrialCluster:
         record: bool = False,
         keep: int = KEEP,
         journal: bool = False,
+        parts: bool = False,
     ) -> None:
         self._journal = journal
+        self.training = [*TRAINERS, PART] if parts else TRAINERS
         self._zygote, self.uri, self._folder, self.target, self._record, self._keep = zygote, uri, folder, target, record, keep
         self._selector = selectors.DefaultSelector()
         self._give_up = SYSTEM.monotonic() + _PATIENCE
@@ -87,6 +91,7 @@ class TrialCluster:
             "record": self._record,
             "keep": self._keep,
             "journal": self._journal,
+            "parts": ["buffer"] if PART in self.training else [],
             "environment": {key: value for key, value in os.environ.items() if key.startswith("AWS_")},
             **more,
         }
@@ -100,19 +105,30 @@ class TrialCluster:
         return proc
 
     def start_cluster(self) -> None:
-        """Start all processes, and wait until the training processes have restored."""
-        for name in CLUSTER:
+        """Start all processes, and wait until the training has restored."""
+        names = ["coordinator", *NODES, *self.training]
+        for name in names:
             if name not in self.processes:
                 self.start(name)
-        self.until(lambda: all(self._is_ready(name) for name in CLUSTER), "the cluster to be ready")
+        self.until(lambda: all(self._is_ready(name) for name in names), "the cluster to be ready")
 
     def save(self, step: int, salt: int) -> list[Message]:
-        """Let both ranks save, and return the outcomes that they received; fewer if the group was restarted meanwhile."""
-        ranks = [self.processes[name] for name in TRAINERS]
-        for proc in ranks:
+        """Let the training save, and return the outcomes that its processes received, also of earlier saves; fewer if it was
+        restarted meanwhile, and none of the part while it waits for a later save of the ranks."""
+        savers = [self.processes[name] for name in self.training]
+        for proc in savers[:WORLD_SIZE]:
             proc.tell(step=step, salt=salt)
-        self.until(lambda: all(proc.doomed or "outcome" in proc.said for proc in ranks), f"the save of step {step}")
-        return [proc.said.pop("outcome")[0] for proc in ranks if "outcome" in proc.said]
+
+        def has_ended(proc: Proc) -> bool:
+            return proc.doomed or any(outcome["step"] == step for outcome in proc.said.get("outcome", ()))
+
+        def all_ended() -> bool:
+            ranks = savers[:WORLD_SIZE]
+            failed = any("error" in outcome for proc in ranks for outcome in proc.said.get("outcome", ()))
+            return all(map(has_ended, ranks if failed else savers))
+
+        self.until(all_ended, f"the save of step {step}")
+        return [outcome for proc in savers for outcome in proc.said.pop("outcome", ())]
 
     def record(self, step: int) -> None:
         """Let both ranks record the steps up to ``step``, and wait until the coordinator has settled their segment, or the
@@ -234,13 +250,13 @@ class TrialCluster:
             return
         if not proc.doomed:
             raise self.stuck(f"{proc.name} has ended by itself")
-        if proc.name in TRAINERS:
-            for name in TRAINERS:
+        if proc.name in self.training:
+            for name in self.training:
                 if name in self.processes:
                     other = self.processes[name]
                     other.kill()
                     self._await_end(other)
-            for name in TRAINERS:
+            for name in self.training:
                 self.start(name)
         else:
             self.start(proc.name)

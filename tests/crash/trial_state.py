@@ -13,6 +13,8 @@ import numpy as np
 
 _FLOATS = (("embedding", np.float32, (160, 129)), ("norm", ml_dtypes.bfloat16, (257,)), ("head", np.float16, (300, 141)))
 """Some small, which one rank stores, and some large enough to be shared out: each rank has packs of both groups."""
+PART_RANK = 1000
+"""Instead of a rank, in the state of a part."""
 
 
 def state_at(step: int, salt: int, *, rank: int) -> dict[str, Any]:

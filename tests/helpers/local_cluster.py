@@ -33,7 +33,7 @@ from raystow.state.lossy.rules import RuleSelector
 from raystow.state.planner import Planner, plan_save
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import RaystowError
-from raystow.storage.format import values
+from raystow.storage.format import key_files, values
 from raystow.storage.format.parts import part_key, part_number
 from raystow.storage.format.root import Entry
 from raystow.storage.repository import create_repository
@@ -119,7 +119,7 @@ class LocalCluster:
         self._gpus, self._raw = GpuCoding(codec != "cpu", host), raw
         self.repository = create_repository(uri, clock=clock)
         self.uri = self.repository.uri
-        self.committer = Committer(self.repository, f"local-{SYSTEM.token()}")
+        self.committer = Committer(self.repository, f"local-{SYSTEM.token()}", key_files.signer())
         self.coordinator = Coordinator(self.committer, clock, writer={"raystow": __version__})
         self._port = LocalPort(self.coordinator, self.committer)
         self._memory, self._codec, self._process, self._lossy = memory, codec, process, Lossy.of(lossy)

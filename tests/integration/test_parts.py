@@ -126,6 +126,14 @@ def wait_briefly(process: Rank) -> None:
     process.checkpointer.wait_for(5, timeout=0.5)  # type: ignore[attr-defined]
 
 
+def failed_save(process: Rank) -> tuple[str, tuple[str, ...]]:
+    """Return the reason why the oldest save failed, and its warnings."""
+    pending = process.pending.pop(0)
+    with pytest.raises(raystow.SaveFailed) as failure:
+        pending.result(60)
+    return str(failure.value), pending.warnings
+
+
 def die(process: Rank) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -153,6 +161,34 @@ def test_a_part_that_dies_is_named_and_its_successor_is_restored(cluster: Cluste
     ray.get(rank.save.remote(3))
     do(successor, follow, 2)
     assert [version.step for version in (ray.get(rank.result.remote()), *raystow.open(uri).versions())] == [3, 1, 3]
+
+
+@pytest.mark.long
+def test_a_part_that_hangs_in_wait_for_is_named(cluster: Cluster, uri: str) -> None:
+    """At half of the timeout and when the save fails. When it goes on, it learns that its step is in no version."""
+    options = {"timeout": 10.0, "on_failure": "warn"}
+    (rank,), buffer = start(uri, 1, parts=("buffer",), **options), part(uri, **options)
+    with pytest.raises(raystow.DeadlineExceeded):
+        do(buffer, wait_briefly)
+    pid = ray.get(buffer.pid.remote())
+    waits = buffer.do.remote(follow, 0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for step in 1, 2:
+            ray.get(rank.set.remote(model, step))
+            ray.get(rank.save.remote(step))
+            error, warnings = do(rank, failed_save)
+            assert "part 'buffer' had not delivered their shards after 10 s" in error
+            assert any(f"part 'buffer' (process {pid}" in text and "has not called save" in text for text in warnings)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    ray.get(rank.save.remote(3))
+    step = ray.get(waits, timeout=60).step
+    while step < 3:
+        with pytest.raises(raystow.SaveFailed, match=r"part 'buffer', save of step \d: the ranks have (given it up|gone on)"):
+            ray.get(buffer.result.remote(), timeout=60)
+        step = do(buffer, follow, step + 1).step
+    assert ray.get(rank.result.remote(), timeout=60).step == 3
 
 
 def test_a_coordinator_that_dies_between_parts_commits_no_half(cluster: Cluster, uri: str) -> None:

@@ -27,6 +27,8 @@ from .scheduler import Process, Scheduler, current
 
 _ROUND = 30.0  # seconds between restarts of dead processes
 _HOSTS = 3
+_SECOND = 1 << 20
+"""From here on, numbers of saves of a step that a part has saved already."""
 _QUIET = 4800.0  # seconds after which all deadlines, leases and grace periods have ended
 
 
@@ -48,6 +50,8 @@ class Cluster:
         )
         self.delta = root.fork("delta").choice([0, 0, 1, 3])
         self.parts: tuple[str, ...] = root.fork("parts").choice([(), (), ("buffer",), ("buffer", "rollouts")])
+        self._part_faults = root.fork("part faults")
+        self._second_actors, self._second_saves = self._part_faults.choice([0.0, 0.02]), self._part_faults.choice([0.0, 0.1])
         self._short_grace = shape.chance(0.35) and not self.rates.stale
         self._kinds = [kind for kind in ("prune", "gc", "keeper", "reader", "reader", "reader") if shape.chance(0.7)]
         self._kinds += [kind for kind in ("thinner", "thinner", "compactor") if root.fork(kind).chance(0.4)]
@@ -65,6 +69,7 @@ class Cluster:
         self._processes = 0
         self._hosts: list[Host] = []
         self._nodes: list[Node] = []
+        self._fenced: list[Node] = []  # parts, of which another actor has the name
         self._operators: list[Operator] = []
         self._step = self._saves = self._restarts = 0
         self._faults_ended = False
@@ -114,7 +119,7 @@ class Cluster:
         return alive[-1] if self.rng.chance(0.85) else self.rng.choice(alive)
 
     def nodes_alive(self) -> set[str]:
-        return {node.process.name for node in self._nodes if node.process.alive}
+        return {node.process.name for node in (*self._nodes, *self._fenced) if node.process.alive}
 
     def grace(self) -> float:
         """Return the grace period of a collection in seconds."""
@@ -129,11 +134,13 @@ class Cluster:
         self.scheduler.after(seconds, again)
 
     def _train(self) -> None:
-        """Train one step on all ranks and save it."""
+        """Train one step on all ranks and save it. A part may save it twice."""
         self._step, self._saves = self._step + 1, self._saves + 1
-        for node in self._nodes:
+        for node in (*self._nodes, *self._fenced):
             if node.process.alive:
                 node.save(self._step, (self._restarts, self._saves))
+                if node.part and self._part_faults.chance(self._second_saves):
+                    node.save(self._step, (self._restarts, _SECOND + self._saves))
 
     def _supervise(self) -> None:
         """Restart dead processes, and cause the faults that are independent of store calls."""
@@ -150,6 +157,10 @@ class Cluster:
             self.restart_training()
         for number, node in enumerate(self._nodes):
             if not node.process.alive:  # a part, without the ranks
+                self._nodes[number] = Node(self, 0, node.part)
+                self._nodes[number].join()
+            elif node.part and self._part_faults.chance(self._second_actors):
+                self._fenced.append(node)
                 self._nodes[number] = Node(self, 0, node.part)
                 self._nodes[number].join()
         if rates.outages and rng.chance(_ROUND / 7200):
@@ -223,7 +234,7 @@ class Cluster:
         for host in self._hosts:
             if host.process.alive:
                 host.check_ended()
-        for node in self._nodes:
+        for node in (*self._nodes, *self._fenced):
             if node.process.alive and node.saving:
                 raise Violation("every save ends", f"{node.process} still has {node.saving} saves under way")
         for host in self._hosts:

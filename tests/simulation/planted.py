@@ -119,6 +119,14 @@ BUGS = (
         "a version does not wait for its parts",
         ("Coordinator.finished", "$attempt.world_size + len($attempt.parts)", "$attempt.world_size"),
     ),
+    _bug(
+        "the second process of a part does not fence the first",
+        (
+            "Membership.check",
+            "if $processes[$rank] != $incarnation: ...",
+            "if $processes[$rank] != $incarnation and $rank < 9: ...",
+        ),
+    ),
     _bug("deadlines are ignored", ("Coordinator.tick", "$now < $attempt.deadline", "True")),
     _bug(
         "objects are deleted before the version is dropped",

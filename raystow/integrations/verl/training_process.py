@@ -12,7 +12,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -59,7 +59,7 @@ class RunCheckpointer(Checkpointer):
 
     def keep_last(self, versions: int | None) -> None:
         if "retention" not in options():
-            self._retention = Policy(keep_last=versions) if versions else None
+            self._settings = replace(self._settings, retention=Policy(keep_last=versions) if versions else None)
 
 
 class TrainingProcess:

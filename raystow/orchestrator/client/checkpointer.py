@@ -33,7 +33,7 @@ from ...workers.protocol.messages import START
 from ...workers.staging.plan import SaveOrder
 from ...workers.staging.progress import SaveProgress
 from .. import argument_checks, ray_cluster
-from ..argument_checks import LONGEST, positive
+from ..argument_checks import LONGEST, metrics_of, positive
 from ..coordinator.delta_schedule import AUTO, Delta
 from ..coordinator.housekeeping import kept_by_a_run
 from ..restore.name_patterns import NameRules
@@ -245,7 +245,7 @@ class Checkpointer:
         """
         number, start = next(self._saves), SYSTEM.monotonic()  # also of a save that raises here, on this rank alone
         self.failures.check()
-        step, values = integer("step", step, least=0), [argument_checks.metrics_of(one) for one in (metrics, cut)]
+        step, values = integer("step", step, least=0), [metrics_of(metrics), metrics_of(cut, "cut")]
         self._check_open()
         self._startup.wait()
         plan = self._plan(state, planner=self._planner, save=number)

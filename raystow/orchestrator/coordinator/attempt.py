@@ -118,6 +118,11 @@ class Attempt:
         self.parts = {part_number(name): 0 for name in names_in(self.declared)}
 
     @property
+    def patience(self) -> float:
+        """Seconds without progress after which late ranks and parts are named: 30, or half of what the save has."""
+        return min(LATE, (self.deadline - self.opened) / 2)
+
+    @property
     def members(self) -> set[int]:
         """The numbers of all ranks and parts."""
         return {*range(self.world_size), *self.parts}
@@ -239,7 +244,7 @@ class Attempt:
             what = f"begun to save, but not delivered all data to the node worker, with no progress for {quiet:.0f} s"
         else:
             late, waiting, what = unstored, every - unstored, f"stored nothing more for {quiet:.0f} s: a store may hang"
-        if not late or not waiting or (quiet < LATE and not absent):
+        if not late or not waiting or (quiet < self.patience and not absent):
             return None
         return self.warn(late_text(late, waiting, what, member), min(waiting))
 

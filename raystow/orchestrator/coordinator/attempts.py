@@ -161,8 +161,9 @@ class Coordinator:
             attempt.join(begin, now)
             if attempt.parts:
                 self.changes += 1  # parts that wait can begin
+        adds_nothing = is_part(begin.request.rank) and begin.node in attempt.nodes  # to the record
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
-        if (too_large := attempt.too_large) is not None:
+        if not adds_nothing and (too_large := attempt.too_large) is not None:
             self._abort(attempt, too_large)
         left, about_base = max(0.0, attempt.deadline - now), (attempt.base, attempt.deltas)
         return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, *about_base, attempt.span.trace)
@@ -313,7 +314,7 @@ class Coordinator:
         if now < attempt.warn_at:
             return
         if (warning := attempt.late(self.members.get, now)) is None:
-            attempt.warn_at = max(attempt.progress, now - LATE + 1) + LATE
+            attempt.warn_at = max(attempt.progress, now - attempt.patience + 1) + attempt.patience
             return
         attempt.warn_at = next_warning(now, attempt.opened)
         self.changes += 1
@@ -420,9 +421,7 @@ class Coordinator:
         now = self._clock.monotonic()
         who = id, token, request.step, request.world_size, now, now + request.timeout
         attempt = self._attempts[token] = Attempt(*who, declared=request.parts)
-        attempt.generation, attempt.warn_at = self.members.generation, now + LATE
-        if attempt.parts:  # a part may be slow, but is named in time
-            attempt.warn_at = now + min(LATE, request.timeout / 2)
+        attempt.generation, attempt.warn_at = self.members.generation, now + attempt.patience
         if self._group is not None and not self._committer.is_current(self._group.whole.id):
             self._group = None  # its versions may be rolled back: the next one is whole
         if request.delta and self._group is not None:

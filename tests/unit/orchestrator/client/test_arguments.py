@@ -155,3 +155,11 @@ def test_a_step_is_an_integer_that_fits_into_the_format(step: Any, monkeypatch: 
 def test_metrics_are_plain_values_by_name(metrics: object, named: str) -> None:
     with pytest.raises(StateError, match=named):
         metrics_of(metrics)
+
+
+@pytest.mark.parametrize("cut", [{"drawn": [1]}, {1: 2}, {"\ud800": 1}, [1]])
+def test_an_invalid_cut_is_named_as_such(cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = checkpointer(monkeypatch, node := NoNode())
+    with pytest.raises(StateError, match=r"^(a name of )?cut"):
+        rank.save({}, step=1, cut=cut)
+    assert node.numbers == []

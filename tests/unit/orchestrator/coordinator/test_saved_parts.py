@@ -147,6 +147,22 @@ def test_a_slow_part_is_named_at_half_and_at_the_deadline(run: CoordinatedRun) -
     assert run.reason(tickets[0]) == "part 'buffer' had not delivered their shards after 60 s"
 
 
+def test_a_part_that_begins_and_is_slow_is_named_at_half(run: CoordinatedRun) -> None:
+    """Also if half of the timeout is less than the usual 30 s without progress."""
+    tickets = [run.core.begin(begin_of(rank, 2, incarnation(f"a{rank}"), 1, "node-0", 1, 20.0, parts=PARTS)) for rank in (0, 1)]
+    assert run.core.begin_part(begin()) is not None
+    for rank, ticket in enumerate(tickets):
+        run.core.finished(ticket, rank, 0)
+    run.clock.time += 11
+    run.core.tick()
+    warning = run.core.late(tickets[0], 0)
+    assert warning is not None
+    assert "part 'buffer' (buffer) has begun to save, but not delivered all data" in warning.text
+    run.clock.time += 10
+    run.core.tick()
+    assert run.reason(tickets[0]) == "part 'buffer' had not delivered their shards after 20 s"
+
+
 def test_a_part_that_dies_ends_the_saves_that_need_it(run: CoordinatedRun) -> None:
     run.core.join(BUFFER, incarnation("buffer"))
     needs = run.begin(0, 1, parts=PARTS)
