@@ -115,7 +115,8 @@ def assign_chunks(
         for device, pieces in mine.items()
     }
     terms = [(s, coverage(s.leaf.name, s.dtype, s.shape)) for s in shards if not s.holders or s.first == rank]
-    replicated = total(term for shard, term in terms if not shard.holders)
+    # A box without elements counts nothing, but its shape must be the same on all ranks, too.
+    replicated = total(coverage(s.leaf.name, f"{s.dtype} {list(s.shape)}", ()) for s in shards if not s.holders)
     expected = total(term for shard, term in terms if shard.holders or rank == 0)
     owned_dtensors = tuple(shard.leaf.name for shard in shards if shard.first == rank)
     copied = {i: f" like {shards[source].leaf.name}" for i, source in derived.items()}

@@ -132,6 +132,7 @@ DISAGREEMENTS = {
     "presence": ({"lr": 0.1}, {}, {"lr"}),
     "container": ({"betas": (0.9, 0.99)}, {"betas": [0.9, 0.99]}, {"betas.0", "betas.1"}),
     "tensor's container": ({"t": [torch.ones(2)]}, {"t": (torch.ones(2),)}, {"t.0"}),
+    "tensor and array": ({"t": torch.ones(2)}, {"t": np.ones(2, np.float32)}, {"t"}),
     "int and float": ({"n": 5}, {"n": 5.0}, {"n"}),
     "bool and int": ({"n": True}, {"n": 1}, {"n"}),
     "None and text": ({"n": None}, {"n": "None"}, {"n"}),
@@ -163,6 +164,8 @@ def box(rows: int, rank: int, dtype: torch.dtype = torch.float32) -> raystow.Box
     [
         ([{"t": torch.ones(3)}, {"t": torch.ones(4)}], r"ranks \[1\] hold other plain tensors .*rank 1 has t float32 \[4\]"),
         ([{"t": torch.ones(3)}, {"t": torch.ones(3).half()}], r"ranks \[1\] .*rank 1 has t float16 \[3\]; rank 0 has t float32"),
+        ([{"t": torch.ones(0, 3)}, {"t": torch.ones(0, 4)}], r"ranks \[1\] .*rank 1 has t float32 \[0, 4\]"),
+        ([{"t": torch.ones(0)}, {}], r"ranks \[1\] .*rank 0 has t float32 \[0\]"),
         ([{"t": torch.ones(3)}, {}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
         ([{"t": torch.ones(3)}, {"t": 3}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
         ([{"t": torch.ones(3)}, {"t": raystow.PerRank(torch.ones(3))}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
