@@ -221,27 +221,35 @@ def test_rank_0_is_warned_of_a_difference_on_ray(tmp_path: Path) -> None:
     assert second == ()
 
 
-def master_state(rank: int) -> State:
-    """Rounded weights of which rank 1 has one that is not rounded from its master copy."""
-    master = {str(i): torch.randn(100_000, generator=torch.Generator().manual_seed(i)) for i in range(2)}
+def master_state(rank: int, boxed: bool) -> State:
+    """Rounded weights of which rank 1 has one that is not rounded from its master copy. ``boxed``: as shards of hybrid shards,
+    of which each of two pairs of ranks holds one."""
+    half = rank // 2 if boxed else 0
+    master = {str(i): torch.randn(100_000, generator=torch.Generator().manual_seed(i + 2 * half)) for i in range(2)}
     weights = {name: one.bfloat16() for name, one in master.items()}
     if rank == 1:
         weights["1"] = torch.ones(100_000).bfloat16()
-    return {"master": master, "weights": weights}
+    state = {"master": master, "weights": weights}
+    if not boxed:
+        return state
+    place = (200_000,), (100_000 * half,), (2 * half, 2 * half + 1)
+    return {key: {name: raystow.Box(one, *place) for name, one in of.items()} for key, of in state.items()}
 
 
+@pytest.mark.parametrize("boxed", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.usefixtures("cluster")
-def test_a_copy_on_one_rank_alone_fails_one_save(tmp_path: Path) -> None:
+def test_a_copy_on_one_rank_alone_fails_one_save(tmp_path: Path, boxed: bool) -> None:
     """The save after it stores all tensors that several ranks hold, and warns as of any difference."""
-    ranks = start(str(tmp_path), 2)
-    ray.get([rank.set.remote(master_state, number) for number, rank in enumerate(ranks)])
+    ranks = start(str(tmp_path), 4 if boxed else 2)
+    ray.get([rank.set.remote(master_state, number, boxed) for number, rank in enumerate(ranks)])
     every(ranks, "save", 1)
     for rank in ranks:
-        with pytest.raises(raystow.SaveFailed, match=r"rank 0 has weights\.1 bfloat16 \[100000\] like master\.1.*the next save"):
+        match = r"ranks \[1\] hold other bits.*rank 0 has weights\.1 bfloat16 \[.00000\] like master\.1.*the next save"
+        with pytest.raises(raystow.SaveFailed, match=match):
             ray.get(rank.result.remote())
     for step in (2, 3):
         every(ranks, "save", step)
-        first, second = every(ranks, "do", lambda self: (self.pending[-1].result(60), self.pending.pop().warnings)[1])
+        first, second, *_ = every(ranks, "do", lambda self: (self.pending[-1].result(60), self.pending.pop().warnings)[1])
         assert any("differ in weights.1, from element [0] on" in warning for warning in first)
         assert not any("differ" in warning for warning in second)
     assert raystow.open(tmp_path).latest().record.differences[0].name == "weights.1"

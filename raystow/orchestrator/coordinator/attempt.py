@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ...state.assignment import ranks_with
 from ...state.coverage import differing, total
 from ...storage.commit.committer import Committer
 from ...storage.errors import RaystowError, ReplicasDiffer, SaveFailed
@@ -45,7 +47,8 @@ UNSTORED = (Phase.GATHERING, Phase.COMPARING, Phase.SEALING)
 ANOTHER_RUN = 'if another run writes here, stop it or give it a URI of its own; on_fenced="takeover" takes the repository over'
 """The remedy for two runs with one repository."""
 
-_LISTED = 3  # metrics that a warning names
+STORED_NEXT = "the next save stores them whole and compares them"
+_LISTED = 3  # metrics that a warning names, and tensors that an error does
 _HOSTS = 64  # that a record names
 
 
@@ -270,11 +273,10 @@ class Attempt:
             return ""
         found = differing(covered, self.expected, self.owned_dtensors)
         texts = {rank: plain_tensors.get(rank, ()) for rank in self.covered if not is_part(rank)}
-        if odd := [rank for rank, text in texts.items() if sorted(text) != sorted(texts[0])]:
+        if odd := alone(texts):
             # Each rank decides by the bits that it holds which tensors follow from others, and so which rank stores them.
-            what = "hold other bits than rank 0 of tensors that follow from others on some ranks only"
-            what = f"ranks {odd} {what}{first_differences(plain_tensors, odd[0])}; {CAUSES}"
-            return ReplicasDiffer(what, subject=self.subject, remedy="the next save stores them whole and compares them")
+            what = f"ranks {odd[0]} hold other bits than others of tensors that follow from others on some ranks only"
+            return ReplicasDiffer(f"{what} ({odd[1]}); {CAUSES}", subject=self.subject, remedy=STORED_NEXT)
         whole = f"add up to the whole tensor {found[0]!r}" if len(found) == 1 else "add up to whole tensors"
         return f"the shards of all ranks do not {whole}: there is a gap or an overlap, or the ranks disagree on its placement"
 
@@ -341,10 +343,25 @@ def _hosts(hosts: Mapping[str, str]) -> dict[str, str]:
     return {"hosts": ", ".join(named[:_HOSTS]) + more} if named else {}
 
 
+def alone(texts: Mapping[int, Iterable[str]]) -> tuple[list[int], str] | None:
+    """The ranks that have, or alone lack, texts of ``plain_tensors``, and examples; None if all holders have them. ``texts``: by
+    rank."""
+    found, odd, examples = defaultdict[str, set[int]](set), set[int](), list[str]()
+    for rank, of in texts.items():
+        for text in of:
+            found[text].add(rank)
+    for text, ranks in found.items():
+        if lacking := {*(ranks_with(text) or texts)} - ranks:
+            most = max((ranks, lacking), key=lambda side: (len(side), -min(side)))
+            odd |= lacking if most is ranks else ranks
+            examples.append(f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} {text}")
+    return (sorted(odd), "; ".join(sorted(examples)[:_LISTED])) if odd else None
+
+
 def first_differences(plain_tensors: Mapping[int, tuple[str, ...]], rank: int, none: Collection[int] = ()) -> str:
     """Name tensors that only ``rank`` or rank 0 has; "" if a restart has lost which they have. ``plain_tensors``: by rank.
     ``none``: the ranks that have none."""
-    plain = {r: dict.fromkeys(plain_tensors.get(r, ())) for r in (rank, 0)}
+    plain = {r: dict.fromkeys(text for text in plain_tensors.get(r, ()) if not ranks_with(text)) for r in (rank, 0)}
     examples = [
         f"rank {one} has {', '.join(only[:3])}"
         for one, other in ((rank, 0), (0, rank))
