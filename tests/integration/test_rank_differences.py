@@ -155,8 +155,8 @@ def test_ranks_with_other_values_are_named(first: int, caplog: pytest.LogCapture
         assert cluster.save_all([plain_state() for _ in range(3)], step=99).record.differences == ()
 
 
-def box(rows: int, rank: int, dtype: torch.dtype = torch.float32) -> raystow.Box:
-    return raystow.Box(torch.ones(2, 4, dtype=dtype), (rows, 4), (2 * rank, 0), (rank,))
+def box(rows: int, place: int, dtype: torch.dtype = torch.float32) -> raystow.Box:
+    return raystow.Box(torch.ones(2, 4, dtype=dtype), (rows, 4), (2 * place, 0))
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,19 @@ def box(rows: int, rank: int, dtype: torch.dtype = torch.float32) -> raystow.Box
         ([{"t": torch.ones(3)}, {}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
         ([{"t": torch.ones(3)}, {"t": 3}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
         ([{"t": torch.ones(3)}, {"t": raystow.PerRank(torch.ones(3))}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
-        ([{"t": box(4, 0)}, {"t": box(4, 1, torch.float16)}], r"whole tensor 't'"),
-        ([{"t": box(4, 0)}, {"t": box(6, 1)}], r"whole tensor 't'"),
-        ([{"t": box(4, 0)}, {}], r"whole tensor 't'"),
+        (
+            [{"t": box(4, 0)}, {"t": box(4, 1, torch.float16)}],
+            r"whole tensor 't': for rank 1 it is float16 \[4, 4\]; for rank 0 it is float32",
+        ),
+        (
+            [{"t": box(8, 0)}, {"t": box(6, 1)}, {"t": box(8, 2)}, {"t": box(8, 3)}],
+            r"whole tensor 't': for rank 1 it is float32 \[6, 4\]; for ranks 0, 2-3 it is float32 \[8, 4\].*correct",
+        ),
+        ([{"t": box(4, 0)}, {}], r"whole tensor 't', float32 \[4, 4\]: rank 0 stores \[0:2, 0:4\]; no rank stores the others"),
+        (
+            [{name: box(6, rank) for name in "tuv"} for rank in (0, 1, 1)],
+            r"whole tensor '[tuv]', float32 \[6, 4\]: ranks 1-2 both store \[2:4, 0:4\]",
+        ),
     ],
 )
 def test_ranks_with_other_tensors_fail_the_save(parts: list[State], match: str) -> None:

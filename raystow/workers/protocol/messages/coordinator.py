@@ -23,6 +23,10 @@ OnDifference = Literal["warn", "raise"]
 PARTS = 12_000
 """Parts of a group in one answer, which takes 48 KB."""
 
+PLACEMENT = 0
+"""The group in questions for what a rank stores of each tensor. ``parts`` of the answer: of the first tensors, by
+``state.coverage.mark``, that number, what the rank's chunks count, and what the tensor does. ``ranges``: boxes of a tensor."""
+
 COMMIT = 60.0
 """Seconds that a commit takes, or the choice of a version."""
 
