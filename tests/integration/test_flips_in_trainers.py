@@ -1,4 +1,4 @@
-"""A bit that flips in the replica of one rank, in a training by each integration: the next save names the ranks and the element."""
+"""A bit that flips in one rank's replica, in a training by each integration: the next save names ranks and element."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_hundreds_of_differing_tensors_are_bounded(caplog: pytest.LogCaptureFixt
         states = [{f"t{i:03}": torch.full((3,), float(rank)) for i in range(200)} for rank in range(2)]
         version = cluster.save_all(states, step=1)
     assert [one.name for one in version.record.differences] == [f"t{i:03}" for i in range(32)]
-    assert "and 29 more" in caplog.text
+    assert "and 29 more: t003, t004" in caplog.text
 
 
 DISAGREEMENTS = {
@@ -153,6 +153,18 @@ def test_ranks_with_other_values_are_named(first: int, caplog: pytest.LogCapture
             assert all((one.kind, one.odd, one.others) == ("value", (1,), (0, 2)) for one in differences.values()), what
             assert all(name in caplog.text for name in names), what
         assert cluster.save_all([plain_state() for _ in range(3)], step=99).record.differences == ()
+
+
+def test_a_name_is_found_among_thousands(caplog: pytest.LogCaptureFixture) -> None:
+    """And values of a list that grows, and of steps, are reported once."""
+    with LocalCluster("memory://thousands") as cluster:
+        for step in (1, 2, 3):
+            states = [{"values": {f"layer{i}": i for i in range(9000)}, "losses": [rank] * step} for rank in range(2)]
+            states[1]["only"] = {f"step{step}": 3}
+            names = {f"only.step{step}", *(f"losses.{i}" for i in range(step))}
+            assert {*found(cluster.save_all(states, step=step))} == names
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "only.step1" in warning
 
 
 def box(rows: int, place: int, dtype: torch.dtype = torch.float32) -> raystow.Box:
