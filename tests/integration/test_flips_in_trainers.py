@@ -45,6 +45,7 @@ def by_run(uri: str, rank: int, world_size: int) -> None:
             flip(model.weight)
 
 
+@pytest.mark.long
 def test_a_flip_is_found_by_run(uri: str, cluster: Cluster) -> None:
     place = ray.remote(by_run).options(num_cpus=0, max_retries=0)
     ray.get([place.remote(uri, rank, 2) for rank in range(2)], timeout=120)
