@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ..storage.coding.digest import stored_digest
 from ..storage.format.boxes import Box
 
-_PRIME, _BITS = (1 << 32) - 5, 32
+PRIME, _BITS = (1 << 32) - 5, 32
 _LOWER, _WORD = (1 << _BITS) - 1, (1 << 64) - 1
 
 
@@ -25,8 +25,8 @@ def coverage(name: str, dtype: str, shape: Sequence[int], box: Box | None = None
     count, mark = _weight(name, dtype, tuple(shape))
     seed = count
     for axis, (low, size) in enumerate(zip(*box, strict=True) if box is not None else ((0, size) for size in shape)):
-        count = count * (_place(seed, axis, low + size) - _place(seed, axis, low)) % _PRIME
-    return count | (count * mark % _PRIME) << _BITS
+        count = count * (_place(seed, axis, low + size) - _place(seed, axis, low)) % PRIME
+    return count | (count * mark % PRIME) << _BITS
 
 
 def total(terms: Iterable[int]) -> int:
@@ -34,22 +34,28 @@ def total(terms: Iterable[int]) -> int:
     lower = upper = 0
     for term in terms:
         lower, upper = lower + (term & _LOWER), upper + (term >> _BITS)
-    return lower % _PRIME | upper % _PRIME << _BITS
+    return lower % PRIME | upper % PRIME << _BITS
 
 
 def differing(covered: int, expected: int, names: Iterable[str]) -> list[str]:
     """Return which of ``names`` may alone account for two sums that differ; more than one only by chance."""
     lower, upper = ((covered >> shift & _LOWER) - (expected >> shift & _LOWER) for shift in (0, _BITS))
-    return [name for name in names if (lower * _mark(name) - upper) % _PRIME == 0] if lower % _PRIME else []
+    return [name for name in names if (lower * mark(name) - upper) % PRIME == 0] if lower % PRIME else []
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _weight(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    return int.from_bytes(stored_digest(f"{name}\0{dtype}\0{shape}".encode())[:4], "little") % _PRIME | 1, _mark(name)
+    return int.from_bytes(stored_digest(f"{name}\0{dtype}\0{shape}".encode())[:4], "little") % PRIME | 1, mark(name)
 
 
-def _mark(name: str) -> int:
-    return int.from_bytes(stored_digest(name.encode())[:4], "little") % _PRIME
+def counted(terms: int) -> int:
+    """What the boxes of a term or sum count, modulo ``PRIME``."""
+    return terms & _LOWER
+
+
+def mark(name: str) -> int:
+    """A number of 32 bits of a name."""
+    return int.from_bytes(stored_digest(name.encode())[:4], "little") % PRIME
 
 
 def _place(seed: int, axis: int, coordinate: int) -> int:
@@ -57,4 +63,4 @@ def _place(seed: int, axis: int, coordinate: int) -> int:
     word = (seed + axis * 0xD1B54A32D192ED03 + (coordinate + 1) * 0x9E3779B97F4A7C15) & _WORD
     word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _WORD
-    return (word ^ word >> 31) % _PRIME
+    return (word ^ word >> 31) % PRIME

@@ -97,7 +97,7 @@ class Planner:
         values = shared_values(plan.values, plan.objects.own_paths())
         division, leaves = plan.division, [row[:2] for row in values if not describes_part(*row[1:])]
         if self._structure is None or self._structure[0] is not division or self._structure[1] != leaves:
-            tensors = [(one.leaf.name, path_text(one.leaf.path)) for one in division.shards if not one.holders]
+            tensors = [(one.leaf.name, f"{path_text(one.leaf.path)} {one.kind}") for one in division.shards if not one.holders]
             self._structure = division, leaves, structure_group([*leaves, *tensors], plan.world_size)
         return [*value_groups(values, plan.world_size), self._structure[2]]
 

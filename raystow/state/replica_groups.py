@@ -41,7 +41,7 @@ RANGE = 1 << 20
 Compared = Literal["all", "small", "off", "whole"]
 """What is compared: in a save all tensors, small ones, or none; after a restore all tensors, by all holders at once."""
 
-_STRUCTURE, _NAMED = 256, 3  # digests of the structure, and names that one of them has at most
+_STRUCTURE, _NAMED = 4096, 8  # digests of the structure, and names that one of them has at most
 _VALUE_GROUPS = 16  # groups of plain values, one for each key of the state's uppermost dict; others are in one group
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norms, of which each rank of DDP has its own
 

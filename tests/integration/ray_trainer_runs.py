@@ -19,10 +19,11 @@ from raystow.storage.runtime.clock import SYSTEM
 
 
 class _Notes:
-    """Notes of the last rank: see ``Run``. Each step takes ``pace`` seconds, as a real one."""
+    """Notes of the last rank: see ``Run``. Each step takes ``pace`` seconds, as a real one. On the last rank a bit of the first
+    weight flips before the step ``flip``."""
 
     def __init__(self, config: dict[str, Any], checkpointer: raystow.Checkpointer) -> None:
-        self._run, self._pace = Run(Path(config["folder"])), config["pace"]
+        self._run, self._pace, self._flip = Run(Path(config["folder"])), config["pace"], config.get("flip", 0)
         self._world = checkpointer.world_size
         self._last = checkpointer.rank == self._world - 1
 
@@ -30,6 +31,10 @@ class _Notes:
         if self._last:
             node = ray.get_runtime_context().get_node_id()
             self._run.note(f"start-{step}-{self._world}-{node}-{SYSTEM.token()}")
+
+    def begin(self, step: int, model: nn.Module) -> None:
+        if self._last and step == self._flip:
+            next(model.parameters()).data.view(torch.int32)[0, 2] ^= 1 << 20
 
     def step(self, step: int) -> None:
         SYSTEM.sleep(self._pace)
@@ -44,6 +49,9 @@ class _LightningNotes(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self._notes.start(trainer.global_step)
 
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self._notes.begin(trainer.global_step + 1, module)
+
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._notes.step(trainer.global_step)
 
@@ -54,6 +62,9 @@ class _TransformersNotes(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: transformers.TrainerState, control: Any, **_: Any) -> None:
         self._notes.start(state.global_step)
+
+    def on_step_begin(self, args: Any, state: transformers.TrainerState, control: Any, model: nn.Module, **_: Any) -> None:
+        self._notes.begin(state.global_step + 1, model)
 
     def on_step_end(self, args: Any, state: transformers.TrainerState, control: Any, **_: Any) -> None:
         self._notes.step(state.global_step)

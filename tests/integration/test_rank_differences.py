@@ -125,13 +125,14 @@ def test_hundreds_of_differing_tensors_are_bounded(caplog: pytest.LogCaptureFixt
         states = [{f"t{i:03}": torch.full((3,), float(rank)) for i in range(200)} for rank in range(2)]
         version = cluster.save_all(states, step=1)
     assert [one.name for one in version.record.differences] == [f"t{i:03}" for i in range(32)]
-    assert "and 29 more" in caplog.text
+    assert "and 29 more: t003, t004" in caplog.text
 
 
 DISAGREEMENTS = {
     "presence": ({"lr": 0.1}, {}, {"lr"}),
     "container": ({"betas": (0.9, 0.99)}, {"betas": [0.9, 0.99]}, {"betas.0", "betas.1"}),
     "tensor's container": ({"t": [torch.ones(2)]}, {"t": (torch.ones(2),)}, {"t.0"}),
+    "tensor and array": ({"t": torch.ones(2)}, {"t": np.ones(2, np.float32)}, {"t"}),
     "int and float": ({"n": 5}, {"n": 5.0}, {"n"}),
     "bool and int": ({"n": True}, {"n": 1}, {"n"}),
     "None and text": ({"n": None}, {"n": "None"}, {"n"}),
@@ -154,8 +155,20 @@ def test_ranks_with_other_values_are_named(first: int, caplog: pytest.LogCapture
         assert cluster.save_all([plain_state() for _ in range(3)], step=99).record.differences == ()
 
 
-def box(rows: int, rank: int, dtype: torch.dtype = torch.float32) -> raystow.Box:
-    return raystow.Box(torch.ones(2, 4, dtype=dtype), (rows, 4), (2 * rank, 0), (rank,))
+def test_a_name_is_found_among_thousands(caplog: pytest.LogCaptureFixture) -> None:
+    """And values of a list that grows, and of steps, are reported once."""
+    with LocalCluster("memory://thousands") as cluster:
+        for step in (1, 2, 3):
+            states = [{"values": {f"layer{i}": i for i in range(9000)}, "losses": [rank] * step} for rank in range(2)]
+            states[1]["only"] = {f"step{step}": 3}
+            names = {f"only.step{step}", *(f"losses.{i}" for i in range(step))}
+            assert {*found(cluster.save_all(states, step=step))} == names
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "only.step1" in warning
+
+
+def box(rows: int, place: int, dtype: torch.dtype = torch.float32) -> raystow.Box:
+    return raystow.Box(torch.ones(2, 4, dtype=dtype), (rows, 4), (2 * place, 0))
 
 
 @pytest.mark.parametrize(
@@ -163,12 +176,24 @@ def box(rows: int, rank: int, dtype: torch.dtype = torch.float32) -> raystow.Box
     [
         ([{"t": torch.ones(3)}, {"t": torch.ones(4)}], r"ranks \[1\] hold other plain tensors .*rank 1 has t float32 \[4\]"),
         ([{"t": torch.ones(3)}, {"t": torch.ones(3).half()}], r"ranks \[1\] .*rank 1 has t float16 \[3\]; rank 0 has t float32"),
+        ([{"t": torch.ones(0, 3)}, {"t": torch.ones(0, 4)}], r"ranks \[1\] .*rank 1 has t float32 \[0, 4\]"),
+        ([{"t": torch.ones(0)}, {}], r"ranks \[1\] .*rank 0 has t float32 \[0\]"),
         ([{"t": torch.ones(3)}, {}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
         ([{"t": torch.ones(3)}, {"t": 3}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
         ([{"t": torch.ones(3)}, {"t": raystow.PerRank(torch.ones(3))}], r"ranks \[1\] .*rank 0 has t float32 \[3\]"),
-        ([{"t": box(4, 0)}, {"t": box(4, 1, torch.float16)}], r"whole tensor 't'"),
-        ([{"t": box(4, 0)}, {"t": box(6, 1)}], r"whole tensor 't'"),
-        ([{"t": box(4, 0)}, {}], r"whole tensor 't'"),
+        (
+            [{"t": box(4, 0)}, {"t": box(4, 1, torch.float16)}],
+            r"whole tensor 't': for rank 1 it is float16 \[4, 4\]; for rank 0 it is float32",
+        ),
+        (
+            [{"t": box(8, 0)}, {"t": box(6, 1)}, {"t": box(8, 2)}, {"t": box(8, 3)}],
+            r"whole tensor 't': for rank 1 it is float32 \[6, 4\]; for ranks 0, 2-3 it is float32 \[8, 4\].*correct",
+        ),
+        ([{"t": box(4, 0)}, {}], r"whole tensor 't', float32 \[4, 4\]: rank 0 stores \[0:2, 0:4\]; no rank stores the others"),
+        (
+            [{name: box(6, rank) for name in "tuv"} for rank in (0, 1, 1)],
+            r"whole tensor '[tuv]', float32 \[6, 4\]: ranks 1-2 both store \[2:4, 0:4\]",
+        ),
     ],
 )
 def test_ranks_with_other_tensors_fail_the_save(parts: list[State], match: str) -> None:
@@ -218,27 +243,35 @@ def test_rank_0_is_warned_of_a_difference_on_ray(tmp_path: Path) -> None:
     assert second == ()
 
 
-def master_state(rank: int) -> State:
-    """Rounded weights of which rank 1 has one that is not rounded from its master copy."""
-    master = {str(i): torch.randn(100_000, generator=torch.Generator().manual_seed(i)) for i in range(2)}
+def master_state(rank: int, boxed: bool) -> State:
+    """Rounded weights of which rank 1 has one that is not rounded from its master copy. ``boxed``: as shards of hybrid shards,
+    of which each of two pairs of ranks holds one."""
+    half = rank // 2 if boxed else 0
+    master = {str(i): torch.randn(100_000, generator=torch.Generator().manual_seed(i + 2 * half)) for i in range(2)}
     weights = {name: one.bfloat16() for name, one in master.items()}
     if rank == 1:
         weights["1"] = torch.ones(100_000).bfloat16()
-    return {"master": master, "weights": weights}
+    state = {"master": master, "weights": weights}
+    if not boxed:
+        return state
+    place = (200_000,), (100_000 * half,), (2 * half, 2 * half + 1)
+    return {key: {name: raystow.Box(one, *place) for name, one in of.items()} for key, of in state.items()}
 
 
+@pytest.mark.parametrize("boxed", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.usefixtures("cluster")
-def test_a_copy_on_one_rank_alone_fails_one_save(tmp_path: Path) -> None:
+def test_a_copy_on_one_rank_alone_fails_one_save(tmp_path: Path, boxed: bool) -> None:
     """The save after it stores all tensors that several ranks hold, and warns as of any difference."""
-    ranks = start(str(tmp_path), 2)
-    ray.get([rank.set.remote(master_state, number) for number, rank in enumerate(ranks)])
+    ranks = start(str(tmp_path), 4 if boxed else 2)
+    ray.get([rank.set.remote(master_state, number, boxed) for number, rank in enumerate(ranks)])
     every(ranks, "save", 1)
     for rank in ranks:
-        with pytest.raises(raystow.SaveFailed, match=r"rank 0 has weights\.1 bfloat16 \[100000\] like master\.1.*the next save"):
+        match = r"ranks \[1\] hold other bits.*rank 0 has weights\.1 bfloat16 \[.00000\] like master\.1.*the next save"
+        with pytest.raises(raystow.SaveFailed, match=match):
             ray.get(rank.result.remote())
     for step in (2, 3):
         every(ranks, "save", step)
-        first, second = every(ranks, "do", lambda self: (self.pending[-1].result(60), self.pending.pop().warnings)[1])
+        first, second, *_ = every(ranks, "do", lambda self: (self.pending[-1].result(60), self.pending.pop().warnings)[1])
         assert any("differ in weights.1, from element [0] on" in warning for warning in first)
         assert not any("differ" in warning for warning in second)
     assert raystow.open(tmp_path).latest().record.differences[0].name == "weights.1"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ...state.assignment import ranks_with
 from ...state.coverage import differing, total
 from ...storage.commit.committer import Committer
 from ...storage.errors import RaystowError, ReplicasDiffer, SaveFailed
@@ -21,6 +23,7 @@ from ...storage.runtime.spans import NO_SPAN, ROOT, Span
 from ...workers.protocol.messages import Begin, ExportOrder, Incarnation, RanksWarning, ReplicaQuestion
 from ...workers.protocol.messages.coordinator import RankSaveRequest
 from ..late_ranks import LATE, late_text
+from .placement_check import PlacementCheck
 from .replica_comparison import ReplicaComparison
 
 
@@ -45,7 +48,8 @@ UNSTORED = (Phase.GATHERING, Phase.COMPARING, Phase.SEALING)
 ANOTHER_RUN = 'if another run writes here, stop it or give it a URI of its own; on_fenced="takeover" takes the repository over'
 """The remedy for two runs with one repository."""
 
-_LISTED = 3  # metrics that a warning names
+STORED_NEXT = "the next save stores them whole and compares them"
+_LISTED = 3  # metrics that a warning names, and tensors that an error does
 _HOSTS = 64  # that a record names
 
 
@@ -61,7 +65,8 @@ class Attempt:
     staged. ``promised``: the record that it will have. ``restores``: restores that its record reports. ``base``: the version
     that it is compared with; ``deltas``: whether changed chunks may be deltas to that. ``takes_over``: whether a rank asks to
     take the repository over from another run. ``raises``: whether a rank asks to fail the save if ranks hold other bits of the
-    same tensor; ``comparison``: of these bits; ``differences``: what it has found. ``span``: from the first rank on.
+    same tensor; ``comparison``: of these bits; ``differences``: what it has found.
+    ``placement``: if the ranks' chunks are no whole tensors. ``span``: from the first rank on.
     ``declared``: names of parts, joined by commas; ``parts``: their member numbers -> their bytes; ``cut``: that of rank 0. They
     are compared with nothing. ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one reported last;
     ``warn_at``: when to look for ranks that are late; ``warnings``: about them and others.
@@ -108,6 +113,7 @@ class Attempt:
     warnings: list[RanksWarning] = field(default_factory=list)
     raises: bool = False
     comparison: ReplicaComparison = field(default_factory=ReplicaComparison)
+    placement: PlacementCheck | None = None
     differences: tuple[ReplicaDifference, ...] = ()
     span: Span = NO_SPAN
     declared: str = ""
@@ -264,7 +270,7 @@ class Attempt:
             self.warn(f"ranks have other metrics than rank 0, whose metrics the version has: {what}", 0)
         return bool(conflicts)
 
-    def incomplete(self, plain_tensors: Mapping[int, tuple[str, ...]]) -> str | ReplicasDiffer:
+    def incomplete(self, plain_tensors: Mapping[int, tuple[str, ...]]) -> str | ReplicasDiffer | PlacementCheck:
         """Why what all ranks have delivered are no whole tensors; "" if they are. ``plain_tensors``: by rank."""
         if odd := self.odd_ranks:
             same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
@@ -275,23 +281,32 @@ class Attempt:
             return ""
         found = differing(covered, self.expected, self.owned_dtensors)
         texts = {rank: plain_tensors.get(rank, ()) for rank in self.covered if not is_part(rank)}
-        if odd := [rank for rank, text in texts.items() if sorted(text) != sorted(texts[0])]:
+        if only := alone(texts):
             # Each rank decides by the bits that it holds which tensors follow from others, and so which rank stores them.
-            what = "hold other bits than rank 0 of tensors that follow from others on some ranks only"
-            what = f"ranks {odd} {what}{first_differences(plain_tensors, odd[0])}; {CAUSES}"
-            return ReplicasDiffer(what, subject=self.subject, remedy="the next save stores them whole and compares them")
-        whole = f"add up to the whole tensor {found[0]!r}" if len(found) == 1 else "add up to whole tensors"
-        return f"the shards of all ranks do not {whole}: there is a gap or an overlap, or the ranks disagree on its placement"
+            what = f"ranks {only[0]} hold other bits than others of tensors that follow from others on some ranks only"
+            return ReplicasDiffer(f"{what} ({only[1]}); {CAUSES}", subject=self.subject, remedy=STORED_NEXT)
+        return PlacementCheck(self.covered, found[0] if len(found) == 1 else "")
 
     def warning_after(self, number: int, node: int) -> RanksWarning | None:
         """The first warning after a number that a node has to log."""
         return next((one for one in self.warnings if one.number > number and one.to == node), None)
 
+    @property
+    def inquiry(self) -> ReplicaComparison | PlacementCheck:
+        """What nodes are asked about."""
+        return self.placement or self.comparison
+
+    @property
+    def misplaced(self) -> SaveFailed | None:
+        """Why it fails, if the chunks of its ranks are no whole tensors."""
+        remedy = "correct the shapes, offsets and ranks of its boxes"
+        return None if self.placement is None else SaveFailed(str(self.placement), subject=self.subject, remedy=remedy)
+
     def questions(self, node: int) -> tuple[ReplicaQuestion, ...]:
         """What a node has to answer of its ranks."""
         if self.phase is not Phase.COMPARING:
             return ()
-        return self.comparison.questions({rank for rank, home in self.ranks.items() if self.nodes[home] == node})
+        return self.inquiry.questions({rank for rank, home in self.ranks.items() if self.nodes[home] == node})
 
     def warn(self, text: str, rank: int) -> RanksWarning:
         """Let the node of a rank log a problem."""
@@ -310,7 +325,7 @@ class Attempt:
         self.ranks, self.saves, self.delivered, self.replicated, self.owned_dtensors, self.nodes = {}, {}, {}, {}, {}, {}
         self.covered, self.staged, self.stored, self.promised, self.metrics = {}, {}, {}, None, {}
         self.provenance, self.notes, self.hosts = {}, {}, {}
-        self.comparison = ReplicaComparison()
+        self.comparison, self.placement = ReplicaComparison(), None
 
 
 def version_record(
@@ -346,10 +361,25 @@ def _hosts(hosts: Mapping[str, str]) -> dict[str, str]:
     return {"hosts": ", ".join(named[:_HOSTS]) + more} if named else {}
 
 
+def alone(texts: Mapping[int, Iterable[str]]) -> tuple[list[int], str] | None:
+    """The ranks that have, or alone lack, texts of ``plain_tensors``, and examples; None if all holders have them. ``texts``: by
+    rank."""
+    found, odd, examples = defaultdict[str, set[int]](set), set[int](), list[str]()
+    for rank, of in texts.items():
+        for text in of:
+            found[text].add(rank)
+    for text, ranks in found.items():
+        if lacking := {*(ranks_with(text) or texts)} - ranks:
+            most = max((ranks, lacking), key=lambda side: (len(side), -min(side)))
+            odd |= lacking if most is ranks else ranks
+            examples.append(f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} {text}")
+    return (sorted(odd), "; ".join(sorted(examples)[:_LISTED])) if odd else None
+
+
 def first_differences(plain_tensors: Mapping[int, tuple[str, ...]], rank: int, none: Collection[int] = ()) -> str:
     """Name tensors that only ``rank`` or rank 0 has; "" if a restart has lost which they have. ``plain_tensors``: by rank.
     ``none``: the ranks that have none."""
-    plain = {r: dict.fromkeys(plain_tensors.get(r, ())) for r in (rank, 0)}
+    plain = {r: dict.fromkeys(text for text in plain_tensors.get(r, ()) if not ranks_with(text)) for r in (rank, 0)}
     examples = [
         f"rank {one} has {', '.join(only[:3])}"
         for one, other in ((rank, 0), (0, rank))

@@ -35,6 +35,7 @@ from .delta_schedule import DeltaGroup, after
 from .membership import MemberMessage, Membership
 from .missed_saves import MissedSaves
 from .part_saves import PartSaves
+from .placement_check import PlacementCheck
 from .replica_reports import ReplicaReports
 from .save_costs import SaveCosts
 from .save_schedule import SaveSchedule
@@ -176,12 +177,15 @@ class Coordinator:
         attempt.covered[rank], attempt.progress = covered, self._clock.monotonic()
         if len(attempt.covered) < attempt.world_size + len(attempt.parts):
             return
-        if why := attempt.incomplete(self._plain_tensors):
+        if isinstance(why := attempt.incomplete(self._plain_tensors), PlacementCheck):
+            attempt.placement, attempt.comparison.begun = why, self._clock.monotonic()
+        elif why:
             self._abort(attempt, why)
             return
-        self._metrics_differ = self._metrics_differ or attempt.warn_of_metrics()  # said once: they may differ in each save
-        attempt.comparison.begin(self._clock.monotonic())
-        if attempt.comparison.is_open:
+        else:
+            self._metrics_differ = self._metrics_differ or attempt.warn_of_metrics()  # said once: they may differ in each save
+            attempt.comparison.begin(self._clock.monotonic())
+        if attempt.inquiry.is_open:
             self._enter(attempt, Phase.COMPARING)
         else:
             self._compared(attempt)
@@ -197,14 +201,14 @@ class Coordinator:
         attempt = self.attempt(ticket)
         if not answers or attempt.phase is not Phase.COMPARING:
             return
-        attempt.comparison.take(answers)
+        attempt.inquiry.take(answers)
         self.changes += 1  # nodes that wait may be asked
-        if not attempt.comparison.is_open:
+        if not attempt.inquiry.is_open:
             self._compared(attempt)
 
     def _compared(self, attempt: Attempt) -> None:
         """Go on: it is known what differs between ranks."""
-        if (failure := self._replicas.report(attempt)) is not None:
+        if (failure := attempt.misplaced or self._replicas.report(attempt)) is not None:
             self._abort(attempt, failure)
         else:
             self._enter(attempt, Phase.SEALING)

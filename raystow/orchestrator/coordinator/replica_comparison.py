@@ -28,7 +28,7 @@ from ...storage.format.replica_difference import (
     VALUE,
     ReplicaDifference,
 )
-from ...storage.limits import MAX_DIFFERENCES, MAX_SIDE
+from ...storage.limits import MAX_DIFFERENCES, MAX_NAME, MAX_SIDE
 from ...workers.packing.held_digests import part_size
 from ...workers.protocol.messages import DescribedRange, ReplicaAnswer, ReplicaQuestion
 
@@ -124,8 +124,9 @@ class ReplicaComparison:
                 described = {rank: one for rank, answer in group.ranges.items() for one in answer.ranges if one.number == number}
                 if len({one.whole for one in described.values()}) > 1:
                     info = max((one.info for one in described.values()), key=lambda one: len(one.name))
-                    by_name[info.name].append((info, _Sides.of(info, group.sides, described)))
-        return tuple(_difference(found) for _, found in sorted(by_name.items()))[:MAX_DIFFERENCES]
+                    sides = _Sides.of(info, group.sides, described)
+                    by_name[_name(info, described.values())].append((info, sides))
+        return tuple(_difference(name, found) for name, found in sorted(by_name.items()))[:MAX_DIFFERENCES]
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,15 @@ def _first(info: RangeInfo, one: DescribedRange, other: DescribedRange) -> tuple
     return first_difference(*found, nbytes=nbytes, itemsize=itemsize)
 
 
-def _difference(found: list[tuple[RangeInfo, _Sides]]) -> ReplicaDifference:
+def _name(info: RangeInfo, described: Iterable[DescribedRange]) -> str:
+    """The name of what differs. Of the structure, where one digest is of several names, those that some ranks lack."""
+    named = [one.info.name.split(", ") for one in described]
+    every = [*dict.fromkeys(name for names in named for name in names)]
+    lacking = [name for name in every if name and not all(name in names for names in named)]
+    return info.name if info.dtype or not lacking else ", ".join(lacking)[:MAX_NAME]
+
+
+def _difference(name: str, found: list[tuple[RangeInfo, _Sides]]) -> ReplicaDifference:
     """What differs in one tensor, from its ranges."""
     found.sort(key=lambda one: one[0].offset)
     info, first = found[0]
@@ -178,7 +187,7 @@ def _difference(found: list[tuple[RangeInfo, _Sides]]) -> ReplicaDifference:
     stored = {sides.stored for _, sides in found}
     place = _place(info, first.first)
     return ReplicaDifference(
-        name=info.name,
+        name=name,
         kind=VALUE if not info.dtype else BUFFER if info.buffer else TENSOR,
         odd=tuple(sorted(odd)[:MAX_SIDE]),
         others=tuple(sorted(others)[:MAX_SIDE]),

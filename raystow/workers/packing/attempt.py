@@ -38,6 +38,7 @@ from ...storage.runtime.spans import NO_SPAN, Span, span
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
+    PLACEMENT,
     STAGES,
     AttemptKey,
     AttemptStatus,
@@ -58,6 +59,7 @@ from .chunk_writer import ChunkWriter, Coded, release_all
 from .held_digests import HeldDigests
 from .packer import NOT_IN_TIME, PACK, Keep, Packer, keep_nothing
 from .stale_state import OptimizerWatch
+from .stored_boxes import StoredBoxes
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +109,7 @@ class NodeAttempt:
         self._ranks: set[int] = set()
         self._stall: float | None = None
         self._rounded: dict[str, Rounded] = {}
-        self._held, self._warned = HeldDigests(), set[str]()
+        self._held, self._boxes, self._warned = HeldDigests(), StoredBoxes(), set[str]()
         self._staged: set[int] = set()
         self._code_spans: dict[int, Span] = {}  # by rank: until all of its chunks are coded
         self._listeners: list[Listener] = []
@@ -318,6 +320,7 @@ class NodeAttempt:
         covered = total(coverage(chunk.name, chunk.dtype, chunk.shape, chunk.box) for chunk in chunks)
         with self._lock:
             self._covered[rank] = total((self._covered[rank], covered))
+            self._boxes.add(rank, chunks)
             self._rows += len(chunks)
             self.raw += sum(chunk.nbytes for chunk in chunks)
             self._coded += sum(chunk.stored for chunk in chunks)
@@ -365,8 +368,9 @@ class NodeAttempt:
             waiting = AwaitRanks(self._ticket)
             while isinstance(asked := self._port.ask(waiting, self._warn), ReplicaQuestions):
                 with self._lock:
-                    waiting = AwaitRanks(self._ticket, answers=tuple(map(self._held.answer, asked.questions)))
-            self._held = HeldDigests()
+                    by_group = ((self._boxes if one.group == PLACEMENT else self._held, one) for one in asked.questions)
+                    waiting = AwaitRanks(self._ticket, answers=tuple(held.answer(one) for held, one in by_group))
+            self._held, self._boxes = HeldDigests(), StoredBoxes()
             self._packer.seal()
             values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
             key, data, fragment = self._writer.fragment(values, self._rounded)

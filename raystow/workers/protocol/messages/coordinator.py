@@ -23,6 +23,10 @@ OnDifference = Literal["warn", "raise"]
 PARTS = 12_000
 """Parts of a group in one answer, which takes 48 KB."""
 
+PLACEMENT = 0
+"""The group in questions for what a rank stores of each tensor. ``parts`` of the answer: of the first tensors, by
+``state.coverage.mark``, that number, what the rank's chunks count, and what the tensor does. ``ranges``: boxes of a tensor."""
+
 COMMIT = 60.0
 """Seconds that a commit takes, or the choice of a version."""
 
@@ -126,7 +130,8 @@ class SaveContents(MessagePart, frozen=True):
         expected: Coverage sum of the tensors of which this rank is the first holder.
         owned_dtensors: Names of the DTensors of which this rank is the first holder.
         plain_tensors: Names, dtypes and shapes of the tensors that every rank must hold alike, and the tensors that they are
-            derived from, if other ones than in the rank's save before; they are used for an error only.
+            derived from, if other ones than in the rank's save before; of tensors that some ranks hold alike, the derived ones
+            with these ranks. They are used for an error only.
         coding: See ``format.version_record``.
         nbytes: Of a part: the bytes of its tensors.
     """

@@ -107,7 +107,7 @@ def test_boxes_that_are_no_whole_tensor_make_no_version(of_ranks: tuple[tuple[in
 
 
 def test_boxes_without_the_first_element_make_no_version() -> None:
-    with LocalCluster("memory://begin") as cluster, pytest.raises(SaveFailed, match="do not add up to whole tensors"):
+    with LocalCluster("memory://begin") as cluster, pytest.raises(SaveFailed, match="no rank stores the others"):
         cluster.save_all(rows((1, 5), (5, 10)), step=1)
 
 
