@@ -112,12 +112,16 @@ class CollectionPlan:
         garbage: The attempts and dropped versions, oldest id first, each with the reason if it is kept.
         scraps: Keys of ended leases and old probes.
         unfinished: Writes that were never completed.
+        grace: Seconds that were asked for.
+        dropped_only: Whether only dropped versions and segments were looked at.
     """
 
     catalog: Catalog
     garbage: tuple[Garbage, ...]
     scraps: tuple[str, ...] = ()
     unfinished: tuple[Unfinished, ...] = ()
+    grace: float = GRACE
+    dropped_only: bool = False
 
     @property
     def due(self) -> tuple[Garbage, ...]:
@@ -152,7 +156,8 @@ class CollectionPlan:
         store.abort(self.unfinished)
         objects = nbytes = 0
         for in_need_of_a_swap in (False, True):  # in this order, since a full store may refuse the swap
-            due = self._spend([g for g in self.due if (g.kind not in _PASSED) == in_need_of_a_swap])
+            due = [g for g in self.due if (g.kind not in _PASSED) == in_need_of_a_swap]
+            due = self._spend(self._still_due(due) if in_need_of_a_swap else due)
             held = self.catalog.leased() if due else set()
             due = [g for g in due if (g.id, g.attempt) not in held]
             for g in due:
@@ -163,6 +168,12 @@ class CollectionPlan:
             gone |= {(g.id, g.attempt) for g in due}
         self._forget(gone)
         return Collected(len(gone), objects, nbytes, len(self.scraps) + len(self.unfinished))
+
+    def _still_due(self, due: list[Garbage]) -> list[Garbage]:
+        """Those that are due now, too: the plan may be old, and what was begun since keeps its id."""
+        now = plan(self.catalog, grace=self.grace, dropped_only=self.dropped_only).due if due else ()
+        still = {(g.id, g.attempt) for g in now}
+        return [g for g in due if (g.id, g.attempt) in still]
 
     def _spend(self, due: list[Garbage]) -> list[Garbage]:
         """Make sure that nothing that is due can be committed; that of which it is true."""
@@ -201,7 +212,8 @@ def plan(
     """See ``Repository.plan_collection``."""
     if type(grace) not in (int, float) or not 0 <= grace < math.inf:
         raise refused("grace", grace, "seconds, 0 or more")
-    return (_plan_dropped if dropped_only else _plan_all)(catalog, grace, progress)
+    made = (_plan_dropped if dropped_only else _plan_all)(catalog, grace, progress)
+    return replace(made, grace=grace, dropped_only=dropped_only)
 
 
 def _plan_all(catalog: Catalog, grace: float, progress: Progress) -> CollectionPlan:

@@ -174,6 +174,18 @@ def test_a_version_dropped_since_the_plan_is_forgotten(run):
     assert run.left() == run.live()
 
 
+def test_a_save_begun_since_the_plan_keeps_its_id(run):
+    record = replace(empty_record(run.committer), packs=None)
+    run.store.put(keys.pack(record.id, "0" * 16, 0, "weights", 0), [b"."])
+    run.clock.time += 101
+    plan = run.repository.plan_collection(grace=100)
+    assert [one.kind for one in plan.due] == [GarbageKind.OPEN]
+    run.store.put(keys.pack(record.id, record.attempt, 0, "weights", 0), [b"."])
+    assert plan.execute().attempts == 0
+    run.committer.commit(record)
+    assert run.repository.plan_collection(grace=100).execute().attempts == 1
+
+
 def test_a_lease_keeps_a_dropped_version_until_it_ends(run):
     old, _ = run.commit(2)
     lease = Lease(run.store, old.id, old.attempt, run.clock)
