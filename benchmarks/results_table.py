@@ -15,7 +15,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -27,8 +27,8 @@ COLD, LOADS, PAIR = "gpu_cold-2026-11-26", "gpu_restore-2026-11-26", "gpu_pair-2
 ROLLBACK, NODE_MEMORY = "gpu_restore-2026-11-28", "raystow, node's memory"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-26", "control_plane-2026-11-23", "cpu_cold-2026-11-25-s3"
 DEFAULT, NODE, PEER, PINNED = "raystow deflate", "raystow deflate, node", "torch_checkpointing", "DCP async pinned"
-FAULTS, RANKS, SCALE = "faults-2026-11-25", "gpu_ranks-2026-11-27", "scale-2026-11-28"
-MEGATRON = "gpu_megatron-2026-11-28"
+FAULTS, RANKS, SCALE = "faults-2026-11-25", "gpu_ranks-2026-11-27", "scale-2026-11-29"
+MEGATRON, ONE_RANK = "gpu_megatron-2026-11-28", "gpu_megatron-2026-11-29"
 STORE, MEMORY = "raystow, from the store", "raystow, from the node's memory"
 
 Row = tuple[str, ...]
@@ -191,19 +191,24 @@ def gpus() -> str:
 
 def megatron() -> str:
     """Render saves and loads of Megatron-Core: the later saves and the last load of a run."""
-    of_rank = result(MEGATRON)["layouts"]["TP2"]["ranks"][0]  # type: ignore[index]
     theirs = "torch_dist, dp_reshardable"
-
-    def seconds(figure: str, saves: slice) -> Row:
-        found = [statistics.median(of_rank[name][figure][saves]) for name in ("raystow", theirs, f"{theirs}, asynchronous")]
-        return "{:.2f} s".format(*found), "{1:.2f} s, {2:.2f} s".format(*found)
-
-    rows = (
-        ("Added to a step", *seconds("lost", slice(1, None))),
-        ("Durable after", *seconds("durable", slice(1, None))),
-        ("Load", *seconds("load", slice(-1, None))),
+    savers = ("raystow", theirs, f"{theirs}, asynchronous", f"{theirs}, NVRx")
+    figures = (
+        ("Added to a step", "lost", slice(1, None)),
+        ("Durable after", "durable", slice(1, None)),
+        ("Load", "load", slice(-1, None)),
     )
-    return table((f"[Two H200](../benchmarks/results/{MEGATRON}.json)", "raystow", "`torch_dist`, asynchronous"), rows)
+    rows = [
+        (f"{where}: {text.lower()}", *(_seconds(ranks[0].get(saver), figure, saves) for saver in savers), file)
+        for file, layout, where in ((MEGATRON, "TP2", "TP2, two H200"), (ONE_RANK, "DP1", "One H200"))
+        for ranks in [result(file)["layouts"][layout]["ranks"]]  # type: ignore[index]
+        for text, figure, saves in figures
+    ]
+    return _with_files(("", "raystow", "`torch_dist`", "asynchronous", "with NVRx"), rows)
+
+
+def _seconds(of_saver: Mapping[str, list[float]] | None, figure: str, which: slice) -> str:
+    return f"{statistics.median(of_saver[figure][which]):.2f} s" if of_saver else ""
 
 
 def control() -> str:
