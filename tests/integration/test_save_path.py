@@ -334,6 +334,7 @@ def test_a_rank_that_dies_while_staging_fails_the_save(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     ray.get(ranks[0].save.remote(1))
+    ray.get(ranks[0].fence.remote())  # its half does not fit into its memory at once, so the coordinator knows of the save
     ranks[1].do.remote(save_and_die)
     with pytest.raises(
         raystow.SaveFailed, match=rf"rank 1 \(process {pid}\) (died while it was staging|went away before it saved)"
