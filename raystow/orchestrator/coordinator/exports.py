@@ -111,7 +111,7 @@ class Exports:
 
         def noted(now: Root) -> Root:
             here = f"{uri.rstrip('/')}/"
-            elsewhere = {place: error for place, error in now.failed_exports.items() if not place.startswith(here)}
+            elsewhere = {place: error for place, error in now.failed_exports.items() if not f"{place}/".startswith(here)}
             exports, failures = {**now.exports, **exported}, {**elsewhere, **failed}
             newest, latest = [*exports.items()][-_LISTED:], [*failures.items()][-_FAILED:]
             return replace(now, exports=dict(newest), failed_exports=dict(latest))

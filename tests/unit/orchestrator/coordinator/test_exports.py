@@ -72,7 +72,8 @@ def test_a_failed_export_is_reported_and_tried_again(
     assert f"version 2 is exported to {place}" in caplog.text
     assert sorted(path.name for path in Path(place).iterdir()) == ["config.json", "model.safetensors"]
     elsewhere = {f"{out}-ema/version-00000002": "AccessDenied"}  # of another run's export
-    repository.register.update(lambda root: replace(root, exports={}, failed_exports=elsewhere))
+    before = {str(out): "a metric could not be read"}  # of an export that failed before its version was chosen
+    repository.register.update(lambda root: replace(root, exports={}, failed_exports={**before, **elsewhere}))
     exports.request(ExportOrder(Export(f"{out}/")), None)
     exports.run()
     assert repository.root().failed_exports.keys() == {place, *elsewhere}
