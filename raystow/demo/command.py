@@ -44,6 +44,8 @@ def demo(
     """
     if steps <= 2 * every:
         raise typer.BadParameter("--steps must be more than twice --every: a node is killed during a later save than the first")
+    from .process import cluster_process  # raises if a library is missing, before an earlier demo is deleted
+
     uri = open_store(store).uri
     local = urlsplit(uri).scheme == "file"
     folder = _prepare(Path(unquote(urlsplit(uri).path)) if local else Path("raystow-demo"))
@@ -52,7 +54,7 @@ def demo(
     settings.events.mkdir()
     follower = EventReader(settings.events)
     try:
-        _watch(settings, follower)
+        _watch(cluster_process(settings, Path(settings.folder) / _LOG), settings, follower)
     finally:
         for uri in settings.stores.values():
             _delete_unfinished(uri)
@@ -70,10 +72,10 @@ def _prepare(folder: Path) -> Path:
     return folder.resolve()
 
 
-def _watch(settings: DemoSettings, follower: EventReader) -> None:
+def _watch(
+    cluster: contextlib.AbstractContextManager[subprocess.Popen[bytes]], settings: DemoSettings, follower: EventReader
+) -> None:
     """Run the cluster's process to its end, and show its events."""
-    from .process import cluster_process
-
     columns = (
         TextColumn("{task.description:<34}"),
         BarColumn(14),
@@ -81,8 +83,7 @@ def _watch(settings: DemoSettings, follower: EventReader) -> None:
         TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
     )
-    log = Path(settings.folder) / _LOG
-    with cluster_process(settings, log) as process, Progress(*columns, console=out) as progress:
+    with cluster as process, Progress(*columns, console=out) as progress:
         screen = _Screen(progress, settings.steps)
         ended = False
         while not ended:
@@ -92,6 +93,7 @@ def _watch(settings: DemoSettings, follower: EventReader) -> None:
             for event in follower.news():
                 screen.show(event)
     if process.returncode:
+        log = Path(settings.folder) / _LOG
         last = (log.read_text(errors="replace").strip().splitlines() or ["without output"])[-1]
         what = f"the cluster's process ended with {process.returncode}: {last}"
         raise ClusterError(what, subject=str(log), remedy="read the whole file")

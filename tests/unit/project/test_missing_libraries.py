@@ -46,10 +46,11 @@ print(json.dumps([messages(case) for case in cases]))
 """
 
 
-def messages(missing: list[str], cases: list[str | list[str]]) -> list[str]:
-    """Return the error that each piece of Python raises, and the output of each command, in a process without these libraries."""
+def messages(missing: list[str], cases: list[str | list[str]], *, folder: Path | None = None) -> list[str]:
+    """Return the error that each piece of Python raises, and the output of each command, in a process without these libraries.
+    ``folder``: the process's."""
     command = [sys.executable, "-c", WITHOUT, json.dumps([missing, cases])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
     texts: list[str] = json.loads(done.stdout)
     return texts
@@ -88,11 +89,16 @@ def test_a_command_names_the_extra(tmp_path: Path) -> None:
         "top --once": "train",
         f"report {tmp_path}": "report",
     }
-    texts = messages(["ray", "torch", "psutil", "jinja2", "plotly", "cryptography"], [command.split() for command in commands])
+    earlier = tmp_path / "raystow-demo" / "events"
+    earlier.mkdir(parents=True)
+    (earlier / "0.jsonl").touch()
+    missing = ["ray", "torch", "psutil", "jinja2", "plotly", "cryptography"]
+    texts = messages(missing, [command.split() for command in commands], folder=tmp_path)
     for (command, extra), text in zip(commands.items(), texts, strict=True):
         assert text.startswith("1: error: "), (command, text)
         assert f'try: pip install "raystow[{extra}]"' in text, (command, text)
         assert "Traceback" not in text
+    assert [*earlier.iterdir()], "an earlier demo is kept"
 
 
 def test_a_library_that_has_changed_names_the_tried_version() -> None:
