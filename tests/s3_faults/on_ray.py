@@ -48,8 +48,9 @@ def run(uri: str, proxy: FaultProxy) -> dict[str, Any]:
     proxy.inject(Fault.SLOW_DOWN, *PACK)
     proxy.inject(Fault.LOSE_ANSWER, "PUT", r"/root\.json")
     found["troubled"] = saving(2)
-    proxy.inject(Fault.STALL_REQUEST, *PACK)
+    proxy.inject(Fault.STALL_REQUEST, *PACK, times=FOR_EVER)
     found["stalled"] = failing(checkpointer, 3)
+    proxy.heal()
     found["after"] = saving(4)
     proxy.inject(Fault.SLOW_DOWN, *PACK, times=FOR_EVER)
     found["refused"] = [failing(checkpointer, step) for step in (5, 6, 7)]

@@ -68,7 +68,6 @@ from .session import Session
 
 logger = logging.getLogger(__name__)
 
-_UPLOADS = max(4, min(32, os.cpu_count() or 1))
 _SEALERS = max(4, (os.cpu_count() or 1) // 4)  # a few cores saturate memory: more would only slow the training
 _KNOWN = 2  # versions of a repository whose rows are kept: the base of the saves under way, and that of the next
 _MEASURE = 5.0  # seconds from one value of a gauge to the next
@@ -136,7 +135,6 @@ class Node:
         self._executors = Executors(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
             sealers=ThreadPoolExecutor(_SEALERS, "raystow-seal", initializer=give_way),
-            uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=give_way),
             budget=MemoryBudget(),
         )
         self._host_coding = HostCoding(threads)
@@ -180,7 +178,6 @@ class Node:
         self.journal.close()
         self._executors.coders.shutdown(wait=False)
         self._executors.sealers.shutdown(wait=False)
-        self._executors.uploads.shutdown(wait=False)
         self._tier.close()
 
     def _accept(self) -> bool:

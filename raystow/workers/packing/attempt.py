@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ from ..protocol.messages import (
 )
 from ..shm.coded_layout import CodedChunk
 from ..shm.slots import Slots
+from ..thread_priority import give_way
 from .chunk_writer import ChunkWriter, Coded, release_all
 from .held_digests import HeldDigests
 from .packer import NOT_IN_TIME, PACK, Keep, Packer, keep_nothing
@@ -63,6 +65,7 @@ from .stored_boxes import StoredBoxes
 
 logger = logging.getLogger(__name__)
 
+_UPLOADS = max(4, min(32, os.cpu_count() or 1))
 _SOONER = 5.0  # seconds before the coordinator's timeout, since only the node knows which object was not stored
 Outcome = Entry | RaystowError
 Listener = Callable[[Outcome, Sequence[str]], None]
@@ -71,12 +74,11 @@ Listener = Callable[[Outcome, Sequence[str]], None]
 
 @dataclass(frozen=True)
 class Executors:
-    """Shared by all attempts on a node: threads that code chunks, that pack chunks coded by a GPU (``sealers``), and that upload,
-    and the memory budget of the first."""
+    """Shared by all attempts on a node: threads that code chunks, threads that pack chunks coded by a GPU (``sealers``), and the
+    memory budget of the first."""
 
     coders: Executor
     sealers: Executor
-    uploads: Executor
     budget: MemoryBudget
 
 
@@ -100,7 +102,9 @@ class NodeAttempt:
         self._store, self._port, self._executors = store, port, executors
         self._watch, self._keep, self.base = watch, keep, base
         self._log = about(logger, repository=store.uri, version=ticket.id, attempt=ticket.attempt, step=ticket.step)
-        self._packer = Packer(store, ticket, uploads=executors.uploads, on_error=self._upload_failed, keep=keep)
+        # Its own: uploads of an attempt that has failed may hang until the limits of requests, and must not hold up the next one.
+        self._uploads = ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=give_way)
+        self._packer = Packer(store, ticket, uploads=self._uploads, on_error=self._upload_failed, keep=keep)
         self._writer = ChunkWriter(self._packer, executors.budget, ticket, base)
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str, str], list[int]] = {}
@@ -406,6 +410,7 @@ class NodeAttempt:
             # Once the fragment is reported the attempt may have become a version although the answer said otherwise (a lost
             # answer): from then on only the coordinator, which looks at the root, may delete.
             self._packer.discard(delete=not self._reported)
+        self._uploads.shutdown(wait=False)
 
     def _warn(self, text: str) -> None:
         """Let the first rank of this node log a problem, once."""
@@ -430,7 +435,7 @@ class NodeAttempt:
     def _store_fragment(self, key: str, data: bytes) -> None:
         try:
             with span("save.upload", self._span.trace, key=key, bytes=len(data)):
-                self._executors.uploads.submit(self._store.put, key, [data]).result(self._left())
+                self._uploads.submit(self._store.put, key, [data]).result(self._left())
         except FuturesTimeout:
             raise DeadlineExceeded(NOT_IN_TIME, subject=key) from None
 

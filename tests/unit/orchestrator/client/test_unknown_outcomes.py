@@ -189,7 +189,7 @@ def test_a_node_without_an_answer_reports_unknown(error: Exception, kind: type[R
     port: Any = LostAnswer(error)
     with ThreadPoolExecutor(1) as pool:
         ticket = Ticket(1, "0123456789abcdef", 0, 60.0, 1)
-        shared = Executors(pool, pool, pool, MemoryBudget())
+        shared = Executors(pool, pool, MemoryBudget())
         attempt = NodeAttempt(MemoryStore("lost"), port, ticket, shared, OptimizerWatch("memory://lost"))
         attempt.join(0, [], lambda outcome, _: heard.put(outcome))
         outcome = heard.get(timeout=10)

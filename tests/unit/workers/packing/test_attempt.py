@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from raystow.workers.protocol.messages import (
     CoordinatorRequest,
     Message,
     PartFailed,
+    PartStored,
     RankFinished,
     Ticket,
 )
@@ -67,7 +69,7 @@ def test_a_rank_that_joins_too_late_gets_the_error() -> None:
     first = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         port: Any = GivenUp()
-        shared = Executors(pool, pool, pool, MemoryBudget())
+        shared = Executors(pool, pool, MemoryBudget())
         attempt = NodeAttempt(MemoryStore("late"), port, TICKET, shared, OptimizerWatch("memory://late"))
         attempt.join(0, [], lambda outcome, _: first.set())
         assert first.wait(10)
@@ -96,7 +98,7 @@ def test_a_node_with_too_many_rows_fails_when_a_rank_joins(declared: dict[str, i
 
     with ThreadPoolExecutor(1) as pool:
         port: Any = Waiting()
-        shared = Executors(pool, pool, pool, MemoryBudget())
+        shared = Executors(pool, pool, MemoryBudget())
         attempt = NodeAttempt(MemoryStore("many"), port, TICKET, shared, OptimizerWatch("memory://many"))
         attempt.join(0, [("step", "[]", "1")], lambda outcome, _: None, **declared)
         assert not failed
@@ -124,7 +126,7 @@ def test_a_chunk_that_cannot_be_coded_holds_up_no_other() -> None:
     chunks = [draft(ChunkInfo(kind, "[]", "tensor", kind, (8,), "weights", (0,), (8,)), 0) for kind in ("uint8", "odd", "int8")]
     with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as others:
         port: Any = Waiting()
-        shared = Executors(pool, others, others, budget)
+        shared = Executors(pool, others, budget)
         attempt = NodeAttempt(MemoryStore("odd"), port, TICKET, shared, OptimizerWatch("memory://odd"))
         attempt.add(0, [(chunk, np.zeros(8, np.uint8)) for chunk in chunks], freed.set)
         attempt.finished(0)
@@ -228,13 +230,53 @@ def test_chunks_for_which_no_thread_can_be_started_are_released() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         port, full = cast(Any, Waiting()), cast(Any, Full())
-        shared = Executors(pool, full, pool, MemoryBudget())
+        shared = Executors(pool, full, MemoryBudget())
         attempt = NodeAttempt(MemoryStore("full"), port, TICKET, shared, OptimizerWatch("memory://full"))
         chunks = [replace(coded(name, [])[0], coding=Coding(False, False, ("raw",), (packing.PACK // 2,))) for name in "abcdefg"]
         with pytest.raises(RuntimeError, match="new thread"):
             attempt.add_coded(0, [(chunk, [], functools.partial(released.append, chunk.name)) for chunk in chunks])
         assert released == ["e", "f", "g"]
         ready.set()
+
+
+def test_uploads_of_a_failed_attempt_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may hang long after it has failed: until the limits of requests."""
+    monkeypatch.setattr(packing, "PACK", 10)
+    healed = threading.Event()
+
+    class Hanging(MemoryStore):
+        def put(self, key: str, parts: Any) -> None:
+            assert second.attempt in key or healed.wait(30)
+            super().put(key, parts)
+
+    class Complete(GivenUp):
+        def wait_complete(self) -> None:
+            assert finished.wait(10)
+
+        def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
+            if isinstance(request, PartStored):
+                raise SaveFailed("stored, and the coordinator has given up")
+            return super().call(request, timeout)
+
+    finished = threading.Event()
+    first, second = replace(TICKET, timeout=1.0), replace(TICKET, id=2, attempt="fedcba9876543210")
+    outcomes: queue.SimpleQueue[str] = queue.SimpleQueue()
+    expected = {first: packing.NOT_IN_TIME, second: "stored, and the coordinator has given up"}
+    with ThreadPoolExecutor(1) as pool:
+        port: Any = Complete()
+        for ticket, what in expected.items():
+            finished.clear()
+            watch, shared = OptimizerWatch("memory://outage"), Executors(pool, pool, MemoryBudget())
+            attempt = NodeAttempt(Hanging("outage"), port, ticket, shared, watch)
+            attempt.join(0, [], lambda outcome, _: outcomes.put(str(outcome)))
+            chunks = [draft(ChunkInfo("w", "[]", "tensor", "uint8", (8,), "weights", (0,), (8,)), 0)] * 40  # more than any pool's
+            for chunk in chunks:
+                attempt.add_coded(0, [(chunk, [np.zeros(8, np.uint8)], lambda: None)])
+            for done in [pool.submit(finished.is_set) for _ in chunks]:
+                done.result(10)  # the chunks before it are packed
+            finished.set()
+            assert what in outcomes.get(timeout=10)
+        healed.set()
 
 
 def test_nothing_is_kept_for_an_attempt_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +298,7 @@ def test_nothing_is_kept_for_an_attempt_that_has_ended(monkeypatch: pytest.Monke
     added = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         port: Any = Slow()
-        shared = Executors(pool, pool, pool, MemoryBudget())
+        shared = Executors(pool, pool, MemoryBudget())
 
         def keep(name: str, parts: Any, uses: Any) -> Any:
             return tier.put(key, 0, name, parts, uses=uses)
