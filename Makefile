@@ -9,6 +9,7 @@ BIN := .venv/bin
 READY := .venv/ready
 FRAMEWORKS := .venv-frameworks
 VERL := .venv-verl
+STREAMS := .venv-streams
 MEGATRON := .venv-megatron
 # Megatron-Core needs Python 3.12 or newer: PYTHON_MEGATRON, or the first of these that runs (pyenv's are in its own folders).
 PYTHON_MEGATRON ?= $(firstword $(foreach python,$(PYTHON) python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python3),\
@@ -68,18 +69,16 @@ s3-suite: $(READY)
 	PYTHONPATH=tests $(BIN)/python -c 'from helpers import s3_server; s3_server.make_bucket("raystow-tests")'
 	$(BIN)/raystow demo --store s3://raystow-tests/demo
 
-kernels: $(READY)  ## compile the GPU kernels to raystow/workers/gpu/kernels/binaries (needs no GPU; installs Triton, 0.3 GB)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"
-	$(BIN)/python tools/build_kernels.py
+kernels: $(STREAMS)/ready  ## compile the GPU kernels to raystow/workers/gpu/kernels/binaries (needs no GPU; installs Triton, 0.3 GB)
+	$(STREAMS)/bin/python tools/build_kernels.py
 
 byte-loops:  ## compile raystow/storage/coding/byte_loops.c (needs gcc and gcc-aarch64-linux-gnu)
 	tools/build_byte_loops.sh
 
 SEEDS ?= 2
 
-test-streams: $(READY)  ## stream order of the GPU code without a GPU, SEEDS=2 orders (three minutes; installs Triton, 0.3 GB)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"
-	SEEDS=$(SEEDS) $(BIN)/pytest tests/streams
+test-streams: $(STREAMS)/ready  ## stream order of the GPU code without a GPU, SEEDS=2 orders (three minutes; installs Triton, 0.3 GB)
+	SEEDS=$(SEEDS) $(STREAMS)/bin/python -m pytest tests/streams
 
 MARK ?= not slow
 
@@ -119,11 +118,16 @@ $(MEGATRON)/ready: pyproject.toml constraints.txt
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
 	touch $@
 
+# The Triton that compiles the GPU kernels: another version makes other binaries, and torch from PyPI pins its own.
+$(STREAMS)/ready: $(STREAMS)/below
+	$(@D)/bin/python -m pip install --quiet --no-deps triton==3.9.0
+	touch $@
+
 # With Triton, which the models of TorchTitan import.
 $(FRAMEWORKS)/ready: $(FRAMEWORKS)/below
 	$(@D)/bin/python -m pip install --quiet setuptools wheel
 	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt "deepspeed<0.20"
-	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e ".[deepspeed,torchtitan,streams]" "torchft>=0.2,<0.3"
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e ".[deepspeed,torchtitan]" "torchft>=0.2,<0.3" triton
 	$(@D)/bin/python -m pip install --quiet --no-deps torchao
 	touch $@
 
