@@ -109,7 +109,8 @@ AWAITED = {
     "workers/gpu/uploads.py": 1,
     "workers/journal/entry_bytes.py": 1,
     "workers/journal/node_journal.py": 1,
-    "workers/node/node.py": 3,  # by background.submit; of uploads, the packer awaits each
+    "workers/node/node.py": 2,  # by background.submit
+    "workers/packing/attempt.py": 1,  # the packer awaits each upload
 }
 """Number of pools by file. The results of their calls are awaited, so an error is raised there."""
 

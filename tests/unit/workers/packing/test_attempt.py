@@ -239,9 +239,8 @@ def test_chunks_for_which_no_thread_can_be_started_are_released() -> None:
         ready.set()
 
 
-def test_uploads_of_a_failed_attempt_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_of_a_failed_attempt_hold_up_no_other() -> None:
     """They may hang long after it has failed: until the limits of requests."""
-    monkeypatch.setattr(packing, "PACK", 10)
     healed = threading.Event()
 
     class Hanging(MemoryStore):
@@ -269,11 +268,10 @@ def test_uploads_of_a_failed_attempt_hold_up_no_other(monkeypatch: pytest.Monkey
             watch, shared = OptimizerWatch("memory://outage"), Executors(pool, pool, MemoryBudget())
             attempt = NodeAttempt(Hanging("outage"), port, ticket, shared, watch)
             attempt.join(0, [], lambda outcome, _: outcomes.put(str(outcome)))
-            chunks = [draft(ChunkInfo("w", "[]", "tensor", "uint8", (8,), "weights", (0,), (8,)), 0)] * 40  # more than any pool's
-            for chunk in chunks:
+            for number in range(40):  # packs: more than there are threads
+                chunk = draft(ChunkInfo("w", "[]", "tensor", "uint8", (8,), f"g{number}", (0,), (8,)), 0)
                 attempt.add_coded(0, [(chunk, [np.zeros(8, np.uint8)], lambda: None)])
-            for done in [pool.submit(finished.is_set) for _ in chunks]:
-                done.result(10)  # the chunks before it are packed
+            pool.submit(finished.is_set).result(10)  # the chunks before it are packed
             finished.set()
             assert what in outcomes.get(timeout=10)
         healed.set()
