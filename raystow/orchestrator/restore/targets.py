@@ -129,7 +129,7 @@ class _Region(NamedTuple):
     def meets(self, other: _Region) -> bool:
         """Whether a byte is in both, exactly; or whether that takes too long to find out."""
         try:
-            return np.shares_memory(self._array(), other._array(), max_work=_MOST_WORK)  # type: ignore[arg-type]  # any number
+            return np.shares_memory(self._array(), other._array(), max_work=_MOST_WORK)  # type: ignore[arg-type, unused-ignore]  # any number
         except np.exceptions.TooHardError:
             return True
 

@@ -33,8 +33,8 @@ def items_of(text: str) -> int:
         piece = np.frombuffer(text[start : start + _PIECE].encode("ascii", "replace"), np.uint8)
         quote = piece == ord('"')
         outside = (np.cumsum(quote, dtype=np.uint32) + quotes) % 2 == 0
-        items += np.count_nonzero(outside & ((piece == ord(",")) | (piece == ord("[")) | (piece == ord("{"))))
-        quotes += np.count_nonzero(quote)
+        items += int(np.count_nonzero(outside & ((piece == ord(",")) | (piece == ord("[")) | (piece == ord("{")))))
+        quotes += int(np.count_nonzero(quote))
     return items
 
 
