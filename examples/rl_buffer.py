@@ -32,7 +32,8 @@ class Buffer:
     def __init__(self, uri: str) -> None:
         self.part = raystow.Part(uri, "buffer")
         self.random = np.random.default_rng(7)
-        self.first, self.samples = 0, np.zeros((0, FEATURES + 2))  # the number of the first sample, and the samples from there on
+        self.first = 0  # the number of the first of the samples
+        self.samples: NDArray[np.float64] = np.zeros((0, FEATURES + 2))
         self.restored, self.lock = threading.Event(), threading.Lock()
 
     def follow(self) -> None:

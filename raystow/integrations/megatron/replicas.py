@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import distributed
 
@@ -65,7 +66,7 @@ class Replicas:
         distributed.all_gather(found, here, group=self._group)
         return [one.numpy().tobytes() for one in found]
 
-    def _match(self, parts: Sequence[ReplicaPart], table: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
+    def _match(self, parts: Sequence[ReplicaPart], table: Sequence[npt.NDArray[np.int64]]) -> list[tuple[int, ...]]:
         ranks, mains = defaultdict[tuple[int, int], set[int]](set), defaultdict[tuple[int, int], list[int]](list)
         forms, problem = dict[int, tuple[int, int]](), None
         for rank, rows in enumerate(table):

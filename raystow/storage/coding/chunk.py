@@ -182,7 +182,7 @@ def _entropy(sample: Bytes) -> float:
     return float(-(p * np.log2(p)).sum() + (p.size - 1) / (2 * sample.size * np.log(2)))
 
 
-_NONE = np.empty(0, _SIZE)
+_NONE: Sizes = np.empty(0, _SIZE)
 
 
 class Plane(NamedTuple):

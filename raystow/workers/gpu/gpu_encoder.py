@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.cuda import Event
 
@@ -26,7 +27,7 @@ from .pinned_memory import BUFFERS
 from .unchanged import Remaining, UnchangedChunks
 from .uploads import Uploads
 
-_NO_DIGESTS = np.empty(0, np.uint64)
+_NO_DIGESTS: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 
 
 class GpuEncoder:

@@ -61,9 +61,10 @@ class UnchangedChunks:
         self._described = False  # whether the node worker knows the chunks
         self._described_next = False  # whether it does once the messages of this save are sent
         self._chunks: list[Any] = []
-        self._sizes = self._source = np.empty(0, np.int64)
-        self._eligible = np.empty(0, bool)
-        self._last = np.empty(0, np.uint64)  # ``raw_digest`` of each piece in the save before; 0 if it is not known
+        self._sizes: _Indices = np.empty(0, np.int64)
+        self._source: _Indices = np.empty(0, np.int64)
+        self._eligible: _Flags = np.empty(0, bool)
+        self._last: _Numbers = np.empty(0, np.uint64)  # ``raw_digest`` of each piece in the save before; 0 if it is not known
         self._now = self._last
         self._candidates = self._coded = np.empty(0, bool)
         self._digests: tuple[bytes, Digests] | None = None

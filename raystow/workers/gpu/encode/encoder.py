@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ....storage.errors import ClusterError
@@ -67,7 +68,7 @@ class Encoder:
         self.plan: EncodePlan | None = None
         """The plan of the last request."""
         self._hashing: HashPlan | None = None
-        self.digests = np.empty(0, np.uint64)
+        self.digests: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
         """``raw_digest``, before ``finish``, of the chunks of the last request, in their order."""
         self.run: EncodeRun | None = None
         """The current request, while ``encode`` runs."""
