@@ -66,7 +66,9 @@ class Planner:
         for view in plan.views:  # the memory of a known tensor may have shrunk, at the same address
             check_memory(view.leaf, view.local, view.shard.reach)
         known = [view.shard for view in plan.views]
-        sources = self.derived.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
+        sources = dict[int, int]()
+        if self._compared != "whole":  # what is compared after a restore is not stored
+            sources = self.derived.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
         key, last = [plan.gpus, *(shard.identity for shard in known)], self._last
         if last is not None and sources is last.sources and key == self._key:
             shards = last.shards

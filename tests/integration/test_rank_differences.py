@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -296,8 +297,27 @@ def spoiled_state(rank: int, spoils: bool) -> State:
     return {"w": tensor, "small": torch.zeros(3), "object": Spoiler(tensor, spoils and rank == 1)}
 
 
-def restore_verified(self: Rank, spoils: bool) -> str:
-    self.state = spoiled_state(self.checkpointer.rank, spoils)
+class Unrounded:
+    """An object whose load replaces the rounded weights of one rank, which follow from their master copy on the others."""
+
+    def __init__(self, weights: torch.Tensor, spoils: bool) -> None:
+        self.weights, self.spoils = weights, spoils
+
+    def state_dict(self) -> State:
+        return {"n": 1}
+
+    def load_state_dict(self, state: State) -> None:
+        if self.spoils:
+            self.weights[:] = 1
+
+
+def unrounded_state(rank: int, spoils: bool) -> State:
+    state = master_state(0, False)
+    return {**state, "object": Unrounded(state["weights"]["1"], spoils and rank == 1)}
+
+
+def restore_verified(self: Rank, spoils: bool, state: Callable[[int, bool], State] = spoiled_state) -> str:
+    self.state = state(self.checkpointer.rank, spoils)
     try:
         self.checkpointer.restore(self.state, verify_replicas=True)
     except raystow.Damaged as error:
@@ -319,6 +339,16 @@ def test_a_restore_can_compare_what_ranks_hold(tmp_path: Path) -> None:
     every(ranks, "result")
     (difference,) = raystow.open(tmp_path).versions()[-1].record.differences
     assert (difference.name, difference.first) == ("w", (300_000,))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_restore_compares_what_some_ranks_could_derive(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2)
+    ray.get([rank.set.remote(unrounded_state, number, False) for number, rank in enumerate(ranks)])
+    every(ranks, "save", 1)
+    every(ranks, "result")
+    for text in every(ranks, "do", restore_verified, True, unrounded_state):
+        assert "differ in weights.1, from element [0] on" in text
 
 
 @pytest.mark.long
