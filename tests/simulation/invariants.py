@@ -83,6 +83,8 @@ class Watch:
     read: dict[tuple[str, ...], Words] = field(default_factory=dict)
     """Keys of a pack and of its bases -> the decoded numbers."""
     records: dict[str, Json] = field(default_factory=dict)
+    compared: dict[tuple[str, int], payload.Save] = field(default_factory=dict)
+    """Attempt and rank -> the save whose bits it compares."""
 
     def __call__(self, change: Change) -> None:
         """Check a change of the store."""

@@ -135,6 +135,8 @@ class Node:
         reported = False
         try:
             held = payload.digests(self.rank, ticket.step, save)
+            if not self.part:
+                self._cluster.watch.compared[ticket.attempt, self.rank] = save
             port.ask(RankFinished(ticket, self.rank, 0, () if self.part else held.of(self.rank)))
             waiting = AwaitRanks(ticket)
             while isinstance(asked := port.ask(waiting, self._warned), ReplicaQuestions):
