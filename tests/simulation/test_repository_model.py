@@ -17,7 +17,7 @@ from raystow.storage.format import keys
 from raystow.storage.format.root import Root
 from raystow.storage.format.version_record import VersionRecord
 from raystow.storage.repository import Repository
-from raystow.storage.retention.collect import CollectionPlan
+from raystow.storage.retention.collect import CollectionPlan, GarbageKind
 from raystow.storage.retention.plan import RetentionPlan
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
@@ -196,7 +196,9 @@ class RepositoryModel(RuleBasedStateMachine):
 
     @rule(plan=collections)
     def collect(self, plan: CollectionPlan) -> None:
-        due = {(g.id, g.attempt) for g in plan.due}
+        passed = {(g.id, g.attempt) for g in plan.due if g.kind in (GarbageKind.DROPPED, GarbageKind.FAILED)}
+        others = {(g.id, g.attempt) for g in plan.due} - passed  # judged again: a save may have begun since the plan was made
+        due = passed | (others & self.model.collectable(self.clock.time, plan.grace))
         going = due - set(self.model.live) - self.model.leased(self.clock.time)
         plan.execute()
         self.model.next_id = max([self.model.next_id, *(id + 1 for id, _ in due)])
