@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import raystow
 from integration.cli_runner import ran, run_json
 from integration.language_models import config_folder, gpt2, same
 from integration.ranks import Rank, every, start
+from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 from raystow.storage.stores import open_store
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -109,6 +112,93 @@ def test_a_job_on_s3_exports_to_its_store(s3_uri: str, tmp_path: Path) -> None:
     assert {one.key for one in store.list("")} == {"model.safetensors"}
     ray.get(rank.leave.remote(), timeout=60)
     ray.kill(rank)
+
+
+def _die_at_the_next_export(uri: Path) -> None:
+    """Let the coordinator be killed when it has written the tensors of an export. Ray starts it again."""
+
+    def arm(coordinator: object) -> None:
+        def die(write: object, parts: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        importlib.import_module("raystow.orchestrator.export.version_files").write_index = die  # type: ignore[attr-defined]
+
+    ray.get(coordinator_actor(uri.as_uri()).__ray_call__.remote(arm), timeout=60)
+
+
+def _killed_export(uri: Path, out: Path, world_size: int = 1) -> list[Any]:
+    """Return ranks whose first version was being exported when the coordinator was killed."""
+    ranks = start(str(uri), world_size, export=raystow.Export(str(out), max_shard_size=20_000))
+    _die_at_the_next_export(uri)
+    every(ranks, "do", _train, [3.0])
+    place = f"{out}/version-00000001"
+    wait_until(lambda: any((one / "lock").is_file() for one in out.glob(".version-00000001.*")), "the part of an export")
+    wait_until(lambda: raystow.open(uri).root().open_exports == {place: 1}, "a note that it was begun")
+    coordinator = coordinator_actor(uri.as_uri())
+    wait_until(lambda: not _armed(coordinator), "another coordinator")
+    assert not Path(place).exists()
+    return ranks
+
+
+def _armed(coordinator: Any) -> bool:
+    """Whether the coordinator is still the one that will be killed."""
+
+    def armed(coordinator: object) -> bool:
+        module = importlib.import_module("raystow.orchestrator.export.version_files")
+        return bool(module.write_index.__name__ == "die")
+
+    try:
+        return bool(ray.get(coordinator.__ray_call__.remote(armed), timeout=60))
+    except ray.exceptions.RayError:
+        return True
+
+
+def _completed(uri: Path, out: Path) -> None:
+    place = f"{out}/version-00000001"
+    wait_until(lambda: _exports(uri) == {place: 1}, "an export")
+    assert raystow.open(uri).root().open_exports == {}
+    assert [path.name for path in out.iterdir()] == ["version-00000001"]
+    assert (Path(place) / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.long
+def test_the_next_save_completes_an_export_whose_coordinator_was_killed(tmp_path: Path) -> None:
+    """Before that save becomes a version: rank 1 does not save."""
+    uri, out = tmp_path / "run", tmp_path / "served"
+    ranks = _killed_export(uri, out, 2)
+    ray.get(ranks[0].set.remote(_state, 2.0))
+    ray.get(ranks[0].save.remote(2))
+    _completed(uri, out)
+    assert [version.id for version in raystow.open(uri).versions()] == [1]
+
+
+@pytest.mark.long
+def test_close_completes_an_export_whose_coordinator_was_killed(tmp_path: Path) -> None:
+    uri, out = tmp_path / "run", tmp_path / "served"
+    (rank,) = _killed_export(uri, out)
+    ray.get(rank.leave.remote(), timeout=60)
+    _completed(uri, out)
+
+
+@pytest.mark.long
+def test_another_run_completes_an_export_whose_coordinator_was_killed(tmp_path: Path) -> None:
+    """Without a save."""
+    uri, out = tmp_path / "run", tmp_path / "served"
+    (rank,) = _killed_export(uri, out)
+    ray.kill(rank)
+    start(str(uri), 1, export=raystow.Export(str(out), max_shard_size=20_000))
+    _completed(uri, out)
+
+
+@pytest.mark.long
+def test_close_exports_a_version_that_was_pinned_after_the_last_save(tmp_path: Path) -> None:
+    uri, out = tmp_path / "run", tmp_path / "served"
+    (rank,) = start(str(uri), 1, export=raystow.Export(str(out), "pin:serve"))
+    every([rank], "do", _train, [3.0])
+    repository = raystow.open(uri)
+    repository.pin(repository.version(1), "serve")
+    ray.get(rank.leave.remote(), timeout=60)
+    wait_until(lambda: [*_exports(uri).values()] == [1], "an export")
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_a_failed_export_leaves_no_files(
     run_folder: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int
 ) -> None:
     def write_index_and_stop(write: object, parts: object) -> None:
-        assert len(list((tmp_path / "a").glob("*/*"))) > 2  # all tensor files are written
+        assert len(list((tmp_path / "a").glob("*/*/*"))) > 2  # all tensor files are written
         raise stop
 
     monkeypatch.setattr(version_files, "write_index", write_index_and_stop)
@@ -242,6 +242,20 @@ def test_a_killed_export_leaves_no_output_folder(run_folder: tuple[Path, Any], t
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".out.raystow-")
     ran(*words)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_that_is_complete_is_not_written_again(run_folder: tuple[Path, Any], tmp_path: Path) -> None:
+    """Nobody may know of it: its process may have been killed after the last file."""
+    files, out = config_folder(run_folder[1], tmp_path / "config"), tmp_path / "out"
+    words = ("export", run_folder[0], "--hf", out, "--files", files, "--max-shard-size", "20kB")
+    ran(*words)
+    before = {path.name: path.stat() for path in out.iterdir()}
+    ran(*words)
+    assert {path.name: path.stat() for path in out.iterdir()} == before
+    assert run_json(*words, "--dtype", "bfloat16", code=2)["error"]["what"] == "is not an empty folder"
+    (files / "config.json").write_text((files / "config.json").read_text().replace("gpt2", "gpt3"))
+    assert run_json(*words, code=2)["error"]["what"] == "is not an empty folder"
 
 
 @pytest.mark.parametrize(

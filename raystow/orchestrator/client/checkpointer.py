@@ -161,7 +161,7 @@ class Checkpointer:
         self._saves, self._closed = itertools.count(1), False
         self._recorder: StepRecorder | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
-        who = self.rank, self.world_size, self._part
+        who = self.rank, self.world_size, self._part, self._settings.export_request
         self._startup = Startup(self._store, *who, on_fenced=on_fenced, keep=self._memory.cache_seconds)
         self._restores = Restores(self._startup, self._timeout)
         self._notices = StateNotices(self.rank, self._restores)

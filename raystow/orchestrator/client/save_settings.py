@@ -13,7 +13,7 @@ from ...storage.format import values
 from ...storage.retention.policy import Policy
 from ...storage.runtime import spans
 from ...storage.versions.version import Version
-from ...workers.protocol.messages import ExportOrder, JoinRun, OnDifference, OnFenced, RankSaveRequest
+from ...workers.protocol.messages import ExportOrder, JoinRun, OnDifference, OnFenced, RankSaveRequest, RequestExport
 from ..argument_checks import one_of
 from ..coordinator.delta_schedule import Delta
 from .provenance import Provenance
@@ -41,6 +41,12 @@ class SaveSettings:
         one_of("on_fenced", self.on_fenced, ("raise", "takeover"))
         one_of("on_difference", self.on_difference, ("warn", "raise"))
         one_of("compare_replicas", self.compare_replicas, ("all", "small", "off"))
+
+    def export_request(self, member: JoinRun) -> RequestExport | None:
+        """Return what rank 0 asks for apart from its saves; None if no versions are exported."""
+        if self.export is None:
+            return None
+        return RequestExport(member.rank, member.world_size, member.incarnation, self.export, self.retention)
 
     def planner(self) -> Planner:
         """Make the planner of a rank."""

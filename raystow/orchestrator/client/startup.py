@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FuturesTimeout
 from weakref import WeakValueDictionary
 
-from ...storage.errors import ClusterError, StateError
+from ...storage.errors import ClusterError, RaystowError, StateError
 from ...storage.format import key_files
 from ...storage.format.parts import part_number
 from ...storage.format.rank_spans import member_text
-from ...storage.log import here
+from ...storage.log import about, here
 from ...storage.object_store import ObjectStore
 from ...storage.repository import Repository
 from ...storage.runtime import background
@@ -29,6 +31,7 @@ from ...workers.protocol.messages import (
     OnFenced,
     OpenStore,
     RankSaveFailed,
+    RequestExport,
     StartRun,
     shortened,
 )
@@ -38,6 +41,8 @@ from .. import ray_cluster
 from ..coordinator.ray_client import RayCoordinatorClient
 from .presence import Presence
 from .settings_renewal import SettingsRenewal
+
+logger = logging.getLogger(__name__)
 
 ACTOR_START = 120.0
 """Seconds that an actor may take to start."""
@@ -73,13 +78,23 @@ class Startup:
 
     Args:
         part: This process has a part instead of the rank.
+        exports: Returns what this process asks for when it has registered, and when it closes; None if nothing.
         keep: Seconds for which the node keeps its memory after ``close``.
     """
 
     def __init__(
-        self, store: ObjectStore, rank: int, world_size: int, part: str = "", *, on_fenced: OnFenced, keep: float
+        self,
+        store: ObjectStore,
+        rank: int,
+        world_size: int,
+        part: str,
+        exports: Callable[[JoinRun], RequestExport | None],
+        *,
+        on_fenced: OnFenced,
+        keep: float,
     ) -> None:
         self.store, self.uri, self._world_size, self._part = store, store.uri, world_size, part
+        self._exports = exports
         self._rank = part_number(part) if part else rank
         self.connection = ray_cluster.connect()
         ray_metrics.export()
@@ -137,6 +152,8 @@ class Startup:
     def close(self, *, failed: bool = False) -> None:
         """Register no more: another Checkpointer that is made from now on, in any process, has the rank. ``failed``: the training
         has failed, and may be started again."""
+        if not failed and self._started.done() and self._started.exception() is None:
+            self._request_exports()  # pins since the last commit; what a coordinator that has died since has left
         self._presence.close(failed=failed)
         with self._lock:
             self._closed, joining = True, self._joining
@@ -163,6 +180,16 @@ class Startup:
         """Tell the coordinator that a save of this rank has failed. Returns whether it did not know."""
         reason = shortened(f"{member_text(self._rank)}: {what}")
         return self.port.ask(RankSaveFailed(self._rank, self.member.incarnation, number, step, reason)).first
+
+    def _request_exports(self) -> None:
+        """Ask for the exports that are due. An error is logged only: it affects no save."""
+        if (request := self._exports(self._member)) is None:
+            return
+        try:
+            self.connection.check()
+            self.port.ask(request, timeout=_JOIN)
+        except RaystowError as error:
+            about(logger, repository=self.uri).warning("versions that are due are exported after the next commit: %s", error)
 
     def _settings(self, anew: bool = False) -> StoreSettings:
         return settings_of(self.store, anew=anew)
@@ -205,5 +232,6 @@ class Startup:
         except BaseException as error:
             self._started.set_exception(error)
             return
+        self._request_exports()
         with contextlib.suppress(ClusterError):  # a save or restore tries again, and raises
             self.node_address()

@@ -19,6 +19,7 @@ from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowE
 from ...storage.format.root import Entry
 from ...storage.format.version_record import VersionRecord
 from ...storage.log import about
+from ...storage.retention.policy import Best, Policy
 from ...storage.runtime import background, gc_pause
 from ...storage.runtime.clock import SYSTEM
 from ...storage.stores.settings import JobSettings, StoreAddress
@@ -206,6 +207,10 @@ class CoordinatorActor:
                 return await self._replay(request)
             case messages.CompareReplicas():
                 return await self._compare_restored(request)
+            case messages.RequestExport():
+                at = await self._started()
+                at.core.check_member(request)
+                at.upkeep.exports.request(request.export, _keep_best(request.retention))
             case RankReading():
                 at = await self._started()
                 async with self._restoring:
@@ -234,6 +239,8 @@ class CoordinatorActor:
                     at.core.notices.append(at.upkeep.exports.failures.popleft())
         try:
             answer = handle(at.core, request)
+            if isinstance(request, Begin) and (order := request.request.export) is not None and not at.upkeep.exports.ordered:
+                at.upkeep.exports.request(order, _keep_best(request.request.retention))
             if isinstance(request, messages.JoinRun):
                 async with self._restoring:
                     at.rounds.left(request.rank, request.incarnation)
@@ -407,8 +414,7 @@ class CoordinatorActor:
                 house = asyncio.to_thread(at.upkeep.apply_retention, attempt.retention, core.bases, trace)
                 self._chores = asyncio.create_task(house)
             if attempt.phase is Phase.COMMITTED and attempt.export is not None:
-                best = attempt.retention.keep_best if attempt.retention is not None else None
-                at.upkeep.exports.request(attempt.export, best, trace)
+                at.upkeep.exports.request(attempt.export, _keep_best(attempt.retention), trace)
             attempt.export = None  # it may have megabytes of files
         if at.upkeep.exports.due and (self._exporting is None or self._exporting.done()):
             self._exporting = asyncio.create_task(asyncio.to_thread(at.upkeep.export))
@@ -468,6 +474,10 @@ class CoordinatorActor:
     def _owner(self) -> str:
         """A name that no other coordinator has, for messages about two runs with one repository."""
         return f"{ray_cluster.process_here('coordinator')}, {ray_cluster.run_here()} ({SYSTEM.token()})"
+
+
+def _keep_best(policy: Policy | None) -> Best | None:
+    return policy.keep_best if policy is not None else None
 
 
 def _promised(record: VersionRecord) -> tuple[Entry, bytes]:

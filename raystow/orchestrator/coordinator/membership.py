@@ -9,11 +9,11 @@ from ...storage.errors import Fenced, NotARepository
 from ...storage.format.parts import is_part
 from ...storage.format.rank_spans import member_text
 from ...storage.root.root_register import BEGIN_ANEW
-from ...workers.protocol.messages import AskNextSave, CompareReplicas, JournalVote, RestoreVote, UnusedNames
+from ...workers.protocol.messages import AskNextSave, CompareReplicas, JournalVote, RequestExport, RestoreVote, UnusedNames
 from ...workers.protocol.messages.coordinator import Incarnation, RankSaveRequest
 from .attempt import ANOTHER_RUN
 
-MemberMessage = RankSaveRequest | AskNextSave | RestoreVote | UnusedNames | JournalVote | CompareReplicas
+MemberMessage = RankSaveRequest | AskNextSave | RestoreVote | UnusedNames | JournalVote | CompareReplicas | RequestExport
 
 
 class Membership:

@@ -30,7 +30,8 @@ class Upkeep:
 
     def __init__(self, committer: Committer, settings: JobSettings | None = None) -> None:
         self._committer, self._uri = committer, committer.catalog.uri
-        self._housekeeping, self.exports = Housekeeping(committer), Exports(committer.catalog, settings)
+        self._housekeeping = Housekeeping(committer)
+        self.exports = Exports(committer.catalog, settings, in_charge=lambda root: root.owner == committer.fence.owner)
         self._errors = background.ErrorLog("housekeeping")
 
     def commit(self, version: VersionRecord, trace: str) -> Entry | RaystowError:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ...storage.addresses import local_path, parse
 from ...storage.object_store import StreamedStore
-from ...storage.real_paths import real_path
+from ...storage.real_paths import output_path, real_path
 from ...storage.stores import open_store
 from ...storage.stores.settings import JobSettings
-from .output_dir import new_folder
+from .output_dir import discard_abandoned, new_folder
 from .output_folder import FilePlan, WriteFile
-from .store_folder import new_store_folder
+from .store_folder import discard_part, new_store_folder
 
 _BUCKETS = ("s3", "gs", "az")
 
@@ -48,4 +48,11 @@ class Destination:
         """Return what yields the function that writes the files of ``plan``; see ``new_folder`` and ``new_store_folder``."""
         if self.store is not None:
             return new_store_folder(self.store, plan)
-        return new_folder(self.folder or Path(), plan.nbytes)
+        return new_folder(self.folder or Path(), plan)
+
+    def discard(self, source: str) -> None:
+        """Delete the parts of an export of ``source`` (see ``FilePlan``) that was not completed."""
+        if self.store is not None:
+            discard_part(self.store, source)
+        else:
+            discard_abandoned(output_path(self.folder or Path()))

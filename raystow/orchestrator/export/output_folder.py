@@ -13,7 +13,8 @@ Content: TypeAlias = Callable[[], Iterable[Buffer]]
 
 
 WriteFile: TypeAlias = Callable[[str, int, Content], None]
-"""Creates a file, given its name, its bytes and its content: in a new folder of this machine, or below an address of a store."""
+"""Creates a file, given its name, its bytes and its content: in a new folder of this machine, or below an address of a store. The
+first part of a file of tensors is its header."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class FilePlan:
         digest: Identifies the content of all of them (hexadecimal).
         weights: The bytes of each file of tensors.
         others: The names of the other files.
+        source: The repository and the version that they are made of.
     """
 
     digest: str
     weights: Mapping[str, int]
     others: tuple[str, ...]
+    source: str
 
     @property
     def nbytes(self) -> int:

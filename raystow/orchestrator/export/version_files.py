@@ -38,7 +38,7 @@ def file_plan(version: Version, files: Sequence[SafetensorsFile], others: Iterab
     headers = [(file.name, file.nbytes, stored_digest(file.header({})).hex()) for file in files]
     weights, names = {file.name: len(_header(file, version)) + file.nbytes for file in files}, tuple(others)
     content = [version.repository_id, version.id, version.entry.digest, headers, sorted(names)]
-    return FilePlan(stored_digest(json.dumps(content).encode()).hex(), weights, names)
+    return FilePlan(stored_digest(json.dumps(content).encode()).hex(), weights, names, f"{version.repository_id}/{version.id}")
 
 
 def write_file(
@@ -64,9 +64,9 @@ def write_file(
     header = _header(file, version)
 
     def content() -> Iterator[Buffer]:
+        yield header
         reader, buffer = version.reader(), np.empty(SLAB, np.uint8)
         targets = {names.get(tensor.name, tensor.name): tensor.info for tensor in file.tensors}
-        yield header
         for slab in slabs(boxes_of([version], targets, SLAB // 2), SLAB):
             read_slab(reader, slab, buffer, progress)
             end = 0
@@ -78,7 +78,9 @@ def write_file(
 
 
 def _header(file: SafetensorsFile, version: Version) -> bytes:
-    return file.header({"raystow.version": str(version.id), "raystow.step": str(version.step)})
+    """The header. The digest identifies the content, for ``finished_export``."""
+    made_of = {"version": str(version.id), "step": str(version.step), "digest": version.entry.digest}
+    return file.header({f"raystow.{name}": value for name, value in made_of.items()})
 
 
 def _converted(raw: Bytes, box: TensorBox, dtype: str) -> Bytes:

@@ -105,7 +105,8 @@ class Root:
     attempts that may replace live versions. ``rollbacks``: how many there were. ``rolled_back``: versions that are listed but not
     live. ``segments``: of the step journal, oldest first; ``next_segment``: above all their numbers. ``exports``: address of an
     export -> id of its version, which may have been dropped; ``failed_exports``: address -> the error, for the newest ones
-    that failed; both for people."""
+    that failed; both for people. ``open_exports``: address -> id of its version, for those that were begun and may have left a
+    part."""
 
     repository: str
     epoch: int = 0
@@ -123,6 +124,7 @@ class Root:
     next_segment: int = 1
     exports: dict[str, int] = field(default_factory=dict)
     failed_exports: dict[str, str] = field(default_factory=dict)
+    open_exports: dict[str, int] = field(default_factory=dict)
 
     @property
     def listed(self) -> tuple[Entry, ...]:
@@ -163,7 +165,7 @@ class Root:
         fields = {**vars(self), **parts}
         if self.next_segment == 1:  # there has never been one
             del fields["segments"], fields["next_segment"]
-        for name in ("exports", "failed_exports"):
+        for name in ("exports", "failed_exports", "open_exports"):
             if not fields[name]:
                 del fields[name]
         return records.dump(fields, keys.ROOT)
@@ -190,7 +192,7 @@ class Root:
         numbers = [one.number for one in parsed["segments"] if isinstance(one, Segment)]
         if any(a >= b for a, b in itertools.pairwise([0, *numbers])):
             raise Damaged("the numbers of segments are not ascending", subject=keys.ROOT)
-        optional = ("verified", "rollbacks", "next_segment", "exports", "failed_exports")
+        optional = ("verified", "rollbacks", "next_segment", "exports", "failed_exports", "open_exports")
         root = records.parse(Root, fields, keys.ROOT, optional=optional, versions=versions, rolled_back=rolled_back, **parsed)
         attempts: tuple[Entry | Dropped | Rewrite, ...] = (*root.listed, *root.dropped, *root.rewrites)
         for one in attempts:

@@ -23,13 +23,14 @@ class Export:
     After a commit the coordinator exports the version that is due, in the background, one at a time and in at most 512 MiB of
     memory, to ``URI/version-00000007``; see ``export_model``. A failed export is tried again after 30 s, up to six times in a
     quarter of an hour, and after the next commit; the next save of rank 0 warns of it. Exports are never deleted, whatever
-    ``retention`` drops. ``raystow ls`` lists them, and failed ones.
+    ``retention`` drops. ``raystow ls`` lists them, and failed ones. If the coordinator dies during an export, another one
+    completes it, or deletes its part, as soon as rank 0 saves, closes its Checkpointer, or is started again.
 
     Args:
         uri: A folder that the cluster's head node sees, or an address ``s3://``, ``gs://`` or ``az://``, which is reached with
             the settings of the repository's store if it is of the same kind.
         when: An integer n: every n-th version. ``"best"``: each version that is the best one by ``keep_best`` of the retention
-            policy, which is required then. ``"pin:NAME"``: the version with this pin, after the next commit.
+            policy, which is required then. ``"pin:NAME"``: the version with this pin, after the next commit or ``close``.
         prefix: See ``export_model``.
         tokenizer: A folder of the training process on rank 0 with config and tokenizer files, at most 64 MiB.
         dtype: See ``export_model``.

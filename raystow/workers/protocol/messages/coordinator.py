@@ -83,6 +83,17 @@ class ExportOrder(MessagePart, frozen=True):
     files: Table[Text, FileBytes] = {}
 
 
+class RequestExport(CoordinatorRequest[Acknowledged], frozen=True):
+    """Asks for the exports that are due. Rank 0 sends it when it begins and when it ends: a coordinator may have died since a
+    commit. The fields: see ``RankSaveRequest``."""
+
+    rank: int
+    world_size: WorldSize
+    incarnation: Incarnation
+    export: ExportOrder
+    retention: Policy | None = None
+
+
 class RankSaveRequest(MessagePart, frozen=True):
     """What is known of a rank's ``save``-th save when it is called.
 
