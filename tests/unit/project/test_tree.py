@@ -142,6 +142,12 @@ class A:
     assert count_concepts.patches(tree) == 1
 
 
+def test_constraints_pin_nothing_that_torch_pins() -> None:
+    """The torch of PyPI pins Triton and CUDA's libraries, one from elsewhere pins none: then the conflict is not seen."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    assert {line.partition("==")[0] for line in lines if line} == {"torch", "ray"}
+
+
 def test_no_test_module_imports_another_one() -> None:
     """What two of them need is in a helper module. Also holds for programs in texts, which tests run."""
     sources = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
