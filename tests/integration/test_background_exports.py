@@ -162,7 +162,7 @@ def _completed(uri: Path, out: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_next_save_completes_an_export_whose_coordinator_was_killed(tmp_path: Path) -> None:
+def test_a_save_completes_an_export_of_a_killed_coordinator(tmp_path: Path) -> None:
     """Before that save becomes a version: rank 1 does not save."""
     uri, out = tmp_path / "run", tmp_path / "served"
     ranks = _killed_export(uri, out, 2)
@@ -173,7 +173,7 @@ def test_the_next_save_completes_an_export_whose_coordinator_was_killed(tmp_path
 
 
 @pytest.mark.long
-def test_close_completes_an_export_whose_coordinator_was_killed(tmp_path: Path) -> None:
+def test_close_completes_an_export_of_a_killed_coordinator(tmp_path: Path) -> None:
     uri, out = tmp_path / "run", tmp_path / "served"
     (rank,) = _killed_export(uri, out)
     ray.get(rank.leave.remote(), timeout=60)
@@ -181,7 +181,7 @@ def test_close_completes_an_export_whose_coordinator_was_killed(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_another_run_completes_an_export_whose_coordinator_was_killed(tmp_path: Path) -> None:
+def test_another_run_completes_an_export_of_a_killed_coordinator(tmp_path: Path) -> None:
     """Without a save."""
     uri, out = tmp_path / "run", tmp_path / "served"
     (rank,) = _killed_export(uri, out)
@@ -191,7 +191,7 @@ def test_another_run_completes_an_export_whose_coordinator_was_killed(tmp_path: 
 
 
 @pytest.mark.long
-def test_close_exports_a_version_that_was_pinned_after_the_last_save(tmp_path: Path) -> None:
+def test_close_exports_a_version_pinned_after_the_last_save(tmp_path: Path) -> None:
     uri, out = tmp_path / "run", tmp_path / "served"
     (rank,) = start(str(uri), 1, export=raystow.Export(str(out), "pin:serve"))
     every([rank], "do", _train, [3.0])

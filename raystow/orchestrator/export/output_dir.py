@@ -1,7 +1,7 @@
 """Creates a folder or a file that appears complete or not at all.
 
-It is made in a hidden folder beside, with a lock file that is locked while its process lives. So another call knows which of
-these folders killed processes have left, and deletes them.
+It is made in a hidden folder of the same parent, with a lock file that is locked while its process lives. So another call knows
+which of these folders killed processes have left, and deletes them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def new_file(path: Path, nbytes: int) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _moved_into_place(path: Path, nbytes: int) -> Iterator[Path]:
-    """Yield a name in a hidden folder beside for what becomes ``path``."""
+    """Yield a name in a hidden folder of the same parent for what becomes ``path``."""
     created = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     if discard_abandoned(path):
