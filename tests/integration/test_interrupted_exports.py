@@ -239,8 +239,12 @@ def test_a_run_that_was_fenced_exports_nothing(repository: Repository, tmp_path:
     assert repository.root().open_exports == {}
 
 
-def test_an_export_elsewhere_is_ended(repository: Repository, served: str, config: bytes, tmp_path: Path, begun: str) -> None:
-    run(repository, str(tmp_path / "elsewhere"), config)
-    assert repository.root().open_exports == {}
-    assert [*repository.root().exports] == [f"{tmp_path / 'elsewhere'}/version-00000001"]
-    assert not files(begun)
+def test_an_export_elsewhere_is_left(repository: Repository, served: str, config: bytes, tmp_path: Path, begun: str) -> None:
+    """Its address is from the root alone, and so may be anybody's."""
+    before, elsewhere = files(begun), str(tmp_path / "elsewhere")
+    climbing = f"{elsewhere}/../{Path(begun).parent.name}/version-00000001"
+    repository.register.update(lambda root: replace(root, open_exports={begun: 1, climbing: 1}))
+    run(repository, elsewhere, config)
+    assert repository.root().open_exports == {begun: 1, climbing: 1}
+    assert [*repository.root().exports] == [f"{elsewhere}/version-00000001"]
+    assert files(begun) == before

@@ -1,7 +1,8 @@
 """Exports of versions while a training runs. A failed export is reported and tried again; it affects no save.
 
 The root lists an export before it is begun. So a coordinator that follows a killed one ends what that has begun: it completes the
-export, finds it complete, or deletes its part. It never leaves one in the list, and never works for a run that was fenced.
+export, finds it complete, or deletes its part. One to another address stays listed until a run exports there. It never works for
+a run that was fenced.
 """
 
 from __future__ import annotations
@@ -129,13 +130,16 @@ class Exports:
             self._report(requested, uri, error, again=True)
             return True
         due = export.due(root, numbers, requested.best)
-        places = dict(root.open_exports) if due is None else {**root.open_exports, export.place(due): due.id}
+        # Addresses in the root are compared, and not used: who can write it must not choose what is deleted.
+        places = {place: id for place, id in root.open_exports.items() if place == export.place(id)}
+        if due is not None:
+            places[export.place(due.id)] = due.id
         failed, entries = False, {entry.id: entry for entry in root.listed}
         for place, id in places.items():
             try:
-                if id in entries and requested.covers(place):
+                if id in entries:
                     self._complete(requested, root, place, entries[id])
-                else:  # its version was dropped, or versions are exported elsewhere now
+                else:  # its version was dropped
                     self._discard(place, id)
             except (RaystowError, OSError) as error:
                 open = self._stays_open(error, place, id)

@@ -62,9 +62,9 @@ class Export:
             raise refused("dtype", self.dtype, "one of " + ", ".join(_DTYPES), "None", "export")
         integer("max_shard_size", self.max_shard_size, least=1, subject="export")
 
-    def place(self, entry: Entry) -> str:
+    def place(self, id: int) -> str:
         """The address of the export of a version."""
-        return f"{os.fspath(self.uri).rstrip('/')}/version-{entry.id:08d}"
+        return f"{os.fspath(self.uri).rstrip('/')}/version-{id:08d}"
 
     def due(self, root: Root, numbers: Mapping[int, float], best: Best | None) -> Entry | None:
         """Return the version that is to be exported now; None if there is none.
@@ -74,7 +74,8 @@ class Export:
             numbers: By version, the metric of ``best``.
             best: Which version is the best one.
         """
-        exported = {root.exports[place] for place in map(self.place, root.listed) if place in root.exports}
+        places = (self.place(entry.id) for entry in root.listed)
+        exported = {root.exports[place] for place in places if place in root.exports}
         chosen: Iterable[Entry]
         if isinstance(self.when, int):
             since = max(exported, default=0)
