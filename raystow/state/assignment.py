@@ -6,7 +6,6 @@ No communication is needed: all holders of a box compute the same split from the
 from __future__ import annotations
 
 import heapq
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,10 +20,6 @@ from .shards import Shard
 
 SMALL = 64 << 10
 """Bytes up to which a shard of several ranks is not split, so that a reader asks one node for it."""
-
-
-_LISTED = 64  # ranks that a text lists
-_HOLDERS = re.compile(r" on ranks \[(\d{1,9}(?:, \d{1,9})*)]$")
 
 HOST_LEAST = 256 << 20
 """Bytes in host memory from which on a GPU codes them."""
@@ -70,8 +65,7 @@ class ChunkAssignment:
     the number of a shard, the number of the shard that it seems to be derived from. ``coverage``: the coverage sums of the
     tensors that all ranks must have alike, and of those of which this rank is the first holder; ``owned_dtensors``: the DTensors
     among the latter. ``plain_tensors``: the tensors that all ranks must have alike, with dtypes and shapes, and with the tensors
-    that they are derived from; and the derived ones of those that several ranks have, with these ranks. ``held``: the pieces of
-    shards that several ranks have, those of derived shards included."""
+    in whose memory they are. ``held``: the pieces of shards that several ranks have, those of derived shards included."""
 
     shards: tuple[Shard, ...]
     sources: Mapping[int, int]
@@ -119,28 +113,14 @@ def assign_chunks(
         for device, pieces in mine.items()
     }
     terms = [(s, coverage(s.leaf.name, s.dtype, s.shape)) for s in shards if not s.holders or s.first == rank]
+    tied = {i: f" tied to {shards[source].leaf.name}" for i, source in derived.items()}
+    described = [(s.leaf.name, f"{s.dtype} {list(s.shape)}{tied.get(i, '')}") for i, s in enumerate(shards) if not s.holders]
     # A box without elements counts nothing, but its shape must be the same on all ranks, too.
-    replicated = total(coverage(s.leaf.name, f"{s.dtype} {list(s.shape)}", ()) for s in shards if not s.holders)
+    replicated = total(coverage(name, text, ()) for name, text in described)
     expected = total(term for shard, term in terms if shard.holders or rank == 0)
     owned_dtensors = tuple(shard.leaf.name for shard in shards if shard.first == rank)
-    copied = {i: f" like {shards[source].leaf.name}" for i, source in derived.items()}
-    plain_tensors = tuple(
-        f"{shard.leaf.name} {shard.dtype} {list(shard.shape)}{copied.get(i, '')}{on_ranks(shard.holders)}"
-        for i, shard in enumerate(shards)
-        if not shard.holders or (i in copied and 1 < len(shard.holders) <= _LISTED)
-    )
+    plain_tensors = tuple(f"{name} {text}" for name, text in described)
     return ChunkAssignment(shards, sources, parts, (replicated, expected), owned_dtensors, plain_tensors, tuple(held))
-
-
-def on_ranks(holders: tuple[int, ...]) -> str:
-    """The end of a text of ``plain_tensors``, if only some ranks have the tensor."""
-    return f" on ranks {list(holders)}" if holders else ""
-
-
-def ranks_with(text: str) -> tuple[int, ...]:
-    """The ranks that must have a text of ``plain_tensors``: the holders of its tensor; empty for all ranks."""
-    found = _HOLDERS.search(text)
-    return tuple(map(int, found[1].split(","))) if found else ()
 
 
 def _is_derived(shard: Shard, source: Shard) -> bool:

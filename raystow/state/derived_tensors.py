@@ -1,6 +1,8 @@
 """Finds tensors of a state that can be derived from others: weights that are their rounded master copy, copies, tied embeddings.
 
-A sample of each tensor says which may be derived. Whether all elements are is checked for each chunk in every save.
+A sample of each tensor says which may be derived. Whether all elements are is checked for each chunk in every save. Of tensors
+that several ranks hold, those of all ranks that are in the same memory are derived, and no others: all holders must agree which
+of them are stored, and whether two tensors have equal bits can differ between ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ Ready: TypeAlias = "Mapping[int, torch.cuda.Event]"
 
 class DerivedTensors:
     """What one rank has found. It samples in its first, second, fourth, eighth save and so on, and if the state has other
-    tensors than before: in the same saves as all ranks, so that ranks with the same tensors find the same.
+    tensors than before: in the same saves as all ranks, so that they find the same tensors of all ranks.
 
     Sampling takes some milliseconds of the staging thread, in which nothing is staged. So only a save with other tensors, such as
     the first, waits for it; the others sample after staging, for later saves.
@@ -35,42 +37,43 @@ class DerivedTensors:
     def __init__(self) -> None:
         self._sampled = 0  # number of the save of the last sample
         self._found: dict[int, int] = {}
-        self._shared = True  # whether tensors that several ranks hold may be derived
-        self._known: tuple[Sequence[Likeness], bool] = (), True
+        self._known: Sequence[Likeness] = ()
 
-    def of(self, known: Sequence[Likeness], shards: Callable[[], Sequence[Shard]], ready: Ready, *, save: int) -> dict[int, int]:
+    def of(
+        self, known: Sequence[Likeness], shards: Callable[[], Sequence[Shard]], ready: Ready, *, save: int, world_size: int
+    ) -> dict[int, int]:
         """Numbers of shards, each with the number of the shard that it seems to be derived from. ``known``: the ``likeness`` of
         all. ``save``: its number, from 1. Not on the training thread."""
-        key = known, self._shared
-        if key != self._known or self._is_due(save - 1):
-            self._sampled, self._found, self._known = save, _find(shards(), ready, shared=key[1]), key
+        if known != self._known or self._is_due(save - 1):
+            self._sampled, self._found, self._known = save, _find(shards(), ready, world_size), known
         return self._found
 
-    def refresh(self, shards: Sequence[Shard], ready: Ready, *, save: int) -> None:
+    def refresh(self, shards: Sequence[Shard], ready: Ready, *, save: int, world_size: int) -> None:
         """Sample for later saves if this save is one to sample in: the shards of ``of``, before the tensors may change."""
         if self._is_due(save):
-            found = _find(shards, ready, shared=self._known[1])
+            found = _find(shards, ready, world_size)
             self._sampled, self._found = save, self._found if found == self._found else found  # the same object, if equal
-
-    def store_shared(self) -> None:
-        """Derive no tensors any more that several ranks hold: the ranks have found different ones, and so have not stored all."""
-        self._shared = False
 
     def _is_due(self, save: int) -> bool:
         return self._sampled.bit_length() < save.bit_length()
 
     def forget(self, shard: Shard) -> None:
-        self._found = {i: source for i, source in self._found.items() if self._known[0][i][0] != shard.leaf.name}
+        self._found = {i: source for i, source in self._found.items() if self._known[i][0] != shard.leaf.name}
 
 
-def _find(shards: Sequence[Shard], ready: Ready, *, shared: bool) -> dict[int, int]:
+def _find(shards: Sequence[Shard], ready: Ready, world_size: int) -> dict[int, int]:
     for event in ready.values():
         event.synchronize()
     alike: dict[object, list[int]] = defaultdict(list)
-    for i, shard in enumerate(shards):
-        if shard.derivable and (shared or len(shard.holders) == 1):
-            alike[shard.shape, shard.offset, shard.extent, shard.holders, shard.device].append(i)
+    in_memory: dict[object, int] = {}
     found: dict[int, int] = {}
+    for i, shard in enumerate(shards):
+        if shard.derivable and len(shard.holders or range(world_size)) == 1:
+            alike[shard.shape, shard.offset, shard.extent, shard.device].append(i)
+        elif shard.derivable and not shard.holders:
+            first = in_memory.setdefault((shard.address, shard.device, shard.shape, shard.dtype), i)
+            if first != i:
+                found[i] = first
     for numbers in alike.values():
         samples = _samples([shards[i] for i in numbers]) if len(numbers) > 1 else []
         sources: dict[tuple[str, bytes], int] = {}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..storage.coding.rounded import Rounded
-from ..storage.errors import RaystowError, ReplicasDiffer, StateError
+from ..storage.errors import StateError
 from ..storage.format import values
 from ..storage.format.manifest import path_text
-from ..storage.format.root import Entry
 from ..storage.limits import MAX_ROWS
 from ..storage.runtime.clock import SYSTEM
 from ..storage.runtime.gc_pause import uncollected
@@ -68,7 +67,8 @@ class Planner:
         known = [view.shard for view in plan.views]
         sources = dict[int, int]()
         if self._compared != "whole":  # what is compared after a restore is not stored
-            sources = self.derived.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
+            likeness = [k.likeness for k in known]
+            sources = self.derived.of(likeness, lambda: plan.shards, plan.ready, save=plan.save, world_size=plan.world_size)
         key, last = [plan.gpus, *(shard.identity for shard in known)], self._last
         if last is not None and sources is last.sources and key == self._key:
             shards = last.shards
@@ -102,16 +102,6 @@ class Planner:
             tensors = [(one.leaf.name, f"{path_text(one.leaf.path)} {one.kind}") for one in division.shards if not one.holders]
             self._structure = division, leaves, structure_group([*leaves, *tensors], plan.world_size)
         return [*value_groups(values, plan.world_size), self._structure[2]]
-
-    def noting(self, report: Callable[[Entry | RaystowError], None]) -> Callable[[Entry | RaystowError], None]:
-        """``report``, which is called with the outcome of a save, after it has been noted if ranks do not agree."""
-
-        def noted(outcome: Entry | RaystowError) -> None:
-            if isinstance(outcome, ReplicasDiffer):
-                self.derived.store_shared()
-            report(outcome)
-
-        return noted
 
     def release(self) -> None:
         if self._last is not None:
@@ -211,13 +201,13 @@ class SavePlan:
         }
 
     def find_derived(self) -> None:
-        self.planner.derived.refresh(self.division.shards, self.ready, save=self.save)
+        self.planner.derived.refresh(self.division.shards, self.ready, save=self.save, world_size=self.world_size)
 
     def changed(self) -> str:
         return self.writes.changed()
 
     def not_derived(self, follower: object) -> None:
-        """Note that a chunk is not derived. If other ranks have the tensor too, it stays planned until all sample again."""
+        """Note that a chunk is not derived. If all ranks have the tensor, it stays planned until all look again."""
         assert isinstance(follower, PlannedDerived)
         if len(follower.piece.shard.holders or range(self.world_size)) == 1:
             self.planner.derived.forget(follower.piece.shard)

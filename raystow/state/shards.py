@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LEAST = 4096  # bytes; for a smaller derived tensor the manifest row costs as much as it saves
 _ARRAYS = (np.ndarray, np.memmap)  # other classes may have more than elements, such as a mask
 
-Likeness: TypeAlias = tuple[str, str, tuple[int, ...], bool]
+Likeness: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], bool]
 """Equal for shards of one name that can be derived from the same shards."""
 
 
@@ -105,11 +105,17 @@ class Shard:
         of all ranks."""
         return self.holders[0] if self.holders and not any(self.offset) and 0 not in self.extent else -1
 
+    @property
+    def address(self) -> int:
+        """Of the first element of a torch tensor."""
+        local: torch.Tensor = self.local
+        return int(local.data_ptr())
+
     @functools.cached_property
     def place(self) -> int | None:
-        """On a device: the address of the first element; None if the tensor is not contiguous, or lazily conjugated."""
+        """On a device: the address; None if the tensor is not contiguous, or lazily conjugated."""
         local: torch.Tensor = self.local
-        return int(local.data_ptr()) if local.is_contiguous() and not pending(local) else None
+        return self.address if local.is_contiguous() and not pending(local) else None
 
     @functools.cached_property
     def reach(self) -> int:
@@ -126,7 +132,7 @@ class Shard:
 
     @functools.cached_property
     def likeness(self) -> Likeness:
-        return self.leaf.name, self.dtype, self.extent, self.derivable
+        return self.leaf.name, self.dtype, self.extent, self.holders, self.derivable
 
     @functools.cached_property
     def identity(self) -> object:

@@ -258,7 +258,7 @@ class Checkpointer:
         outcome = self._in_flight.begin(progress)
         with progress.blocking(start):
             try:
-                self._node.staging(plan).submit(SaveOrder(request, plan, progress, self._planner.noting(outcome.report)))
+                self._node.staging(plan).submit(SaveOrder(request, plan, progress, outcome.report))
             except RaystowError as error:
                 outcome.report(error)
         if plan.writes.exposed:

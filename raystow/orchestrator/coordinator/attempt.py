@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...state.assignment import ranks_with
 from ...state.coverage import differing, total
 from ...storage.commit.committer import Committer
-from ...storage.errors import RaystowError, ReplicasDiffer, SaveFailed
+from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format import values
 from ...storage.format.capacity import check_record
 from ...storage.format.parts import is_part, names_in, part_number
 from ...storage.format.rank_spans import ranks_text
-from ...storage.format.replica_difference import CAUSES, ReplicaDifference
+from ...storage.format.replica_difference import ReplicaDifference
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
@@ -48,8 +46,7 @@ UNSTORED = (Phase.GATHERING, Phase.COMPARING, Phase.SEALING)
 ANOTHER_RUN = 'if another run writes here, stop it or give it a URI of its own; on_fenced="takeover" takes the repository over'
 """The remedy for two runs with one repository."""
 
-STORED_NEXT = "the next save stores them whole and compares them"
-_LISTED = 3  # metrics that a warning names, and tensors that an error does
+_LISTED = 3  # metrics that a warning names
 _HOSTS = 64  # that a record names
 
 
@@ -270,21 +267,16 @@ class Attempt:
             self.warn(f"ranks have other metrics than rank 0, whose metrics the version has: {what}", 0)
         return bool(conflicts)
 
-    def incomplete(self, plain_tensors: Mapping[int, tuple[str, ...]]) -> str | ReplicasDiffer | PlacementCheck:
+    def incomplete(self, plain_tensors: Mapping[int, tuple[str, ...]]) -> str | PlacementCheck:
         """Why what all ranks have delivered are no whole tensors; "" if they are. ``plain_tensors``: by rank."""
         if odd := self.odd_ranks:
-            same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
+            same = "all ranks must hold the same (names, shapes, dtypes and ties), since they are stored once"
             none = {rank for rank, held in self.replicated.items() if not held}
             what = f"ranks {odd} hold other plain tensors than rank 0{first_differences(plain_tensors, odd[0], none)}"
             return f"{what}: {same}; shard what differs as DTensors"
         if (covered := total(self.covered.values())) == self.expected:
             return ""
         found = differing(covered, self.expected, self.owned_dtensors)
-        texts = {rank: plain_tensors.get(rank, ()) for rank in self.covered if not is_part(rank)}
-        if only := alone(texts):
-            # Each rank decides by the bits that it holds which tensors follow from others, and so which rank stores them.
-            what = f"ranks {only[0]} hold other bits than others of tensors that follow from others on some ranks only"
-            return ReplicasDiffer(f"{what} ({only[1]}); {CAUSES}", subject=self.subject, remedy=STORED_NEXT)
         return PlacementCheck(self.covered, found[0] if len(found) == 1 else "")
 
     def warning_after(self, number: int, node: int) -> RanksWarning | None:
@@ -361,25 +353,10 @@ def _hosts(hosts: Mapping[str, str]) -> dict[str, str]:
     return {"hosts": ", ".join(named[:_HOSTS]) + more} if named else {}
 
 
-def alone(texts: Mapping[int, Iterable[str]]) -> tuple[list[int], str] | None:
-    """The ranks that have, or alone lack, texts of ``plain_tensors``, and examples; None if all holders have them. ``texts``: by
-    rank."""
-    found, odd, examples = defaultdict[str, set[int]](set), set[int](), list[str]()
-    for rank, of in texts.items():
-        for text in of:
-            found[text].add(rank)
-    for text, ranks in found.items():
-        if lacking := {*(ranks_with(text) or texts)} - ranks:
-            most = max((ranks, lacking), key=lambda side: (len(side), -min(side)))
-            odd |= lacking if most is ranks else ranks
-            examples.append(f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} {text}")
-    return (sorted(odd), "; ".join(sorted(examples)[:_LISTED])) if odd else None
-
-
 def first_differences(plain_tensors: Mapping[int, tuple[str, ...]], rank: int, none: Collection[int] = ()) -> str:
     """Name tensors that only ``rank`` or rank 0 has; "" if a restart has lost which they have. ``plain_tensors``: by rank.
     ``none``: the ranks that have none."""
-    plain = {r: dict.fromkeys(text for text in plain_tensors.get(r, ()) if not ranks_with(text)) for r in (rank, 0)}
+    plain = {r: dict.fromkeys(plain_tensors.get(r, ())) for r in (rank, 0)}
     examples = [
         f"rank {one} has {', '.join(only[:3])}"
         for one, other in ((rank, 0), (0, rank))

@@ -141,8 +141,7 @@ class SaveContents(MessagePart, frozen=True):
         expected: Coverage sum of the tensors of which this rank is the first holder.
         owned_dtensors: Names of the DTensors of which this rank is the first holder.
         plain_tensors: Names, dtypes and shapes of the tensors that every rank must hold alike, and the tensors that they are
-            derived from, if other ones than in the rank's save before; of tensors that some ranks hold alike, the derived ones
-            with these ranks. They are used for an error only.
+            tied to, if other ones than in the rank's save before. They are used for an error only.
         coding: See ``format.version_record``.
         nbytes: Of a part: the bytes of its tensors.
     """
