@@ -38,7 +38,8 @@ def test_the_gpu_and_the_cpu_find_the_same_derived_chunks() -> None:
             follow(bits.to(dtype), bits)  # with NaNs among them
             follow(rounded.clone(), rounded)
             follow(changed, rounded)
-    found = check_derived({}, 0, followers, after=torch.cuda.current_stream().record_event())
+    found = check_derived({}, 0, followers)
+    found.begin(after=torch.cuda.current_stream().record_event())
     said = {one.info.name: one.digest for one in found.derived}
     assert {one.piece.name for one in found.strays} == {one.piece.name for one in followers} - set(said)
     for one in followers:
@@ -46,7 +47,8 @@ def test_the_gpu_and_the_cpu_find_the_same_derived_chunks() -> None:
         names = one.source.dtype.name, one.piece.dtype.name
         assert said.get(one.piece.name) == followed(raw, words, *names), names
     assert 0 < len(found.strays) < len(followers)
-    nothing = check_derived({}, 0, [], after=torch.cuda.current_stream().record_event())
+    nothing = check_derived({}, 0, [])
+    nothing.begin(after=torch.cuda.current_stream().record_event())
     assert not nothing.derived
     assert not nothing.strays
 

@@ -106,6 +106,41 @@ def test_weights_that_follow_from_the_master_copy_are_not_stored(folder: Path) -
         cluster.repository.verify(version)
 
 
+def test_weights_whose_master_copy_is_not_coded_are_checked(folder: Path) -> None:
+    """The second save refers to the chunks of the first for the master copy, and stores the weights that have changed."""
+    state = {"master": weights(70 * MIB).cpu(), "other": weights(9 * MIB).cpu()}
+    state |= {"model": state["master"].bfloat16(), "tied": state["other"].clone()}
+    with LocalCluster(str(folder), memory=512 * MIB, host=0, codec="deflate", delta="auto") as cluster:
+        for step in range(4):
+            state["other"] += 1
+            state["tied"] = state["other"].clone()
+            if step == 3:
+                state["model"].view(torch.int16)[-20 * MIB] ^= 1
+            version = cluster.save(state, step=step)
+            assert all(same_bits(state[name], tensor) for name, tensor in restored(cluster, state).items())
+        assert all(row.derivation is not None for row in version.chunks["tied"])
+        assert all(row.is_reference for row in version.chunks["master"])
+        assert 0 < version.tensors()["model"].stored <= 8 * MIB
+        cluster.repository.verify(version)
+
+
+@pytest.mark.parametrize("rounded", [MantissaBits(9), None])
+def test_weights_of_a_rounded_master_copy_are_checked(folder: Path, rounded: MantissaBits | None) -> None:
+    """Weights follow from the exact master copy; tied tensors are rounded alike."""
+    master = weights(70 * MIB).cpu()
+    state = {"master": master, "model": master.bfloat16(), "master.tied": master.clone()}
+    lossy = {"master": rounded} if rounded else None
+    with LocalCluster(str(folder), memory=512 * MIB, host=0, codec="deflate", lossy=lossy) as cluster:
+        version = cluster.save(state, step=1)
+        into = restored(cluster, state)
+        assert same_bits(into["model"], state["model"])
+        assert same_bits(into["master"], into["master.tied"])
+        assert same_bits(into["master"], master) is (rounded is None)
+        assert not version.tensors()["model"].stored
+        assert not version.tensors()["master.tied"].stored
+        cluster.repository.verify(version)
+
+
 def test_rounded_tensors_are_those_of_the_gpu(folder: Path) -> None:
     state, rules = model(), {"pinned": MantissaBits(5), "plain": MantissaBits(9)}
     before = {name: tensor.clone() for name, tensor in state.items()}

@@ -173,19 +173,19 @@ def test_derived_chunks_are_reported_during_the_read(gpu: Device) -> None:
     followers.append(Follower(Source("across.copy", across.tensor.clone(memory_format=torch.preserve_format)), across))
     followers.append(Follower(Source("across.other", across.tensor + 1), across))
     digests = {one.piece.name: raw_digest(np.frombuffer(one.piece.bytes, np.uint8)) for one in followers}
-    following = list[DerivedCheck]()
+    check = DerivedCheck(DerivedChecker(HERE, followers))
 
     def look() -> None:
-        following.append(DerivedChecker(HERE, followers).check(after=gpu.default.record_event()))
+        check.begin(after=gpu.default.record_event())
 
     strays = list[str]()
 
     def read() -> None:
-        strays.extend(one.piece.name for one in following[0].strays)
+        strays.extend(one.piece.name for one in check.strays)
         for one in (*masters, other, across, *(one.piece for one in followers)):
             one.tensor.fill_(0.5)
 
     encode(gpu, encoder, receiver, [*masters, other, across], meanwhile=look, on_read=read)
     assert sorted(strays) == ["across.other", "b", "nan"]
-    derived = {one.info.name: one.digest for one in following[0].derived}
+    derived = {one.info.name: one.digest for one in check.derived}
     assert derived == {name: digests[name] for name in ("a", "across.copy", "copy", "half")}

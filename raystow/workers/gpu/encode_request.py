@@ -85,6 +85,8 @@ class EncodeRequest:
         on_read: Called when all chunks have been read: from then on the training may change them.
         urgent: Returns whether the training waits for ``on_read``. Reading then gets the highest stream priority.
         meanwhile: Called once, when the GPU has as much work as fits into the encoder's memory.
+        uploaded: Called with chunks in host memory and their words, uint8 on the current stream of the device, before they are
+            rounded in place.
     """
 
     pieces: Sequence[Source]
@@ -92,6 +94,7 @@ class EncodeRequest:
     on_read: Callable[[], None]
     urgent: Callable[[], bool] = lambda: False
     meanwhile: Callable[[], None] = lambda: None
+    uploaded: Callable[[Sequence[Source], Sequence[torch.Tensor]], None] = lambda sources, words: None
 
 
 class EncodingRefused(Exception):

@@ -92,9 +92,9 @@ class GpuEncoder:
         """Note that all chunks that ``compare`` returned for a device were encoded by the last ``encode``."""
         self._unchanged[device].note(self._digests)
 
-    def follow(self, device: int, followers: Sequence[PlannedDerived], *, after: Event) -> DerivedCheck:
-        """Begin to check, after a CUDA event, which chunks can be derived from others."""
-        return check_derived(self._checkers, device, followers, after=after, uploads=self._uploads_to(device))
+    def follow(self, device: int, followers: Sequence[PlannedDerived], pieces: Sequence[PlannedChunk]) -> DerivedCheck:
+        """Return a check of which chunks can be derived from others. ``pieces``: those that are encoded meanwhile."""
+        return check_derived(self._checkers, device, followers, pieces, self._uploads_to(device))
 
     def encode(self, device: int, request: EncodeRequest, announce: Callable[[CodedLayout | StageCoded], None]) -> None:
         """Encode the chunks of a device.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...state.planned_chunk import PlannedChunk, PlannedDerived
@@ -20,7 +19,6 @@ from .staging_slots import StagingSlots
 
 if TYPE_CHECKING:
     from ..chosen_codec import ChosenCodec
-    from ..gpu.encode.derived_check import DerivedCheck
     from ..gpu.gpu_encoder import GpuEncoder
     from ..gpu.node_mode.remote_encoder import RemoteEncoder
 
@@ -87,30 +85,32 @@ class DeviceStaging:
             pieces, followers = remaining.pieces, remaining.followers
             for message in remaining.messages:  # also if the save has failed: later saves refer to chunks that are described once
                 self._post(message)
-        checks: list[DerivedCheck] = []
+        check = encoder.follow(device, followers, pieces)
 
-        def check() -> None:
-            checks.append(encoder.follow(device, followers, after=after))
+        def meanwhile() -> None:
+            check.begin(after=after)
             plan.find_derived()
 
         def read() -> None:
-            if not checks[0].strays:
+            if not check.strays:
                 on_read(self.head_start)  # longer than to launch an operation, which torch counts then
                 if order.progress.urgent.is_set():
                     self.clock.sleep(self.head_start)
 
-        request = EncodeRequest(pieces, after, read, urgent=order.progress.urgent.is_set, meanwhile=check)
+        request = EncodeRequest(
+            pieces, after, read, urgent=order.progress.urgent.is_set, meanwhile=meanwhile, uploaded=check.uploaded
+        )
         encoder.encode(device, request, post)
         if compares:
             encoder.note(device)
-        if checks[0].derived:
-            post(StageDerived(tuple(checks[0].derived)))
-        strays = checks[0].strays
+        if check.derived:
+            post(StageDerived(tuple(check.derived)))
+        strays = check.strays
         for follower in strays:
             plan.not_derived(follower)
         if strays:
             stored = [follower.piece for follower in strays]
-            encoder.encode(device, replace(request, pieces=stored, on_read=lambda: on_read(0.0), meanwhile=lambda: None), post)
+            encoder.encode(device, EncodeRequest(stored, after, lambda: on_read(0.0), urgent=request.urgent), post)
 
     def close(self) -> None:
         """Free all memory."""

@@ -89,7 +89,14 @@ class ChunkReader:
 
     def _gathered(self, first: int, last: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the kernels' table of scattered chunks, and their copies, which must live until the kernel is launched."""
-        copies = self._uploads.gathered([self._request.pieces[job.index] for job in self._plan.jobs[first:last]])
+        jobs = self._plan.jobs[first:last]
+        pieces = [self._request.pieces[job.index] for job in jobs]
+        if jobs[0].on_host:
+            words = self._uploads.words(pieces)
+            self._request.uploaded(pieces, words)
+            copies = [piece.gather(uploaded) for piece, uploaded in zip(pieces, words, strict=True)]
+        else:
+            copies = [piece.gather() for piece in pieces]
         rows = self._plan.table[first:last].copy()
         rows[:, 0] = [copy.data_ptr() for copy in copies]
         return kernel_args.upload(rows, self._device), copies

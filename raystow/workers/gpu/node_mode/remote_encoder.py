@@ -125,9 +125,9 @@ class RemoteEncoder:
     def note(self, device: int) -> None:
         """Do nothing, since no chunks were compared."""
 
-    def follow(self, device: int, followers: Sequence[PlannedDerived], *, after: Event) -> DerivedCheck:
+    def follow(self, device: int, followers: Sequence[PlannedDerived], pieces: Sequence[PlannedChunk]) -> DerivedCheck:
         """See ``GpuEncoder.follow``."""
-        return check_derived(self._checkers, device, followers, after=after)
+        return check_derived(self._checkers, device, followers)
 
     def encode(self, device: int, request: EncodeRequest, announce: Announce) -> None:
         """Copy all chunks to the node worker's ring; return when they have been read. See ``GpuEncoder.encode``."""
