@@ -108,7 +108,7 @@ def test_weights_that_follow_from_the_master_copy_are_not_stored(folder: Path) -
 
 def test_weights_whose_master_copy_is_not_coded_are_checked(folder: Path) -> None:
     """The second save refers to the chunks of the first for the master copy, and stores the weights that have changed."""
-    state = {"master": weights(70 * MIB).cpu(), "other": weights(9 * MIB).cpu()}
+    state = {"master": weights(70 * MIB, torch.float32).cpu(), "other": weights(9 * MIB, torch.float32).cpu()}
     state |= {"model": state["master"].bfloat16(), "tied": state["other"].clone()}
     with LocalCluster(str(folder), memory=512 * MIB, host=0, codec="deflate", delta="auto") as cluster:
         for step in range(4):
@@ -127,7 +127,7 @@ def test_weights_whose_master_copy_is_not_coded_are_checked(folder: Path) -> Non
 @pytest.mark.parametrize("rounded", [MantissaBits(9), None])
 def test_weights_of_a_rounded_master_copy_are_checked(folder: Path, rounded: MantissaBits | None) -> None:
     """Weights follow from the exact master copy; tied tensors are rounded alike."""
-    master = weights(70 * MIB).cpu()
+    master = weights(70 * MIB, torch.float32).cpu()
     state = {"master": master, "model": master.bfloat16(), "master.tied": master.clone()}
     lossy = {"master": rounded} if rounded else None
     with LocalCluster(str(folder), memory=512 * MIB, host=0, codec="deflate", lossy=lossy) as cluster:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from raystow.storage.coding import dtypes
@@ -53,6 +55,24 @@ class Source:
     @property
     def bytes(self) -> bytes:
         return self.tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+
+
+@dataclass(frozen=True, eq=False)
+class HostSource(Source):
+    """A tensor in host memory that is one chunk. ``reads``: its name, each time it was read."""
+
+    reads: list[str] = field(default_factory=list)
+    on_host = True
+    address = origin = None
+
+    def host_words(self) -> npt.NDArray[np.void]:
+        self.reads.append(self.name)
+        words: npt.NDArray[np.void] = self.tensor.view(torch.uint8).numpy().view(f"V{self.tensor.element_size()}")
+        return words
+
+    def gather(self, uploaded: torch.Tensor | None = None) -> torch.Tensor:
+        assert uploaded is not None
+        return uploaded
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 import zlib
@@ -9,11 +10,13 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from helpers.chunk_sources import Follower, Source
+from helpers.chunk_sources import Follower, HostSource, Source
+from helpers.replaced_parts import replace_parts
 
 from raystow.storage.coding.chunk import DEFLATE, RAW
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.errors import RaystowError, SaveFailed
+from raystow.workers.gpu import uploads
 from raystow.workers.gpu.encode import chunk_reader, encode_run, encoder, group_coder, host_copier, stored_hasher
 from raystow.workers.gpu.encode.derived_check import DerivedCheck, DerivedChecker
 from streams.device import SEEDS, Device
@@ -189,3 +192,37 @@ def test_derived_chunks_are_reported_during_the_read(gpu: Device) -> None:
     assert sorted(strays) == ["across.other", "b", "nan"]
     derived = {one.info.name: one.digest for one in check.derived}
     assert derived == {name: digests[name] for name in ("a", "across.copy", "copy", "half")}
+
+
+@seeds
+def test_chunks_in_host_memory_cross_the_link_once(gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch has more chunks than the pinned buffer has slots. Most are as large as a slot: one launch copies several. What is
+    derived from them is checked with the words that are there."""
+    replace_parts(monkeypatch, [(uploads, "HOST_CHUNK", 4 * 7_168), (uploads, "_SLOTS", 3)])
+    reads = list[str]()
+    masters = [HostSource(f"{i}.master", weights(7_168 - (i % 6 == 5)), reads=reads) for i in range(20)]
+    followers = [Follower(HostSource(str(i), one.tensor.bfloat16(), reads=reads), one) for i, one in enumerate(masters)]
+    followers += [Follower(HostSource(f"{one.name}.copy", one.tensor.clone(), reads=reads), one) for one in masters[:15]]
+    receiver, sources = Receiver(slots=16), [Source("on the device", weights(9_000)), *masters]
+    encoder = small_encoder(DEFLATE, receiver)
+    for _ in range(2):
+        for source in sources:
+            source.tensor.copy_(weights(source.tensor.numel()))
+        for pair in followers:
+            pair.piece.tensor.copy_(pair.source.tensor)
+        for stray in (followers[17], followers[23]):
+            stray.piece.tensor[99] += 1
+        wanted = {source.name: source.bytes for source in sources}
+        reads.clear()
+        receiver.found.clear()
+        check = DerivedCheck(DerivedChecker(HERE, followers, sources))
+        begin = functools.partial(check.begin, after=gpu.default.record_event())
+        encode(gpu, encoder, receiver, sources, meanwhile=begin, uploaded=check.uploaded)
+        assert receiver.found == wanted
+        strays = sorted(one.piece.name for one in check.strays)
+        assert strays == ["17", "3.master.copy"]
+        derived = {one.info.name: one.digest for one in check.derived}
+        pieces = {one.piece.name: one.piece for one in followers if one.piece.name not in strays}
+        assert derived == {name: raw_digest(np.frombuffer(piece.bytes, np.uint8)) for name, piece in pieces.items()}
+        assert sorted(reads) == sorted([one.name for one in masters] + [one.piece.name for one in followers])
+    encoder.close()
