@@ -196,9 +196,8 @@ def test_derived_chunks_are_reported_during_the_read(gpu: Device) -> None:
 
 @seeds
 def test_chunks_in_host_memory_cross_the_link_once(gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch has more chunks than the pinned buffer has slots. Most are as large as a slot: one launch copies several. What is
-    derived from them is checked with the words that are there."""
-    replace_parts(monkeypatch, [(uploads, "HOST_CHUNK", 4 * 7_168), (uploads, "_SLOTS", 3)])
+    """A batch needs more pages than the pinned buffer has. What is derived is checked with the words that are there."""
+    replace_parts(monkeypatch, [(uploads, "_PAGE", 30_000), (uploads, "_PAGES", 2)])
     reads = list[str]()
     masters = [HostSource(f"{i}.master", weights(7_168 - (i % 6 == 5)), reads=reads) for i in range(20)]
     followers = [Follower(HostSource(str(i), one.tensor.bfloat16(), reads=reads), one) for i, one in enumerate(masters)]
