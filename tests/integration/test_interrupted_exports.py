@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.fake_clock import FakeClock
 from helpers.local_cluster import LocalCluster
 from transformers import AutoModelForCausalLM
@@ -23,6 +24,7 @@ from raystow.orchestrator.export.destination import Destination
 from raystow.orchestrator.export.hf_folder import HfFolder, plan_folder
 from raystow.orchestrator.export.store_folder import MARKER
 from raystow.storage.errors import StoreUnavailable
+from raystow.storage.format import keys
 from raystow.storage.repository import Repository, open_repository
 from raystow.storage.retention.export_rule import Export
 from raystow.storage.retention.policy import Policy
@@ -133,6 +135,34 @@ def test_an_export_that_was_killed_is_completed(
     assert loads(place, tmp_path / "out")
     if Path(served).exists():
         assert [path.name for path in Path(served).iterdir()] == ["version-00000001"]  # nothing hidden either
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("crash", ["between files", "before it is noted"])
+@pytest.mark.parametrize("bits", [None, 5])
+def test_an_export_of_a_version_that_was_thinned_is_completed(
+    served: str, config: bytes, tmp_path: Path, crash: str, bits: int | None
+) -> None:
+    """A complete one stays. A part is continued if weights are not rounded; else it is deleted, and a folder is made again."""
+    weights = gpt2().state_dict()
+    state = {"model": weights, "optim": {name: torch.rand(one.shape) for name, one in weights.items()}}
+    with LocalCluster(str(tmp_path / "run")) as cluster:
+        cluster.save(state, step=7)
+        words = [cluster.uri, served, config.decode(), *map(str, _CRASHES[crash])]
+        done = subprocess.run([sys.executable, "-c", _KILLED, *words], capture_output=True, timeout=300)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        cluster.save(state, step=8)
+    repository, place, newer = open_repository(str(tmp_path / "run")), f"{served}/version-00000001", f"{served}/version-00000002"
+    left, before = files(place), repository.root().versions[0]
+    repository.store.delete([one.key for one in repository.store.list(keys.LEASES)])  # that of the killed process has ended
+    repository.plan_retention(Policy(keep_last=2, resumable=1, mantissa_bits=bits)).execute()
+    assert repository.root().versions[0].digest != before.digest
+    run(repository, served, config)
+    root, ended = repository.root(), crash == "before it is noted"
+    stays = ended or bits is None or Path(served).exists()
+    assert (root.exports, root.open_exports) == ({place: 1, newer: 2} if stays else {newer: 2}, {})
+    assert files(place) == left if ended else bool(files(place)) == stays
+    assert not stays or loads(place, tmp_path / "out") == (ended or bits is None)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ def compare_files(
 ) -> WriteFile:
     """Return what writes no file, but compares each one with that of the same name.
 
-    Of a file of tensors, the size and the header are compared, which has the digest of the version: such files appear when they
-    are whole. Of the others all bytes are compared.
+    Of a file of tensors, the size and the header are compared, which names the attempt that was saved: such files appear when
+    they are whole. Of the others all bytes are compared.
 
     Args:
         plan: The files of the export.

@@ -37,7 +37,7 @@ def file_plan(version: Version, files: Sequence[SafetensorsFile], others: Iterab
     """
     headers = [(file.name, file.nbytes, stored_digest(file.header({})).hex()) for file in files]
     weights, names = {file.name: len(_header(file, version)) + file.nbytes for file in files}, tuple(others)
-    content = [version.repository_id, version.id, version.entry.digest, headers, sorted(names)]
+    content = [version.repository_id, _origin(version), version.record.bits, headers, sorted(names)]
     return FilePlan(stored_digest(json.dumps(content).encode()).hex(), weights, names, f"{version.repository_id}/{version.id}")
 
 
@@ -78,9 +78,12 @@ def write_file(
 
 
 def _header(file: SafetensorsFile, version: Version) -> bytes:
-    """The header. The digest identifies the content, for ``finished_export``."""
-    made_of = {"version": str(version.id), "step": str(version.step), "digest": version.entry.digest}
-    return file.header({f"raystow.{name}": value for name, value in made_of.items()})
+    """The header. It names the version as it was saved, for ``finished_export``: it may be written again after its export."""
+    return file.header({f"raystow.{name}": value for name, value in _origin(version).items()})
+
+
+def _origin(version: Version) -> dict[str, str]:
+    return {"version": str(version.id), "step": str(version.step), "attempt": version.entry.origin}
 
 
 def _converted(raw: Bytes, box: TensorBox, dtype: str) -> Bytes:
