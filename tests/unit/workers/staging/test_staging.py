@@ -18,6 +18,7 @@ from raystow.orchestrator.client.node_connection import NodeConnection
 from raystow.storage.errors import ClusterError, RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
 from raystow.storage.runtime.clock import SYSTEM
+from raystow.workers.gpu.encode.derived_check import DerivedCheck
 from raystow.workers.gpu.encode_request import EncodeRequest
 from raystow.workers.protocol.messages import ComparedChunks, OpenSession, SessionOpened, SlotsFilled
 from raystow.workers.protocol.unix_channel import Connection, Listener
@@ -154,7 +155,7 @@ class IdleEncoder:
         return SimpleNamespace(codec="deflate", why="")
 
     def follow(self, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(strays=[], derived=[])
+        return DerivedCheck(None)
 
     def encode(self, device: int, request: EncodeRequest, *_: Any) -> None:
         request.meanwhile()
