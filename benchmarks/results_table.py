@@ -28,7 +28,7 @@ ROLLBACK, NODE_MEMORY = "gpu_restore-2026-11-28", "raystow, node's memory"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-26", "control_plane-2026-11-23", "cpu_cold-2026-11-25-s3"
 DEFAULT, NODE, PEER, PINNED = "raystow deflate", "raystow deflate, node", "torch_checkpointing", "DCP async pinned"
 FAULTS, RANKS, SCALE = "faults-2026-11-25", "gpu_ranks-2026-11-27", "scale-2026-11-29"
-MEGATRON, ONE_RANK = "gpu_megatron-2026-11-28", "gpu_megatron-2026-11-29"
+MEGATRON, ONE_RANK = "gpu_megatron-2026-11-29-two", "gpu_megatron-2026-11-29"
 STORE, MEMORY = "raystow, from the store", "raystow, from the node's memory"
 
 Row = tuple[str, ...]

@@ -71,10 +71,7 @@ class CodedRank:
     def save(self, step: int, data: Bytes | None = None) -> None:
         """Announce all chunks as slots become free, and wait until the version is durable. ``data``: their bytes; None announces
         what is in the slots, which must be the same in all of them; nobody can restore it."""
-        self._saves += 1
-        total = coverage(self._name, "uint8", (self._chunks * self._chunk,))
-        request = first_save(self._opening, save=self._saves, step=step, timeout=600.0)
-        self._connection.send(BeginSave(request, SaveContents(0, total), ()))
+        self._begin(step)
         done, ended = 0, False
         while not ended:
             while len(self.free) > 1 and done < self._chunks:
@@ -90,6 +87,20 @@ class CodedRank:
                     raise SystemExit(f"the save failed: {lost}")
                 case SaveDone():
                     ended = True
+
+    def die(self, step: int, data: Bytes, *, chunks: int) -> None:
+        """End during a save, when ``chunks`` chunks are announced."""
+        self._begin(step)
+        done = 0
+        while done < chunks:
+            done += self._announce(self.free.pop(), self.free.pop(), done, data)
+        self.close()
+
+    def _begin(self, step: int) -> None:
+        self._saves += 1
+        total = coverage(self._name, "uint8", (self._chunks * self._chunk,))
+        request = first_save(self._opening, save=self._saves, step=step, timeout=600.0)
+        self._connection.send(BeginSave(request, SaveContents(0, total), ()))
 
     def _announce(self, first: int, second: int, done: int, data: Bytes | None) -> int:
         """Fill two slots, and return the number of chunks in them."""

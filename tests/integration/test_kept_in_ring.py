@@ -22,7 +22,7 @@ from raystow.storage.versions.version import Version
 from raystow.workers.cache.lent_memory import LentMemory
 from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from raystow.workers.cache.ring_pack import RingPack
-from raystow.workers.shm.ring import SLOT, two_versions
+from raystow.workers.shm.ring import SLOT, one_version
 
 CHUNK, CHUNKS = 1 << 20, 16
 SIZE = CHUNKS * CHUNK
@@ -122,7 +122,7 @@ def test_a_version_stays_in_the_ring_without_a_copy(cluster: LocalCluster) -> No
 
 
 def test_no_version_of_a_float32_state_is_copied(cluster: LocalCluster) -> None:
-    keep = two_versions(round(SIZE / 0.84))
+    keep = one_version(round(SIZE / 0.84))
     rank = CodedRank(cluster, 0, 1, chunks=CHUNKS, chunk=CHUNK, slots=CHUNKS, slot=CHUNK, keep=keep)
     for step in range(1, 5):
         rank.save(step, random_bytes(step))
@@ -130,6 +130,32 @@ def test_no_version_of_a_float32_state_is_copied(cluster: LocalCluster) -> None:
         assert packs
         assert all(isinstance(pack, RingPack) for pack in packs)
     rank.close()
+
+
+def test_a_version_that_left_the_ring_is_restored_from_the_store(cluster: LocalCluster) -> None:
+    """The rank dies during the next save, which took the place of the version."""
+    rank = connected(cluster, keep=SIZE)
+    rank.save(1, random_bytes(1))
+    version = cluster.repository.latest()
+    rank.die(2, random_bytes(2), chunks=2)
+    tier, repository = cluster.tier(0), cluster.repository.id
+
+    def left() -> bool:
+        return any(part.incomplete for held in tier.holdings(repository) for part in held.parts.values())
+
+    wait_until(left, "the version leaves the ring")
+    assert read_of(cluster, version)["store"] >= SIZE
+
+
+def test_a_frozen_reader_of_the_ring_stops_no_save(cluster: LocalCluster) -> None:
+    rank = connected(cluster, keep=SIZE)
+    rank.save(1, first := random_bytes(1))
+    lent, place = lent_pack(cluster)
+    for step in range(2, 5):
+        rank.save(step, random_bytes(step))
+    assert content(lent, place) == first.tobytes()
+    rank.close()
+    assert read_of(cluster, cluster.repository.latest()) == {"memory": 2 * SIZE - 1000}
 
 
 def test_lent_slots_are_not_filled_until_the_reader_ends(cluster: LocalCluster) -> None:

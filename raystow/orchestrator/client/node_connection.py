@@ -13,7 +13,7 @@ from ...storage.runtime import background
 from ...storage.stores.settings import place_of
 from ...workers.cache.host_memory import memory_limit
 from ...workers.protocol.messages import OpenSession
-from ...workers.shm.ring import slot_size, two_versions
+from ...workers.shm.ring import one_version, slot_size
 from ...workers.staging.client import Staging
 from .. import ray_cluster
 from .options import Compression, Memory, Replication, default_staging
@@ -98,7 +98,7 @@ class NodeConnection:
         staging = self._memory.staging or default_staging(plan.nbytes if in_ring else 0, ranks=ranks, machine=left)
         coded = staging // 8 if in_ring else staging // 2
         # If the rank's share of the node's memory for versions allows.
-        keep = two_versions(plan.nbytes) if plan.ready and in_training else 0
+        keep = one_version(plan.nbytes) if plan.ready and in_training else 0
         cache = machine // 4 if self._memory.cache is None else self._memory.cache
         return OpenSession(
             uri=self._startup.uri,

@@ -34,8 +34,8 @@ class Memory:
             most this rank's share of half of the machine's memory, and at least 1 GiB; 1 GiB for what only the CPU encodes.
         cache: Bytes per node (not per rank) for its part of the newest version, which restores read first. A part that does not
             fit is not cached; 0 turns the cache off. None: a quarter of the machine's memory. A rank whose share of the cache is
-            at least 1.75 times its state on GPUs pins that much host memory: the GPU writes the version there, and no copy of it
-            is needed. If that memory cannot take the next save, too, the version leaves it when the save begins.
+            at least 7/8 of its state on GPUs pins that much host memory, and 1 GiB: the GPU writes the version there, and no copy
+            of it is needed. The version leaves that memory as the next save fills it.
         journal: Bytes per node for recorded steps; see ``Checkpointer.journal``. None: an eighth of the machine's memory.
         cache_seconds: Seconds for which a node keeps its memory, and is busy for Ray, after the last Checkpointer there has
             closed; at least 600 after a failure. Data that is not durable stays longer.

@@ -103,20 +103,9 @@ class MemoryTier:
                 self._rings[slots] = 0
             return admitted
 
-    def free_ring(self, slots: Slots, attempt: AttemptKey) -> None:
-        """Let versions leave a ring if ``attempt`` would find no space there: the training would wait until it is uploaded."""
-        if not slots.crowded:
-            return
-        with self._changing():
-            for holding in self._holdings.values():
-                older = holding.attempt.repository == attempt.repository and holding.attempt.id < attempt.id
-                for part in holding.parts.values() if older and holding.committed else ():
-                    for key in list(part.objects):
-                        file = self._files[attempt.repository, key]
-                        if isinstance(file, RingPack) and file.slots is slots:
-                            del part.objects[key], self._files[attempt.repository, key]
-                            self._remove(file)
-                            part.incomplete = True
+    def make_way(self, slots: Slots, attempt: AttemptKey, nbytes: int) -> None:
+        """Let older versions leave a ring that an attempt will fill with up to ``nbytes`` bytes, before it has to wait."""
+        self._leave(slots, attempt, nbytes - slots.room)
 
     def put(
         self,
@@ -131,15 +120,18 @@ class MemoryTier:
         """Keep an object of node number ``node``, given in parts; return the copy, or None if there is none.
 
         ``replica_order``: see ``NodePart``; for an object of another node. ``uses``: the parts, if all are in one ring: they stay
-        there if the ring may keep them.
+        there if the ring may keep them. Older versions leave it for that.
         """
         views = [memoryview(part).cast("B") for part in parts]
         size = sum(view.nbytes for view in views)
+        pack = RingPack.of(uses)
+        while pack is None and uses and self._leave(uses[0].slots, attempt, size):
+            pack = RingPack.of(uses)
         with self._changing():
             part = self._holdings.setdefault(attempt, KeptAttempt(attempt)).parts.setdefault(node, KeptPart())
             part.replica_order = replica_order
             self._writes[attempt.repository] = next(self._numbers)
-            if (pack := RingPack.of(uses)) is not None:
+            if pack is not None:
                 self._rings[pack.slots] += size
                 self._place(attempt.repository, key, pack)
                 part.objects[key] = size
@@ -273,6 +265,24 @@ class MemoryTier:
                 leaving, self._leaving = self._leaving, []
             for pack in leaving:
                 pack.close()
+
+    def _leave(self, slots: Slots, attempt: AttemptKey, size: int) -> bool:
+        """Let ``size`` bytes of older attempts leave a ring, of the newest first: others may have the bytes that do not change.
+        Returns whether any did."""
+        left = size
+        with self._changing():
+            older = [old for old in self._holdings if old.repository == attempt.repository and old.id < attempt.id]
+            for old in sorted(older, key=lambda old: old.id, reverse=True):
+                holding = self._holdings[old]
+                for part in holding.parts.values() if holding.committed or holding.given_up else ():
+                    for key in list(part.objects):
+                        file = self._files[attempt.repository, key]
+                        if left > 0 and isinstance(file, RingPack) and file.slots is slots:
+                            del part.objects[key], self._files[attempt.repository, key]
+                            self._remove(file)
+                            part.incomplete = True
+                            left -= file.size
+        return left < size
 
     @property
     def _taken(self) -> int:

@@ -317,9 +317,9 @@ class Node:
         """See ``session.SessionHost``."""
         return self._tier.admit(slots)
 
-    def free_ring(self, slots: Slots, attempt: AttemptKey) -> None:
+    def make_way(self, slots: Slots, attempt: AttemptKey, nbytes: int) -> None:
         """See ``session.SessionHost``."""
-        self._tier.free_ring(slots, attempt)
+        self._tier.make_way(slots, attempt, nbytes)
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
         """See ``session.SessionHost``."""

@@ -98,8 +98,8 @@ class SessionHost(Protocol):
     def admit(self, slots: Slots) -> bool:
         """Let a ring keep versions, within this node's memory for them; return False if too little of that is left."""
 
-    def free_ring(self, slots: Slots, attempt: AttemptKey) -> None:
-        """Let older versions leave a ring in which an attempt would not find space."""
+    def make_way(self, slots: Slots, attempt: AttemptKey, nbytes: int) -> None:
+        """Let older versions leave a ring that an attempt will fill with up to ``nbytes`` bytes."""
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
         """Copy what is kept of a repository to ``replicas`` other nodes, at ``rate`` bytes per second at most."""
@@ -115,6 +115,7 @@ class Session:
         self._log = about(logger, repository=opening.uri, rank=opening.rank)
         self._coder: NodeEncoder | None = None  # for a training process that must not use the GPU for it
         self._layouts: dict[int, Layout] = {}  # of the chunks on each device
+        self._arriving: set[int] = set()  # devices of which coded chunks arrive in this save
         self._compared: dict[int, ComparedChunks] = {}  # by device
         self._bases: dict[int, KnownChunks] = {}  # by id, the versions that this process may refer to
         self._sent: dict[int, tuple[int, int]] = {}  # by device, the version and the chunks whose digests were sent last
@@ -182,6 +183,10 @@ class Session:
                     derivation = Derivation(one.source, one.source_dtype)
                     active.add_derived(rank, draft(one.info, self._number, raw_digest=one.digest, derivation=derivation))
             case StageCoded(device, arrived) if active is not None:
+                if device not in self._arriving:
+                    self._arriving.add(device)
+                    key = AttemptKey(self._opening.repository, active.id, active.name)
+                    self._host.make_way(self._slots, key, self._layouts[device].nbytes)
                 for batches in arrived:
                     active.add_coded(rank, taken_over(self._slots, [*self._layouts[device].chunks(batches)], self._number))
             case ComparedChunks(device):
@@ -244,9 +249,9 @@ class Session:
             self._attempt = None
             self.tell(request.save, error)
             return
-        self._host.free_ring(self._slots, AttemptKey(self._opening.repository, attempt.id, attempt.name))
         # Sent before the rank can be complete: a process that has not received it knows that its save is no version.
         self._attempt = attempt
+        self._arriving.clear()
         self._connection.send(AttemptJoined(request.save, attempt.id, attempt.name, attempt.trace))
         tell, warn = (functools.partial(call, request.save) for call in (self.tell, self._warn))
         attempt.join(request.rank, message.values, tell, warn, chunks=message.chunks, text=message.text)

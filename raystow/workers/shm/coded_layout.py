@@ -69,10 +69,11 @@ def parts(spans: Sequence[RunSpan], start: int, nbytes: int) -> list[SlotPart]:
 
 class Layout:
     """Assembles chunks from the messages about their parts. In a node worker, all ranks share one interpreter lock, and a save
-    has thousands of chunks: what depends on the layout only is computed once."""
+    has thousands of chunks: what depends on the layout only is computed once. ``nbytes``: raw bytes of all chunks."""
 
     def __init__(self, layout: CodedLayout) -> None:
         self._layout = layout
+        self.nbytes = sum(layout.nbytes)
         self._forms = [_form(*of) for of in zip(layout.chunks, layout.nbytes, layout.planes, layout.streams, strict=True)]
 
     def chunks(self, arrived: CodedBatches) -> Iterator[CodedChunk]:

@@ -37,10 +37,10 @@ def slot_size(ring: int, *, gpu: bool) -> int:
     return max(SLOT, min(DEVICE_SLOT, ring // 16)) if gpu else SLOT
 
 
-def two_versions(state: int) -> int:
-    """Return the bytes that the newest version of a state of ``state`` bytes and the next one take, if at most 7/8 of the state
-    are stored. Of float32 tensors .84 are; where more are stored, the rest is copied."""
-    return state * 7 // 4
+def one_version(state: int) -> int:
+    """Return the bytes that a version of a state of ``state`` bytes takes, if at most 7/8 of the state are stored. Of float32
+    tensors .84 are; where more are stored, the rest is copied."""
+    return state * 7 // 8
 
 
 class Ring:

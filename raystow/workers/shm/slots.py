@@ -29,6 +29,7 @@ class Slots:
         self.ring, self._on_free = ring, on_free
         self._uses: Counter[int] = Counter()  # slot -> parts of chunks in it that are in use
         self._kept: Counter[int] = Counter()  # those among them that are parts of versions in memory
+        self._leaving: set[int] = set()  # those among them that were such parts, and that readers still use
         self._filled: set[int] = set()  # slots in use in which no more chunks will be announced
         self._changed = threading.Condition()
         self.retired = False
@@ -39,10 +40,10 @@ class Slots:
         return 0 if self.retired else self.ring.kept * self.ring.slot_size
 
     @property
-    def crowded(self) -> bool:
-        """Whether versions take more of the ring than they leave."""
+    def room(self) -> int:
+        """Bytes of further versions that may stay."""
         with self._changed:
-            return 2 * len(self._kept) > self.ring.slots
+            return (self.ring.kept - len(self._kept.keys() | self._leaving)) * self.ring.slot_size
 
     def take_over(self, parts: Sequence[SlotPart]) -> tuple[list[Bytes], SlotUse]:
         """Return the bytes of a chunk, and what to call when they are no longer used."""
@@ -60,10 +61,10 @@ class Slots:
 
     def keep(self, parts: Sequence[SlotPart]) -> bool:
         """Use parts that are in use once more, for a version in memory, until ``drop_kept``. Returns False if too many slots are
-        kept already."""
+        kept already, or still read although they are no longer kept."""
         slots = [slot for slot, _, _ in parts]
         with self._changed:
-            if len(self._kept.keys() | {*slots}) > self.ring.kept:
+            if len(self._kept.keys() | self._leaving | {*slots}) > self.ring.kept:
                 return False
             self._kept.update(slots)
             self._uses.update(slots)
@@ -73,7 +74,7 @@ class Slots:
         """End the use that ``keep`` began."""
         slots = [slot for slot, _, _ in parts]
         with self._changed:
-            _subtract(self._kept, slots)
+            self._leaving.update(_subtract(self._kept, slots))
         self.release(slots)
 
     def filled(self, slots: Sequence[int]) -> None:
@@ -87,6 +88,7 @@ class Slots:
         """End one use of each slot, as often as it is named."""
         with self._changed:
             unused = _subtract(self._uses, slots)
+            self._leaving.difference_update(unused)
             free = [slot for slot in unused if slot in self._filled]
             self._filled.difference_update(free)
             if self.retired:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from mmap import PAGESIZE
 
 import pytest
@@ -232,24 +233,74 @@ def test_memory_of_a_version_is_reused_within_the_budget():
     assert not opened() - before
 
 
-@pytest.mark.parametrize("committed", [True, False])
-@pytest.mark.parametrize(("used", "stays"), [(3, True), (4, False)])
-def test_a_version_leaves_a_ring_with_no_space_for_the_next(used: int, stays: bool, committed: bool) -> None:
+def put_in_ring(tier: MemoryTier, ring: Slots, id: int, slots: Sequence[int]) -> None:
+    """Put an object for each slot, whose page it is."""
+    for slot in slots:
+        views, use = ring.take_over([(slot, 0, PAGESIZE)])
+        tier.put(attempt_key(id), 0, f"{id}-{slot}", views, uses=[use])
+        ring.filled([slot])
+        use()
+
+
+def test_a_version_leaves_a_ring_as_the_next_fills_it() -> None:
     tier, free = MemoryTier(1 << 20), list[int]()
     ring = Slots(Ring.create(2 * PAGESIZE, PAGESIZE, keep=5 * PAGESIZE), free.extend)
     assert ring.ring.slots == 7
     assert tier.admit(ring)
-    old, parts = AttemptKey("r", 1, "a"), [(slot, 0, PAGESIZE) for slot in range(used)]
-    views, use = ring.take_over(parts)
-    assert tier.put(old, 0, "pack", views, uses=[use]) is None
-    ring.filled(range(used))
-    use()
-    if committed:
-        tier.committed(old)
-    tier.free_ring(ring, AttemptKey("r", 2, "b"))
-    stays = stays or not committed
-    assert free == ([] if stays else list(range(used)))
-    (held,) = tier.holdings("r")
-    assert held.parts[0].objects == ({"pack": used * PAGESIZE} if stays else {})
-    assert held.parts[0].incomplete is not stays
-    assert tier.used == (used * PAGESIZE if stays else 0)
+    put_in_ring(tier, ring, 1, range(4))
+    put_in_ring(tier, ring, 2, [4, 5])
+    assert free == [5]  # 1 is no version yet, and stays: the second object of 2 is copied
+    tier.committed(attempt_key(1))
+    put_in_ring(tier, ring, 3, [5])
+    assert [held.parts[0].incomplete for held in tier.holdings("r")] == [True, False, False]
+    put_in_ring(tier, ring, 4, [6])
+    assert free == [5, 0, 1]
+    assert [[*held.parts[0].objects] for held in tier.holdings("r")] == [["1-2", "1-3"], ["2-4", "2-5"], ["3-5"], ["4-6"]]
+
+
+def test_older_versions_make_way_for_what_will_come() -> None:
+    tier, free = MemoryTier(1 << 20), list[int]()
+    ring = Slots(Ring.create(2 * PAGESIZE, PAGESIZE, keep=5 * PAGESIZE), free.extend)
+    assert tier.admit(ring)
+    put_in_ring(tier, ring, 1, range(3))
+    tier.committed(attempt_key(1))
+    tier.make_way(ring, attempt_key(2), 2 * PAGESIZE)
+    assert free == []
+    tier.make_way(ring, attempt_key(2), 4 * PAGESIZE)
+    assert free == [0, 1]
+    put_in_ring(tier, ring, 2, [3, 4, 5, 6])
+    assert free == [0, 1]
+    assert [[*held.parts[0].objects] for held in tier.holdings("r")] == [["1-2"], ["2-3", "2-4", "2-5", "2-6"]]
+
+
+def test_unchanged_objects_stay_longest_in_a_ring() -> None:
+    tier, free = MemoryTier(1 << 20), list[int]()
+    ring = Slots(Ring.create(2 * PAGESIZE, PAGESIZE, keep=4 * PAGESIZE), free.extend)
+    assert tier.admit(ring)
+    put_in_ring(tier, ring, 1, range(3))
+    tier.committed(attempt_key(1))
+    for id, slot in ((2, 3), (3, 4), (4, 5)):
+        tier.set_base(attempt_key(id), attempt_key(1))
+        put_in_ring(tier, ring, id, [slot])
+        tier.committed(attempt_key(id))
+        assert ids(tier, "r") == [1, id]
+    assert free == [3, 4]
+    assert not any(held.parts[0].incomplete for held in tier.holdings("r"))
+
+
+def test_slots_that_readers_use_do_not_stop_a_ring() -> None:
+    """A reader that is frozen never ends its use: what follows is copied, so that slots become free."""
+    tier, free = MemoryTier(1 << 20), list[int]()
+    ring = Slots(Ring.create(2 * PAGESIZE, PAGESIZE, keep=2 * PAGESIZE), free.extend)
+    assert tier.admit(ring)
+    put_in_ring(tier, ring, 1, [0, 1])
+    tier.committed(attempt_key(1))
+    lent = [tier.lend("r", f"1-{slot}") for slot in (0, 1)]
+    put_in_ring(tier, ring, 2, [2, 3])
+    assert free == [2, 3]
+    for one in lent:
+        assert one is not None
+        one.close()
+    assert free == [2, 3, 0, 1]
+    put_in_ring(tier, ring, 3, [2])
+    assert free == [2, 3, 0, 1]

@@ -170,7 +170,7 @@ class FakeHost:
     def limit_cache(self, nbytes: int | None) -> None:
         pass
 
-    def free_ring(self, slots: Slots, attempt: AttemptKey) -> None:
+    def make_way(self, slots: Slots, attempt: AttemptKey, nbytes: int) -> None:
         pass
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
