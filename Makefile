@@ -43,8 +43,8 @@ demo: $(READY)  ## train on a real cluster, lose a node during a save, restore e
 test: lint  ## lint, types, layers, and all tests except long, slow and GPU tests
 	$(BIN)/pytest -n 3 --no-loadscope-reorder -m "not long and not slow and not gpu"
 
-test-long: $(READY)  ## tests that take more than five seconds each (some minutes)
-	$(BIN)/pytest -n 3 --no-loadscope-reorder -m "long and not slow and not gpu"
+test-long: $(READY)  ## tests that take more than five seconds each (some minutes); those on S3: make test-s3
+	$(BIN)/pytest -n 3 --no-loadscope-reorder -m "long and not s3 and not slow and not gpu"
 
 lint: $(READY)  ## style (ruff), types (mypy), layers (import-linter)
 	$(BIN)/ruff check
@@ -65,7 +65,7 @@ test-s3: $(READY)  ## store tests and demo on a real S3 server: a private Ceph, 
 	RAYSTOW_TEST_S3=$$AWS_ENDPOINT_URL $(MAKE) --no-print-directory s3-suite
 
 s3-suite: $(READY)
-	$(BIN)/pytest -m s3
+	$(BIN)/pytest -n 3 --no-loadscope-reorder -m s3
 	PYTHONPATH=tests $(BIN)/python -c 'from helpers import s3_server; s3_server.make_bucket("raystow-tests")'
 	$(BIN)/raystow demo --store s3://raystow-tests/demo
 
