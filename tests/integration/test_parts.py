@@ -222,3 +222,28 @@ def test_the_second_actor_of_a_part_fences_the_first(cluster: Cluster, uri: str)
     ray.get(rank.save.remote(1))
     do(second, follow, 0)
     assert ray.get(rank.result.remote()).step == 1
+
+
+@pytest.mark.long
+def test_a_part_does_not_complete_a_save_before_its_restore(cluster: Cluster, uri: str) -> None:
+    """The rank has delivered step 2 and died; the part, whose process lives, restores step 1 with the next rank."""
+    (rank,), buffer = start(uri, 1, parts=("buffer",), timeout=60), part(uri)
+    ray.get(rank.set.remote(model, 1))
+    ray.get(rank.save.remote(1))
+    do(buffer, save, 1)
+    assert [version.id for version in every([rank, buffer], "result")] == [1, 1]
+    ray.get(rank.save.remote(2))
+    ray.get(rank.do.remote(lambda process: process.pending[-1].staged(60)))
+    ray.kill(rank)
+    (rank,) = start(uri, 1, parts=("buffer",), timeout=60)
+    ray.get(rank.set.remote(model, 0))
+    restored = rank.restore.remote()
+    assert do(buffer, restore)[0] == ray.get(restored).id == 1
+    with pytest.raises(raystow.DeadlineExceeded, match="the ranks have not begun to save step 0"):
+        do(buffer, lambda process: process.checkpointer.wait_for(0, timeout=2))
+    do(buffer, save, 2)
+    ray.get(rank.set.remote(model, 2))
+    ray.get(rank.save.remote(2))
+    versions = [ray.get(one.result.remote(), timeout=60) for one in (rank, buffer)]
+    assert len({version.id for version in versions}) == 1
+    assert versions[0].step == 2

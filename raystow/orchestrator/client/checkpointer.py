@@ -185,7 +185,7 @@ class Checkpointer:
         return facts_table(f"Checkpointer of {self.uri}", self._facts())
 
     def _facts(self) -> dict[str, object]:
-        facts = {"rank": f"{self.rank} of {self.world_size}", "steps in flight": self._in_flight.steps() or "none"}
+        facts = {"rank": f"{self.rank} of {self.world_size}", "steps in flight": [*self._in_flight.steps().values()] or "none"}
         return {**facts, "failed saves": self.failures.total, **({"state": "closed"} if self._closed else {})}
 
     def due(self, step: int, interval: Interval | None = None) -> bool:
@@ -369,7 +369,7 @@ class Checkpointer:
         asked = selector_text(version, self._startup.wait().repository)
         self.fence()
         options = RestoreOptions(self.rank, self.world_size, names, cast, self._part, self._settings.parts)
-        run = functools.partial(self._restores.run, self._startup.repository(), into, options)
+        run = functools.partial(self._restores.run, self._startup.repository(), into, options, self._in_flight.steps())
         restored = run(asked=asked, allow_uncommitted=allow_uncommitted, progress=progress)
         if verify_replicas and restored is not None:
             self._restores.compare(into)

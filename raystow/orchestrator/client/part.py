@@ -237,6 +237,7 @@ class _PartCheckpointer(Checkpointer):
         """Wait for a save of the ranks; see ``Part.wait_for``."""
         self._check_open()
         member = self._startup.member
-        ask = AskNextSave(part_number(self._part), member.incarnation, 1, first, seconds=0.0, timeout=timeout)
+        who, saving = (part_number(self._part), member.incarnation, 1), tuple(self._in_flight.steps().values())
+        ask = AskNextSave(*who, first, seconds=0.0, timeout=timeout, saving=saving)
         found = self._startup.port.ask(ask)
         return BegunSave(found.step, {name: values.loads(text) for name, text in found.cut.items()})

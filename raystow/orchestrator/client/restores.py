@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ...state.objects import ObjectTree
 from ...state.tree import State
@@ -45,12 +45,13 @@ class Restores:
         repository: Repository,
         into: State,
         options: RestoreOptions,
+        saving: Mapping[int, int],
         *,
         asked: str,
         allow_uncommitted: bool,
         progress: Callable[[int], None] | None,
     ) -> Version | None:
-        """Fill ``into`` from the version that is ``asked`` for; see ``Checkpointer.restore``."""
+        """Fill ``into`` from the version that is ``asked`` for; see ``Checkpointer.restore``. ``saving``: see ``RestoreVote``."""
         begun, member, objects = SYSTEM.monotonic(), self._startup.member, ObjectTree(into, what="into")
         tree = objects.into()
         vote = RestoreVote(
@@ -60,6 +61,7 @@ class Restores:
             names=names_digest(tree) if options.world_size > 1 else 0,
             trace=spans.here(),
             parts=",".join(options.parts),
+            saving=tuple(saving.items()),
         )
         here, address = self._startup.connection.node, self._startup.node_address
         agreement = ClusterAgreement(repository, self._startup.port, vote, self._numbers, address, here=here)

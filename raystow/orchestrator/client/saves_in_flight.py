@@ -47,9 +47,9 @@ class SavesInFlight:
         self._saves.append(outcome)
         return outcome
 
-    def steps(self) -> list[int]:
-        """Return the steps of the saves that have not ended."""
-        return [save.progress.step for save in self._saves if not save.wait(0)]
+    def steps(self) -> dict[int, int]:
+        """Return the steps of the saves that have not ended, by their numbers."""
+        return {save.progress.number: save.progress.step for save in self._saves if not save.wait(0)}
 
     def wait_until_read(self, give_up: Callable[[str], None]) -> bool:
         """Wait until the tensors of all saves have been read. Call ``give_up``, with a reason, if one has not been after

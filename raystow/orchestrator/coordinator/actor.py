@@ -273,6 +273,7 @@ class CoordinatorActor:
         async with self._restoring:
             in_memory = await self._newest_in_memory(at) if vote.tried is None else None
             round = await asyncio.to_thread(at.rounds.vote, vote, in_memory)
+            at.core.restores(vote, exists=bool(round.candidates))
             at.core.restored(at.rounds.restored())
         await self._tell(at)
         await self._within(vote.timeout, lambda: round.answers(vote.tried) or round.warns(vote))

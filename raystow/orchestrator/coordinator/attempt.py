@@ -126,6 +126,11 @@ class Attempt:
         return min(LATE, (self.deadline - self.opened) / 2)
 
     @property
+    def stall(self) -> float | None:
+        """The longest stall of a rank, in seconds."""
+        return max((info.stall for info in self.stored.values() if info.stall is not None), default=None)
+
+    @property
     def members(self) -> set[int]:
         """The numbers of all ranks and parts."""
         return {*range(self.world_size), *self.parts}

@@ -26,12 +26,14 @@ from ...workers.protocol.messages import (
     RanksWarning,
     ReplicaAnswer,
     ReplicaQuestions,
+    RestoreVote,
     Ticket,
 )
 from ...workers.protocol.messages.coordinator import Incarnation, RankSaveRequest
 from ..late_ranks import LATE, next_warning
 from .attempt import ANOTHER_RUN, UNSTORED, Attempt, Phase, version_record
 from .delta_schedule import DeltaGroup, after
+from .lapsed_saves import LapsedSaves
 from .membership import MemberMessage, Membership
 from .missed_saves import MissedSaves
 from .part_saves import PartSaves
@@ -53,7 +55,7 @@ class Coordinator:
         self._committer, self._clock, self._writer = committer, clock, writer
         self.members = Membership(committer.catalog, self._taken)
         self._plain_tensors: dict[int, tuple[str, ...]] = {}  # rank -> those of its newest save
-        self._metrics_differ = False
+        self._metrics_differ, self._lapsed = False, LapsedSaves()
         self._attempts: dict[str, Attempt] = {}
         self._restores: tuple[RestoreInfo, ...] = ()  # not reported by a version yet
         self._group: DeltaGroup | None = None  # of the newest whole version
@@ -100,6 +102,13 @@ class Coordinator:
             missing = previous is not None and not is_part(rank) and attempt.generation < self.members.generation
             if rank not in attempt.delivered and (rank in attempt.ranks or missing):
                 self._abort(attempt, f"{member_text(rank)} was restarted")
+            elif attempt.generation < self.members.generation and (parts := self.parts.taken_since(attempt)):
+                self._abort(attempt, f"ranks and {member_text(parts[0])} were restarted")  # that process has another past
+
+    def restores(self, vote: RestoreVote, *, exists: bool) -> None:
+        """A rank or part restores: what waits for it and is of another past is aborted; see ``LapsedSaves.restores``."""
+        for attempt in self._lapsed.restores(vote, self._open(*Phase), self.members.generation, exists=exists):
+            self._abort(attempt, f"{member_text(vote.rank)} restores, and had not begun to save this step")
 
     def check_member(self, message: MemberMessage) -> None:
         """See ``Membership.check``."""
@@ -137,6 +146,7 @@ class Coordinator:
         ``SaveFailed`` if no rank will."""
         request = begin.request
         self.check_member(request)
+        self._lapsed.check(request)
         gathering = self._open(Phase.GATHERING)
         for attempt in gathering:
             if attempt.delivered.get(request.rank, request.incarnation) != request.incarnation:
@@ -153,6 +163,8 @@ class Coordinator:
     def next_cut(self, ask: AskNextSave) -> NextSave | None:
         """A part asks for the save that the ranks begin; None if none has begun."""
         self.check_member(ask)
+        for attempt in self.parts.skipped(ask, self.attempts):
+            self._abort(attempt, f"{member_text(ask.rank)} waits for step {ask.first}, and has not saved this one")
         return self.parts.next(ask, self.attempts)
 
     def _admit(self, attempt: Attempt, begin: Begin) -> Ticket:
@@ -255,8 +267,9 @@ class Coordinator:
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         """A node cannot complete its part."""
-        attempt = self._attempts.get(ticket.attempt)
-        if attempt is not None and attempt.needs(ticket.node):  # else it may be a version by now
+        if (attempt := self._attempts.get(ticket.attempt)) is not None and attempt.needs(
+            ticket.node
+        ):  # else it may be a version by now
             self._abort(attempt, reason)
 
     def save_failed(self, rank: int, incarnation: Incarnation, save: int, step: int, reason: str) -> bool:
@@ -311,8 +324,7 @@ class Coordinator:
 
     def late(self, ticket: Ticket, last_warning: int) -> RanksWarning | None:
         """The warning of late ranks that a node has to log, after number ``last_warning``."""
-        attempt = self._attempts.get(ticket.attempt)
-        return None if attempt is None else attempt.warning_after(last_warning, ticket.node)
+        return attempt.warning_after(last_warning, ticket.node) if (attempt := self.find(ticket.attempt)) is not None else None
 
     def _look_for_late(self, attempt: Attempt, now: float) -> None:
         if now < attempt.warn_at:
@@ -332,16 +344,16 @@ class Coordinator:
     def record(self, attempt: Attempt) -> VersionRecord:
         """The record that makes a complete attempt a version. Commit it, then call ``settled``."""
         results = attempt.stored if attempt.phase is Phase.READY else attempt.staged
-        created = attempt.created or self._clock.now()
-        return version_record(self._committer, attempt, results, created=created, writer=self._writer)
+        return version_record(
+            self._committer, attempt, results, created=attempt.created or self._clock.now(), writer=self._writer
+        )
 
     def settled(self, attempt: Attempt, outcome: Entry | RaystowError) -> None:
         """Note the result of a commit: the root's entry, or the error."""
         if isinstance(outcome, Entry):
             attempt.entry = outcome
-            stalls = [info.stall for info in attempt.stored.values() if info.stall is not None]
-            took = self._clock.monotonic() - attempt.opened
-            self.costs.saved(max(stalls, default=None), took, cold=1 in attempt.saves.values())
+            took, cold = self._clock.monotonic() - attempt.opened, 1 in attempt.saves.values()
+            self.costs.saved(attempt.stall, took, cold=cold)
             if not (attempt.deltas and outcome.bases):
                 self._group = after(self._group, outcome, attempt.base if attempt.deltas else None)
             elif self._group is not None:
@@ -350,8 +362,7 @@ class Coordinator:
             self._enter(attempt, Phase.COMMITTED)
             for metric, number in ((VERSIONS, 1), (RAW, outcome.raw), (STORED, outcome.stored)):
                 record(metric, number, repository=self._committer.catalog.uri)
-            if self._lost is not None and self._lost.id < attempt.id:
-                self._lost = None
+            self._lost = self._lost if self._lost is not None and self._lost.id > attempt.id else None
             fields = (outcome.id, outcome.step, outcome.stored, outcome.raw)
             self._log(attempt).info("version %d, step %d: %d bytes stored of %d", *fields)
             return
@@ -390,8 +401,7 @@ class Coordinator:
 
     def attempt(self, ticket: Ticket) -> Attempt:
         """The attempt of a ticket; ``SaveFailed`` if the coordinator was restarted since."""
-        attempt = self.find(ticket.attempt)
-        if attempt is None:
+        if (attempt := self.find(ticket.attempt)) is None:
             raise SaveFailed("the coordinator was restarted during this save", subject=f"attempt {ticket.id}")
         return attempt
 
@@ -400,8 +410,7 @@ class Coordinator:
         given_up = [a for a in self._attempts.values() if a.phase is Phase.ABORTED and not a.swept]
         for attempt in given_up:
             attempt.swept = True
-        over = [key for key, attempt in self._attempts.items() if attempt.phase.over]
-        for key in over[:-100]:
+        for key in [key for key, attempt in self._attempts.items() if attempt.phase.over][:-100]:
             del self._attempts[key]
         return [(attempt.id, attempt.attempt) for attempt in given_up]
 
@@ -421,8 +430,7 @@ class Coordinator:
             raise SaveFailed(what, subject=f"save of step {request.step}", remedy="save the same steps on all ranks")
         if len(names := names_in(request.parts)) > MAX_PARTS or not all(map(is_name, names)):
             raise SaveFailed(f"declares invalid parts, or more than {MAX_PARTS}", subject=f"rank {request.rank}")
-        id, token = self._committer.reserve()
-        now = self._clock.monotonic()
+        (id, token), now = self._committer.reserve(), self._clock.monotonic()
         who = id, token, request.step, request.world_size, now, now + request.timeout
         attempt = self._attempts[token] = Attempt(*who, declared=request.parts)
         attempt.generation, attempt.warn_at = self.members.generation, now + attempt.patience

@@ -29,6 +29,11 @@ class PartSaves:
         self._since = {key: times for key, times in self._since.items() if key[0] != part}
         self._asked = {key: until for key, until in self._asked.items() if key[0] != part}
 
+    def taken_since(self, attempt: Attempt) -> list[int]:
+        """The parts that an attempt waits for, and that other processes have taken since it was opened."""
+        lacking = attempt.parts.keys() - attempt.ranks.keys()
+        return sorted(part for part in lacking if self._joined.get(part, 0.0) > attempt.opened)
+
     def begun(self, request: RankSaveRequest) -> None:
         """The save of a part has joined an attempt."""
         self._since.pop((request.rank, request.save), None)
@@ -48,6 +53,13 @@ class PartSaves:
         if why:
             self.begun(request)
             raise SaveFailed(f"{why}; {UNSAVED}", subject=f"{member_text(part)}, save of step {request.step}")
+
+    def skipped(self, ask: AskNextSave, attempts: Sequence[Attempt]) -> list[Attempt]:
+        """The attempts that wait for a part, which waits for a later step and does not save theirs."""
+        lacking = [
+            one for one in attempts if one.phase is Phase.GATHERING and ask.rank in one.parts and ask.rank not in one.ranks
+        ]
+        return [one for one in lacking if one.step < ask.first and one.step not in ask.saving]
 
     def next(self, ask: AskNextSave, attempts: Sequence[Attempt]) -> NextSave | None:
         """The oldest save that waits for a part, that rank 0 has begun; None if there is none yet. Raises

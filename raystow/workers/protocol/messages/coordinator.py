@@ -341,6 +341,7 @@ class AskNextSave(CoordinatorRequest[NextSave], frozen=True):
         node: The rank's.
         requested: Whether a save was requested on this rank, and no step was due since.
         timeout: Seconds that a part waits.
+        saving: The steps of the part's saves that have not ended.
     """
 
     rank: int
@@ -354,6 +355,7 @@ class AskNextSave(CoordinatorRequest[NextSave], frozen=True):
     node: Text = ""
     requested: bool = False
     timeout: float = 0.0
+    saving: Column[int] = ()
 
     @property
     def wait(self) -> float:

@@ -76,6 +76,7 @@ class RestoreVote(CoordinatorRequest[RestoreChoice | Acknowledged], frozen=True)
         last_warning: The number of the last warning that the rank has got.
         trace: Of the span in which the rank restores.
         parts: Those that restore together with the ranks; see ``RankSaveRequest``.
+        saving: The saves of the process that have not ended: their numbers and steps.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class RestoreVote(CoordinatorRequest[RestoreChoice | Acknowledged], frozen=True)
     last_warning: int = 0
     trace: Text = ""
     parts: Text = ""
+    saving: Column[tuple[int, int]] = ()
 
     @property
     def wait(self) -> float:

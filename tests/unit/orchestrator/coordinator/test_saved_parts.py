@@ -8,6 +8,7 @@ import pytest
 from helpers.begins import begin_of
 from helpers.coordinated_run import CoordinatedRun, coordinated_run
 from helpers.processes import incarnation
+from msgspec.structs import replace
 
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.orchestrator.coordinator.requests import handle
@@ -121,6 +122,18 @@ def test_a_part_is_told_the_cut_of_rank_0(run: CoordinatedRun) -> None:
     assert answer() == NextSave(3, True, {"samples": "5"})
     assert run.core.begin_part(begin(3)) is not None
     assert handle(run.core, ask(3))() is None, "it has begun to save this step"
+
+
+@pytest.mark.parametrize("saving", [(), (1,)])
+def test_a_save_that_a_part_skips_is_ended(run: CoordinatedRun, saving: tuple[int, ...]) -> None:
+    """Its own save may have failed before the coordinator knew of it. ``saving``: it may also be on its way."""
+    ticket = run.begin(0, 1, parts=PARTS)
+    assert run.core.next_cut(replace(ask(1), saving=saving)) == NextSave(1, True, {})
+    assert run.core.next_cut(replace(ask(2), saving=saving)) is None
+    assert run.phase(ticket) is (Phase.GATHERING if saving else Phase.ABORTED)
+    if not saving:
+        with pytest.raises(SaveFailed, match="part 'buffer' waits for step 2, and has not saved this one"):
+            run.core.attempt(ticket).result()
 
 
 def test_a_part_does_not_wait_for_ever(run: CoordinatedRun) -> None:
