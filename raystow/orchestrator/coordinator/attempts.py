@@ -204,8 +204,7 @@ class Coordinator:
 
     def questions(self, ticket: Ticket) -> ReplicaQuestions | None:
         """What a node has to answer, so that it is known what differs between ranks."""
-        attempt = self._attempts.get(ticket.attempt)
-        asked = () if attempt is None else attempt.questions(ticket.node)
+        asked = attempt.questions(ticket.node) if (attempt := self.find(ticket.attempt)) is not None else ()
         return ReplicaQuestions(asked) if asked else None
 
     def answered(self, ticket: Ticket, answers: Sequence[ReplicaAnswer]) -> None:
@@ -344,9 +343,8 @@ class Coordinator:
     def record(self, attempt: Attempt) -> VersionRecord:
         """The record that makes a complete attempt a version. Commit it, then call ``settled``."""
         results = attempt.stored if attempt.phase is Phase.READY else attempt.staged
-        return version_record(
-            self._committer, attempt, results, created=attempt.created or self._clock.now(), writer=self._writer
-        )
+        created = attempt.created or self._clock.now()
+        return version_record(self._committer, attempt, results, created=created, writer=self._writer)
 
     def settled(self, attempt: Attempt, outcome: Entry | RaystowError) -> None:
         """Note the result of a commit: the root's entry, or the error."""
