@@ -99,7 +99,7 @@ class Part:
         """Wait until rank 0 has begun to save ``step`` or a later step that this part has not saved yet.
 
         Args:
-            step: The least step.
+            step: The least step. Saves of earlier steps that wait for this part fail.
             timeout: Seconds; None: that of the constructor.
 
         Returns:

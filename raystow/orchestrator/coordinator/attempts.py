@@ -265,10 +265,8 @@ class Coordinator:
             self._enter(attempt, Phase.READY)
 
     def failed(self, ticket: Ticket, reason: str) -> None:
-        """A node cannot complete its part."""
-        if (attempt := self._attempts.get(ticket.attempt)) is not None and attempt.needs(
-            ticket.node
-        ):  # else it may be a version by now
+        """A node cannot complete its part. If it need not, the attempt may be a version by now."""
+        if (attempt := self.find(ticket.attempt)) is not None and attempt.needs(ticket.node):
             self._abort(attempt, reason)
 
     def save_failed(self, rank: int, incarnation: Incarnation, save: int, step: int, reason: str) -> bool:

@@ -24,7 +24,7 @@ class LapsedSaves:
         """Note a restore, and return those of the ``open`` attempts that wait for its rank or part, unless its own save is on its
         way. While no version ``exists``, it may be one that starts late, if the ranks have not been restarted since."""
         rank, which = vote.rank, (vote.incarnation, vote.number)
-        if self._restores.get(rank) == which:  # a repetition
+        if vote.tried is not None or self._restores.get(rank) == which:  # later in the same restore, or a repetition
             return []
         self._restores[rank] = which
         if is_part(rank):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from helpers.begins import begin_of
+from helpers.builders import entry
 from helpers.coordinated_run import CoordinatedRun, coordinated_run
 from helpers.processes import incarnation
+from msgspec.structs import replace
 
 from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.storage.errors import SaveFailed
@@ -88,6 +90,13 @@ def test_a_rank_that_restores_ends_what_waits_for_it(run: CoordinatedRun, number
     ticket = run.begin(0)
     run.core.restores(vote(1, "a1", number=number), exists=True)
     assert run.phase(ticket) is (Phase.ABORTED if number == 2 else Phase.GATHERING)
+
+
+def test_a_restore_that_goes_on_after_a_coordinator_ends_nothing(run: CoordinatedRun) -> None:
+    """The next coordinator has not seen the first vote of the rank, and the others may have restored and gone on."""
+    ticket = run.begin(0)
+    run.core.restores(replace(vote(1, "a1"), tried=entry(1)), exists=True)
+    assert run.phase(ticket) is Phase.GATHERING
 
 
 def test_a_save_that_is_on_its_way_is_not_ended(run: CoordinatedRun) -> None:

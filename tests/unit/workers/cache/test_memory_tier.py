@@ -233,6 +233,14 @@ def test_memory_of_a_version_is_reused_within_the_budget():
     assert not opened() - before
 
 
+def admitted(tier: MemoryTier, keep: int) -> tuple[Slots, list[int]]:
+    """Make a ring that keeps ``keep`` slots of a page, and two more; return it, and the slots that become free."""
+    free = list[int]()
+    ring = Slots(Ring.create(2 * PAGESIZE, PAGESIZE, keep=keep * PAGESIZE), free.extend)
+    assert tier.admit(ring)
+    return ring, free
+
+
 def put_in_ring(tier: MemoryTier, ring: Slots, id: int, slots: Sequence[int]) -> None:
     """Put an object for each slot, whose page it is."""
     for slot in slots:
@@ -243,10 +251,9 @@ def put_in_ring(tier: MemoryTier, ring: Slots, id: int, slots: Sequence[int]) ->
 
 
 def test_a_version_leaves_a_ring_as_the_next_fills_it() -> None:
-    tier, free = MemoryTier(1 << 20), list[int]()
-    ring = Slots(Ring.create(2 * PAGESIZE, PAGESIZE, keep=5 * PAGESIZE), free.extend)
+    tier = MemoryTier(1 << 20)
+    ring, free = admitted(tier, 5)
     assert ring.ring.slots == 7
-    assert tier.admit(ring)
     put_in_ring(tier, ring, 1, range(4))
     put_in_ring(tier, ring, 2, [4, 5])
     assert free == [5]  # 1 is no version yet, and stays: the second object of 2 is copied
@@ -259,9 +266,8 @@ def test_a_version_leaves_a_ring_as_the_next_fills_it() -> None:
 
 
 def test_older_versions_make_way_for_what_will_come() -> None:
-    tier, free = MemoryTier(1 << 20), list[int]()
-    ring = Slots(Ring.create(2 * PAGESIZE, PAGESIZE, keep=5 * PAGESIZE), free.extend)
-    assert tier.admit(ring)
+    tier = MemoryTier(1 << 20)
+    ring, free = admitted(tier, 5)
     put_in_ring(tier, ring, 1, range(3))
     tier.committed(attempt_key(1))
     tier.make_way(ring, attempt_key(2), 2 * PAGESIZE)
@@ -274,9 +280,8 @@ def test_older_versions_make_way_for_what_will_come() -> None:
 
 
 def test_unchanged_objects_stay_longest_in_a_ring() -> None:
-    tier, free = MemoryTier(1 << 20), list[int]()
-    ring = Slots(Ring.create(2 * PAGESIZE, PAGESIZE, keep=4 * PAGESIZE), free.extend)
-    assert tier.admit(ring)
+    tier = MemoryTier(1 << 20)
+    ring, free = admitted(tier, 4)
     put_in_ring(tier, ring, 1, range(3))
     tier.committed(attempt_key(1))
     for id, slot in ((2, 3), (3, 4), (4, 5)):
@@ -290,9 +295,8 @@ def test_unchanged_objects_stay_longest_in_a_ring() -> None:
 
 def test_slots_that_readers_use_do_not_stop_a_ring() -> None:
     """A reader that is frozen never ends its use: what follows is copied, so that slots become free."""
-    tier, free = MemoryTier(1 << 20), list[int]()
-    ring = Slots(Ring.create(2 * PAGESIZE, PAGESIZE, keep=2 * PAGESIZE), free.extend)
-    assert tier.admit(ring)
+    tier = MemoryTier(1 << 20)
+    ring, free = admitted(tier, 2)
     put_in_ring(tier, ring, 1, [0, 1])
     tier.committed(attempt_key(1))
     lent = [tier.lend("r", f"1-{slot}") for slot in (0, 1)]
