@@ -209,7 +209,7 @@ class CompactionPlan:
 
         Args:
             fence: The epoch that must be in charge.
-            progress: Called with the bytes of each chunk that is written.
+            progress: Called with the bytes of each chunk that is written, from several threads.
 
         Returns:
             The new entries of the root.

@@ -119,8 +119,9 @@ class Replacement:
         """Write the version again and replace it; the new entry. None if the version stays as it is: it was dropped, leased or
         replaced meanwhile, or the root does not allow it any more.
 
-        ``fence``: the epoch that must be in charge. ``progress``: called with numbers of stored bytes that were read. Raises what
-        reading and the store raise; then the version is as it was, unless the store gave no answer to the swap.
+        ``fence``: the epoch that must be in charge. ``progress``: called with numbers of stored bytes that were read, from
+        several threads. Raises what reading and the store raise; then the version is as it was, unless the store gave no answer
+        to the swap.
         """
         old, catalog = self.version, self.catalog
         note = self.note(fence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -105,25 +106,27 @@ def test_a_fenced_coordinator_thins_no_version(repository: Repository, committer
 def test_a_collection_keeps_an_attempt_that_is_being_written(
     repository: Repository, committer: Committer, clock: FakeClock
 ) -> None:
-    wanted = weights(repository.version(1))
+    wanted, one_at_a_time = weights(repository.version(1)), threading.Lock()
 
     def collecting(nbytes: int) -> None:
-        clock.time += 200.0
-        plan = repository.plan_collection()
-        assert not plan.due
-        plan.execute()
+        with one_at_a_time:
+            clock.time += 200.0
+            plan = repository.plan_collection()
+            assert not plan.due
+            plan.execute()
 
     assert thin(repository, progress=collecting)
     assert bits(repository.version(1)) == wanted
 
 
 def test_a_slow_writer_whose_attempt_is_collected_fails(repository: Repository, committer: Committer, clock: FakeClock) -> None:
-    wanted = bits(repository.version(1))
+    wanted, one_at_a_time = bits(repository.version(1)), threading.Lock()
 
     def frozen(nbytes: int) -> None:
-        if not repository.root().dropped:
-            clock.time += 7200.0
-            repository.plan_collection().execute()
+        with one_at_a_time:
+            if not repository.root().dropped:
+                clock.time += 7200.0
+                repository.plan_collection().execute()
 
     assert not thin(repository, progress=frozen)
     assert bits(repository.version(1)) == wanted
