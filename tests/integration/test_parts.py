@@ -225,6 +225,28 @@ def test_the_second_actor_of_a_part_fences_the_first(cluster: Cluster, uri: str)
 
 
 @pytest.mark.long
+def test_a_replaced_part_is_refused_by_the_next_coordinator(cluster: Cluster, uri: str) -> None:
+    """Its successor has restored with the rank, and has not called that coordinator yet."""
+    (rank,), former = start(uri, 1, parts=("buffer",)), part(uri)
+    restored = rank.restore.remote()
+    assert do(former, restore)[0] is ray.get(restored) is None
+    ray.get(rank.set.remote(model, 1))
+    ray.get(rank.save.remote(1))
+    do(former, save, 1)
+    assert [version.id for version in every([rank, former], "result")] == [1, 1]
+    successor = part(uri)
+    restored = rank.restore.remote()
+    assert do(successor, restore)[0] == ray.get(restored).id == 1
+    ray.kill(ray.get_actor(coordinator_name(open_store(uri).uri), NAMESPACE), no_restart=False)
+    ray.get(rank.set.remote(model, 2))
+    ray.get(rank.save.remote(2))
+    do(former, save, 2)
+    assert "it has not restored together with the ranks" in do(former, failed_save)[0]
+    do(successor, save, 2)
+    assert {version.step for version in every([rank, successor], "result")} == {2}
+
+
+@pytest.mark.long
 def test_a_part_does_not_complete_a_save_before_its_restore(cluster: Cluster, uri: str) -> None:
     """The rank has delivered step 2 and died; the part, whose process lives, restores step 1 with the next rank."""
     (rank,), buffer = start(uri, 1, parts=("buffer",), timeout=60), part(uri)

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import boto3
 import pytest
+from helpers.polling import wait_until
 from helpers.s3_server import moto
 from pyarrow.fs import S3FileSystem
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -32,7 +33,7 @@ def test_a_worker_group_continues_after_a_worker_dies(tmp_path: Path, monkeypatc
     result = trainer(tmp_path, {"steps": 4, "die": 2}, num_to_keep=2).fit()
     assert [step for step, _, _ in Run(tmp_path).starts()] == [0, 2]
     repository = raystow.open(tmp_path / "ray" / "run" / "raystow")
-    assert [version.step for version in repository.versions()] == [3, 4]
+    wait_until(lambda: [version.step for version in repository.versions()] == [3, 4], "versions are dropped after a commit")
     listed = [ray_train.version_of(checkpoint) for checkpoint, _ in result.best_checkpoints]
     assert listed == repository.versions()
     assert ray_train.version_of(result.checkpoint) == repository.latest()

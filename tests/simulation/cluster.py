@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import RaystowError
 from raystow.storage.format import keys
+from raystow.storage.format.parts import part_number
 from raystow.storage.format.version_record import VersionRecord
 from raystow.storage.repository import Repository, create_repository
 from raystow.storage.retention.policy import Policy
@@ -27,8 +29,6 @@ from .scheduler import Process, Scheduler, current
 
 _ROUND = 30.0  # seconds between restarts of dead processes
 _HOSTS = 3
-_SECOND = 1 << 20
-"""From here on, numbers of saves of a step that a part has saved already."""
 _QUIET = 4800.0  # seconds after which all deadlines, leases and grace periods have ended
 
 
@@ -52,6 +52,9 @@ class Cluster:
         self.parts: tuple[str, ...] = root.fork("parts").choice([(), (), ("buffer",), ("buffer", "rollouts")])
         self._part_faults = root.fork("part faults")
         self._second_actors, self._second_saves = self._part_faults.choice([0.0, 0.02]), self._part_faults.choice([0.0, 0.1])
+        self._part_alone = self._part_faults.chance(0.5)  # after its loss it is replaced without a restart of the training
+        self._restart_faults = root.fork("restart faults")
+        self._lives = self._restart_faults.choice([0.0, 0.0, 0.5])
         self._short_grace = shape.chance(0.35) and not self.rates.stale
         self._kinds = [kind for kind in ("prune", "gc", "keeper", "reader", "reader", "reader") if shape.chance(0.7)]
         self._kinds += [kind for kind in ("thinner", "thinner", "compactor") if root.fork(kind).chance(0.4)]
@@ -69,17 +72,26 @@ class Cluster:
         self._processes = 0
         self._hosts: list[Host] = []
         self._nodes: list[Node] = []
-        self._fenced: list[Node] = []  # parts, of which another actor has the name
+        self.starts = itertools.count(1)
+        """Numbers of training processes."""
+        self._fenced: list[Node] = []  # ranks and parts that others have taken
         self._operators: list[Operator] = []
         self._step = self._saves = self._restarts = 0
         self._faults_ended = False
 
     def play(self) -> None:
         """Run hours of faults, then an end without faults. A violated invariant raises ``Violation`` immediately."""
+        try:
+            self._play()
+        finally:
+            for process in self._clocks:
+                process.alive = False  # what the garbage collector ends later has no effect on the next world
+
+    def _play(self) -> None:
         self._hosts.append(Host(self))
         self._nodes = [*(Node(self, rank) for rank in range(self.ranks)), *(Node(self, 0, part) for part in self.parts)]
         for node in self._nodes:
-            node.join()
+            node.begin(0, anew=True)
         self._operators = [Operator(self, kind) for kind in self._kinds]
         self._every(_ROUND, self._supervise)
         self._every(self._interval, self._train)
@@ -118,6 +130,11 @@ class Cluster:
         alive = [host for host in self._hosts if host.process.alive] or self._hosts[-1:]
         return alive[-1] if self.rng.chance(0.85) else self.rng.choice(alive)
 
+    @property
+    def members(self) -> list[int]:
+        """Return the numbers of ranks and parts."""
+        return [*range(self.ranks), *map(part_number, self.parts)]
+
     def nodes_alive(self) -> set[str]:
         return {node.process.name for node in (*self._nodes, *self._fenced) if node.process.alive}
 
@@ -134,13 +151,25 @@ class Cluster:
         self.scheduler.after(seconds, again)
 
     def _train(self) -> None:
-        """Train one step on all ranks and save it. A part may save it twice."""
+        """Train one step and save it, when all ranks have restored. A part may save it twice."""
+        if any(node.restored is None for node in self._nodes if not node.part):
+            return
+        if self._saves == 0:
+            self._begin_at(
+                [node.restored for node in self._nodes if node.restored is not None and node.restored.past is not None]
+            )
         self._step, self._saves = self._step + 1, self._saves + 1
         for node in (*self._nodes, *self._fenced):
-            if node.process.alive:
+            if node.process.alive and node.restored is not None:
                 node.save(self._step, (self._restarts, self._saves))
                 if node.part and self._part_faults.chance(self._second_saves):
-                    node.save(self._step, (self._restarts, _SECOND + self._saves))
+                    node.save(self._step, (self._restarts, self._saves))
+
+    def _begin_at(self, restored: list[payload.Restored]) -> None:
+        """Go on from the step that all ranks and parts have restored."""
+        if len({one.past for one in restored}) > 1:
+            raise Violation("ranks and parts restore one version", f"they have restored {restored}")
+        self._step = restored[0].step
 
     def _supervise(self) -> None:
         """Restart dead processes, and cause the faults that are independent of store calls."""
@@ -153,16 +182,15 @@ class Cluster:
                 old.process.kill()
             self._hosts = [host for host in self._hosts if host.process.alive]
         self._operators = [o if o.process.alive else Operator(self, o.kind) for o in self._operators]
-        if not all(node.process.alive for node in self._nodes if not node.part):
+        lost = any(not node.process.alive and not (node.part and self._part_alone) for node in self._nodes)
+        if lost or any(node.failed for node in self._nodes):
             self.restart_training()
         for number, node in enumerate(self._nodes):
-            if not node.process.alive:  # a part, without the ranks
+            second = node.part and self._part_faults.chance(self._second_actors)
+            if not node.process.alive or second:  # a part, without the ranks and without state
+                self._fenced += [node] if second else []
                 self._nodes[number] = Node(self, 0, node.part)
-                self._nodes[number].join()
-            elif node.part and self._part_faults.chance(self._second_actors):
-                self._fenced.append(node)
-                self._nodes[number] = Node(self, 0, node.part)
-                self._nodes[number].join()
+                self._nodes[number].begin(self._restarts, anew=True, restores=False)
         if rates.outages and rng.chance(_ROUND / 7200):
             self._outage(rng.between(20.0, 600.0))
         if rates.clock_jumps and rng.chance(_ROUND / 1800):
@@ -193,19 +221,18 @@ class Cluster:
         self.journal.note(self.scheduler.time, "world", "the root is lost")
         self._operators = [o for o in self._operators if o.kind != "gc"] + [Operator(self, "repair")]
 
-    @property
-    def rolls_back(self) -> bool:
-        """Whether the world has an operator that rolls back."""
-        return "roller" in self._kinds
-
     def restart_training(self) -> None:
-        """Restart all training processes from the newest version, after the loss of a rank or by hand."""
-        self._nodes = [node if node.process.alive else Node(self, node.rank, node.part) for node in self._nodes]
-        versions = self.watch.root["versions"] if self.watch.root is not None else []
-        self._step, self._saves = (versions[-1]["step"] if versions else 0), 0
+        """Let all ranks and parts restore the newest version, after the loss of one or by hand. Some do so in the process that
+        has trained before, and a frozen one may be replaced, and go on later."""
+        self._step, self._saves = 0, 0
         self._restarts += 1
-        for node in self._nodes:
-            node.join()
+        for number, node in enumerate(self._nodes):
+            frozen = node.process.frozen_until > self.scheduler.time + _ROUND
+            if not node.process.alive or (frozen and self._restart_faults.chance(0.5)):
+                self._fenced += [node] if node.process.alive else []
+                node = self._nodes[number] = Node(self, node.rank, node.part)
+            lives = node.restored is not None and self._restart_faults.chance(self._lives)
+            node.begin(self._restarts, anew=not lives)
 
     def _outage(self, seconds: float) -> None:
         stores = [self._stores[process] for process in self._stores if process.alive]
@@ -236,7 +263,7 @@ class Cluster:
                 host.check_ended()
         for node in (*self._nodes, *self._fenced):
             if node.process.alive and node.saving:
-                raise Violation("every save ends", f"{node.process} still has {node.saving} saves under way")
+                raise Violation("every save ends", f"{node.process} still saves {node.saving}")
         for host in self._hosts:
             host.process.kill()
         finisher = self.process("finisher", Role("gc"))

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator
 from unittest import mock
 
+from raystow.orchestrator.restore import version_cache
 from raystow.storage import repository
 from raystow.storage.checks import scan
 from raystow.storage.commit import leases
@@ -33,6 +34,7 @@ def fakes(cluster: Cluster) -> Iterator[None]:
         mock.patch.object(plan, "ThreadPoolExecutor", clocks.Serially),
         mock.patch.object(reader, "ThreadPoolExecutor", clocks.Serially),
         mock.patch.object(rewrite, "ThreadPoolExecutor", clocks.Serially),
+        mock.patch.object(version_cache, "ThreadPoolExecutor", clocks.Serially),
         mock.patch.object(scan, "ThreadPoolExecutor", clocks.Serially),
         mock.patch.object(background, "threading", simulated),
         mock.patch.object(background, "SYSTEM", clocks.ThreadClock()),

@@ -88,7 +88,7 @@ class FaultyStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         batch = list(keys)
-        if not batch:
+        if not batch or not self._process.alive:  # the garbage collector ends the leases of a dead process at any time
             return
         done = self._rng.number(0, len(batch)) if len(batch) > 1 and self._rng.chance(self._rates.error) else len(batch)
 

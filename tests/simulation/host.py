@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from raystow.orchestrator.coordinator.attempt import Attempt, Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.orchestrator.coordinator.requests import Answer, handle
+from raystow.orchestrator.restore.rounds import RestoreRounds
+from raystow.orchestrator.restore.version_cache import VersionCache
 from raystow.storage.commit.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, RaystowError, SaveFailed
 from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.version_record import VersionRecord
 from raystow.storage.repository import create_repository
 from raystow.storage.retention.policy import Policy
-from raystow.workers.protocol.messages import Message, Ticket
+from raystow.workers.protocol.messages import Acknowledged, JoinRun, Message, RestoreChoice, RestoreVote, Ticket
 
 from . import payload
 from .invariants import Role
@@ -47,16 +50,18 @@ class Host:
         self.deleting = False
         """Whether it may delete objects based on a root that it has already read."""
         self._tickets: dict[str, Ticket] = {}
+        self._voting = False
         self.process.spawn(self._main)
-
-    def restore(self) -> None:
-        """Read the root as a round of restores does."""
-        self._apply(lambda core: None)
-        self._committer.notice(self._committer.catalog.root())
 
     def handle(self, request: Message) -> Message | None:
         """Answer a request, as the actor does."""
+        if isinstance(request, RestoreVote):
+            return self._settle(request)
         answer: Answer = self._apply(lambda core: handle(core, request))
+        if isinstance(request, JoinRun):
+            with self._restoring():
+                self._rounds.left(request.rank, request.incarnation)
+            self.process.tell()
 
         def answers() -> bool:
             try:
@@ -81,8 +86,41 @@ class Host:
             for attempt in self._open():
                 raise Violation("every attempt ends", f"{self.process} still has {attempt.attempt}: {attempt.phase.value}")
 
+    def _settle(self, vote: RestoreVote) -> Message:
+        """Take a vote as the actor does, but never on a save that is in memory only."""
+        self._apply(lambda core: core.check_member(vote))
+        with self._restoring():
+            round = self._rounds.vote(vote)
+            self._apply(lambda core: core.restores(vote, exists=bool(round.candidates)))
+            self._apply(lambda core: core.restored(self._rounds.restored()))
+        self.process.tell()
+        self.process.wait(lambda: round.answers(vote.tried) or round.warns(vote), vote.timeout)
+        if not round.answers(vote.tried):
+            return round.waits(vote)
+        entry = round.answer(vote.tried)
+        return Acknowledged() if entry is None else RestoreChoice(entry, group=round.group)
+
+    @contextlib.contextmanager
+    def _restoring(self) -> Iterator[None]:
+        """One task at a time may change the rounds of restores."""
+        self.process.wait(lambda: not self._voting, _FOR_EVER)
+        self._voting = True
+        try:
+            yield
+        finally:
+            self._voting = False
+            self.process.tell()
+
+    def _tick_rounds(self) -> None:
+        while True:
+            with self._restoring():
+                self._rounds.tick()
+            self.process.tell()
+            self._clock.sleep(_TICK)
+
     def _main(self) -> None:
         core = self._start()
+        self.process.spawn(self._tick_rounds)
         while True:
             while (attempt := core.next_commit()) is not None:
                 record = core.record(attempt)
@@ -114,7 +152,10 @@ class Host:
                 continue
             self._role.epoch, self._role.owner = self._committer.epoch, self._committer.fence.owner
             self._housekeeping = Housekeeping(self._committer)
-            self._core = Coordinator(self._committer, self._clock, writer={"raystow": "simulated"})
+            self._known = VersionCache(repository, on_read=self._committer.notice)
+            core = self._core = Coordinator(self._committer, self._clock, writer={"raystow": "simulated"})
+            current = self._committer.is_current
+            self._rounds = RestoreRounds(repository, self._clock, self._known, is_current=current, member=core.members.get)
             self._cluster.note(self.process, f"is in charge, epoch {self._committer.epoch}")
             self.process.tell()
         return self._core
@@ -156,6 +197,7 @@ class Host:
                 watch.says_never((record.id, record.attempt))
             self._cluster.note(self.process, f"did not commit {record.id}: {error}")
             return error
+        self._known.committed(self._committer.root)
         watch.says_committed((record.id, record.attempt))
         self._cluster.note(self.process, f"committed {record.id}, step {record.step}")
         return entry
@@ -193,6 +235,9 @@ class Host:
         if len(record.fragments) != cluster.ranks + len(cluster.parts) or {*record.parts} != {*cluster.parts}:
             nodes = [info.node for info in record.fragments]
             raise Violation("a version has all ranks and parts", f"{record.id} has nodes {nodes} and parts {record.parts}")
+        pasts = {member: cluster.watch.pasts[record.attempt, member] for member in cluster.members}
+        if len({past for past in pasts.values() if past is not None}) > 1:
+            raise Violation("all members of a version have one past", f"{record.id} has {pasts}")
 
     def _check_differences(self, attempt: Attempt, record: VersionRecord) -> None:
         """Check that each flipped bit is named with its tensor, its element and the right rank, and that nothing else is. A node

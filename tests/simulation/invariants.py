@@ -85,6 +85,8 @@ class Watch:
     records: dict[str, Json] = field(default_factory=dict)
     compared: dict[tuple[str, int], payload.Save] = field(default_factory=dict)
     """Attempt and rank -> the save whose bits it compares."""
+    pasts: dict[tuple[str, int], payload.Past | None] = field(default_factory=dict)
+    """Attempt and rank or part -> what it had restored before this save; None if it has no state to restore."""
 
     def __call__(self, change: Change) -> None:
         """Check a change of the store."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raystow.storage.errors import ClusterError, RaystowError
-from raystow.workers.protocol.coordinator_client import ANSWER, CoordinatorClient
+from raystow.workers.protocol.coordinator_client import CoordinatorClient
 from raystow.workers.protocol.messages import CoordinatorRequest, Message
 
 from .scheduler import Process
@@ -26,9 +26,6 @@ class SimPort(CoordinatorClient):
     def call(self, request: CoordinatorRequest[Any], timeout: float) -> Message:
         answer: Message = self._call("handle", timeout, request)
         return answer
-
-    def restore(self) -> None:
-        self._call("restore", ANSWER)
 
     def _call(self, method: str, timeout: float, *args: object) -> Any:
         cluster, caller, answers = self._cluster, self._caller, list[Any]()

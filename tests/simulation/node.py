@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from raystow.storage.errors import ClusterError, RaystowError, StoreError
+from raystow.storage.errors import ClusterError, RankRestarted, RaystowError, StoreError
 from raystow.storage.format import keys
 from raystow.storage.format.parts import part_number
 from raystow.workers.protocol.messages import (
@@ -23,15 +23,18 @@ from raystow.workers.protocol.messages import (
     RankSaveFailed,
     RankSaveRequest,
     ReplicaQuestions,
+    RestoreChoice,
+    RestoreVote,
     SaveContents,
     Ticket,
 )
+from raystow.workers.protocol.messages.coordinator import NO_VERSION
 
 from . import payload
 from .host import REPOSITORY
 from .invariants import Role
 from .network import SimPort
-from .payload import GROUP
+from .payload import GROUP, Restored
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -47,37 +50,109 @@ class Node:
         self.process = cluster.process(f"node-{part}" if part else f"node{rank}", Role("node"))
         self.store, self.clock = cluster.store(self.process), cluster.clock(self.process)
         self.incarnation: Incarnation | None = None
-        self._started = 0  # training processes
-        self.saving = 0
+        self.restart = -1
+        """The restart of the training in which it restores or has restored."""
+        self.restored: Restored | None = None
+        """None until it has restored."""
+        self.failed = False
+        """Whether it could not restore, so that the training must be restarted."""
+        self._numbers = self._restores = 0  # of saves and restores of the training process
+        self.saving: dict[tuple[Incarnation, int], int] = {}
+        """The saves that have not ended: training process, number and step."""
 
-    def join(self) -> None:
-        """Restart the training process."""
-        self._started += 1
-        former = self.incarnation
-        incarnation = self.incarnation = Incarnation(REPOSITORY, 1, self._started, self.clock.token(), "simulated")
+    def begin(self, restart: int, *, anew: bool, restores: bool = True) -> None:
+        """Begin to train in a restart of the training: ``anew`` in a new process, or in the one that lives. A part that does not
+        restore has no state."""
+        self.restart, self.failed, self.restored = restart, False, None if restores else Restored()
+        former, incarnation = self.incarnation, self.incarnation
+        if anew or incarnation is None:
+            self._numbers = self._restores = 0
+            incarnation = self.incarnation = Incarnation(
+                REPOSITORY, 1, next(self._cluster.starts), self.clock.token(), "simulated"
+            )
+        process = incarnation
 
-        def tell() -> None:
+        def begins() -> None:
             try:
                 port = SimPort(self._cluster, self.process)
-                if former is not None:
+                if former not in (None, process):
                     port.ask(RankDisconnected(self.rank, former, "it went away before it saved"))
-                port.ask(JoinRun(self.rank, incarnation, self._cluster.ranks, self.part))
-                if self._cluster.rolls_back and not self.part:
-                    port.restore()
+                if former != process:
+                    port.ask(JoinRun(self.rank, process, self._cluster.ranks, self.part))
             except RaystowError:
-                pass  # the coordinator learns of the rank with its first save
+                pass  # the coordinator learns of the rank with its first vote or save
+            if restores:
+                self._restore(restart, process)
 
-        self.process.spawn(tell)
+        self.process.spawn(begins)
+
+    def _restore(self, restart: int, process: Incarnation) -> None:
+        """Restore the newest version with the other ranks and parts."""
+        try:
+            choice = self._agree(process)
+        except RaystowError as error:
+            self._cluster.note(self.process, f"did not restore: {error}")
+            self.failed = self.failed or self.restart == restart
+            return
+        id, step, token = (choice.entry.id, choice.entry.step, choice.group.round) if choice is not None else (0, 0, NO_VERSION)
+        self._cluster.note(self.process, f"has restored {id}")
+        if self.restart == restart:
+            self.restored = Restored((restart, id), step, token)
+
+    def _agree(self, process: Incarnation) -> RestoreChoice | None:
+        """Vote as ``ClusterAgreement`` does, until all have restored one version."""
+        port, give_up = SimPort(self._cluster, self.process), self.clock.monotonic() + _TIMEOUT
+        vote, tried = self._vote(process), None
+        while True:
+            try:
+                answer = port.ask(replace(vote, tried=tried))
+            except RankRestarted:
+                if self.clock.monotonic() > give_up:
+                    raise
+                vote = self._vote(process)
+                continue
+            if not isinstance(answer, RestoreChoice) or answer.entry == tried:
+                return answer if isinstance(answer, RestoreChoice) else None
+            tried = answer.entry
+            self.clock.sleep(self._cluster.rng.around(5.0))
+
+    def _vote(self, process: Incarnation) -> RestoreVote:
+        self._restores += 1
+        who = self.rank, 1 if self.part else self._cluster.ranks, process, self._restores
+        parts = "" if self.part else ",".join(self._cluster.parts)
+        saving = tuple((number, step) for (of, number), step in self.saving.items() if of == process)
+        return RestoreVote(*who, _TIMEOUT, allow_uncommitted=False, parts=parts, saving=saving)
 
     def save(self, step: int, save: payload.Save) -> None:
-        """Begin to save a step; a frozen node does so later, for the present training process."""
-        incarnation = self.incarnation
-        assert incarnation is not None
-        self.process.spawn(lambda: self._save(step, save, incarnation))
+        """Begin to save a step; a frozen node does so later, for the present training process. A part may ask which step the
+        ranks save, or begin before them."""
+        assert self.incarnation is not None
+        if self.part and self._cluster.rng.chance(0.5):
+            process = self.incarnation
+            self.process.spawn(lambda: self._save_next(process, step, save))
+        else:
+            self._save_now(self.incarnation, step, save)
 
-    def _save(self, step: int, save: payload.Save, incarnation: Incarnation) -> None:
-        cluster, number = self._cluster, save[1]
-        self.saving += 1
+    def _save_next(self, process: Incarnation, step: int, save: payload.Save) -> None:
+        saving = tuple(saved for (of, _), saved in self.saving.items() if of == process)
+        asked = AskNextSave(self.rank, process, 1, step, seconds=0.0, timeout=_TIMEOUT, saving=saving)
+        try:
+            step = SimPort(self._cluster, self.process).ask(asked).step
+        except RaystowError as error:
+            self._cluster.note(self.process, f"does not save step {step}: {error}")
+            return
+        if process == self.incarnation and self.restored is not None:  # else it was restarted, or restores
+            self._save_now(process, step, save)
+
+    def _save_now(self, process: Incarnation, step: int, save: payload.Save) -> None:
+        assert self.restored is not None
+        self._numbers += 1
+        key, restored = (process, self._numbers), self.restored
+        self.saving[key] = step
+        self.process.spawn(lambda: self._save(key, step, save, restored))
+
+    def _save(self, key: tuple[Incarnation, int], step: int, save: payload.Save, restored: Restored) -> None:
+        cluster, (incarnation, number) = self._cluster, key
         port = SimPort(cluster, self.process)
         request = RankSaveRequest(
             rank=self.rank,
@@ -90,25 +165,24 @@ class Node:
             retention=cluster.policy,
             delta=cluster.delta,
             parts="" if self.part else ",".join(cluster.parts),
+            past=restored.token,
         )
         try:
-            if self.part and cluster.rng.chance(0.5):  # else it does not ask, and may begin before the ranks
-                asked = AskNextSave(self.rank, incarnation, 1, step, seconds=0.0, timeout=_TIMEOUT)
-                request = replace(request, step=port.ask(asked).step)
             ticket = port.ask(Begin(self.process.name, request, SaveContents(0, 0)))
         except RaystowError as error:
-            self._end(step, error)
+            self._end(key, error)
             try:
                 port.ask(RankSaveFailed(self.rank, incarnation, number, step, str(error)))
             except RaystowError:
                 pass
             return
+        self._cluster.watch.pasts[ticket.attempt, self.rank] = restored.past
         try:
             self._store_and_wait(port, ticket, save)
         except RaystowError as error:
-            self._end(step, error)
+            self._end(key, error)
         else:
-            self._end(step, None)
+            self._end(key, None)
 
     def _store_and_wait(self, port: SimPort, ticket: Ticket, save: payload.Save) -> None:
         lost = self._cluster.rng.chance(0.2)  # the base may no longer be in memory
@@ -170,6 +244,6 @@ class Node:
         except StoreError:
             pass
 
-    def _end(self, step: int, error: RaystowError | None) -> None:
-        self.saving -= 1
+    def _end(self, key: tuple[Incarnation, int], error: RaystowError | None) -> None:
+        step = self.saving.pop(key)
         self._cluster.note(self.process, f"save of step {step} {f'failed: {error}' if error else 'done'}")

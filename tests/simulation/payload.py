@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,17 @@ HELD = tuple(_SIZES)
 
 Save: TypeAlias = tuple[int, int]
 """How often the training was restarted before, and the number of the save since then."""
+Past: TypeAlias = tuple[int, int]
+"""How often the training was restarted before, and the id of the version that was restored then."""
+
+
+class Restored(NamedTuple):
+    """What a rank or part has restored. ``past``: None if it has no state; ``token``: see ``RankSaveRequest.past``."""
+
+    past: Past | None = None
+    step: int = 0
+    token: str = ""
+
 
 _SHAPE = (128, 64)  # enough float32 numbers that thinning rounds them and stores deltas
 

@@ -51,7 +51,7 @@ class Process:
     def tell(self) -> None:
         """Wake the waiting tasks, which check their conditions again."""
         waiting, self.waiting = self.waiting, []
-        for task in waiting:
+        for task in waiting if self.alive else ():
             self.scheduler.wake(task, 0.0)
 
     def freeze(self, seconds: float) -> None:

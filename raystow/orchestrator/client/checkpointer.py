@@ -250,7 +250,8 @@ class Checkpointer:
         self._startup.wait()
         plan = self._plan(state, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
-        request = self._settings.request(self._startup.member, self._in_flight.restored, number, step, *values)
+        past = self._in_flight.restored, self._restores.past
+        request = self._settings.request(self._startup.member, *past, number, step, *values)
         if self._recorder is not None:
             self._recorder.saved(step)
         progress = SaveProgress(step, number=number, uri=self.uri, log=self._log)
@@ -409,9 +410,8 @@ class Checkpointer:
         Returns:
             The version, or None if there is none.
         """
-        restore = functools.partial(self.restore, into, allow_missing=allow_missing, allow_unused=allow_unused)
-        restore = functools.partial(restore, strict=strict, cast=cast, verify_replicas=verify_replicas)
-        return restore(allow_uncommitted=allow_uncommitted, progress=progress)
+        restore = functools.partial(self.restore, into, strict=strict, verify_replicas=verify_replicas, progress=progress)
+        return restore(allow_missing=allow_missing, allow_unused=allow_unused, cast=cast, allow_uncommitted=allow_uncommitted)
 
     def prepare(self, state: State) -> None:
         """Prepare the first save of a state like this one, in the background.

@@ -27,13 +27,14 @@ class Restores:
 
     Attributes:
         fresh: The last restore of rank 0, if it has found no version and no save has been compared with it.
+        past: See ``RankSaveRequest``.
     """
 
     fresh: FreshStart | None
 
     def __init__(self, startup: Startup, timeout: float) -> None:
         self._startup, self._timeout, self._numbers = startup, timeout, itertools.count(1)
-        self.fresh = None
+        self.fresh, self.past = None, ""
 
     def compare(self, into: State) -> None:
         """Compare what all ranks hold after a restore; see ``check_replicas``."""
@@ -67,6 +68,7 @@ class Restores:
         agreement = ClusterAgreement(repository, self._startup.port, vote, self._numbers, address, here=here)
         with objects.named():
             restored = restore_agreed(repository, tree, agreement, options, progress=progress)
+            self.past = agreement.past
             self.fresh = FreshStart.of(tree, options.names, cast=options.cast) if restored is None and options.rank == 0 else None
         if restored is not None:
             objects.load(options.rank, options.world_size)

@@ -56,12 +56,14 @@ class SaveSettings:
         self,
         member: JoinRun,
         resumed: Version | None,
+        past: str,
         save: int,
         step: int,
         metrics: Mapping[str, object],
         cut: Mapping[str, object],
     ) -> RankSaveRequest:
-        """Return what is known of a save when it is called. ``resumed``: the version that the run was resumed from."""
+        """Return what is known of a save when it is called. ``resumed``: the version that the run was resumed from. ``past``:
+        see ``RankSaveRequest``."""
         return RankSaveRequest(
             rank=member.rank,
             world_size=member.world_size,
@@ -81,4 +83,5 @@ class SaveSettings:
             trace=spans.here(),
             parts=",".join(self.parts),
             cut={name: values.dumps(value) for name, value in cut.items()},
+            past=past,
         )

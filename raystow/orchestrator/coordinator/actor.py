@@ -283,7 +283,7 @@ class CoordinatorActor:
         if entry is None:
             return Acknowledged()
         if entry == vote.tried:
-            return RestoreChoice(entry)
+            return RestoreChoice(entry, group=round.group)
         if round.held is not None and entry == round.held.entry:
             return replace(round.held, group=round.group, alike=round.alike, trace=round.span.trace)
         async with self._restoring:

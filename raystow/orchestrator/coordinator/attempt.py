@@ -65,8 +65,9 @@ class Attempt:
     same tensor; ``comparison``: of these bits; ``differences``: what it has found.
     ``placement``: if the ranks' chunks are no whole tensors. ``span``: from the first rank on.
     ``declared``: names of parts, joined by commas; ``parts``: their member numbers -> their bytes; ``cut``: that of rank 0. They
-    are compared with nothing. ``opened``, ``deadline``, ``ended``: monotonic seconds. ``progress``: when one reported last;
-    ``warn_at``: when to look for ranks that are late; ``warnings``: about them and others.
+    are compared with nothing. ``past``: that of the ranks; see ``RankSaveRequest``. ``opened``, ``deadline``, ``ended``:
+    monotonic seconds. ``progress``: when one reported last; ``warn_at``: when to look for ranks that are late; ``warnings``:
+    about them and others.
     """
 
     id: int
@@ -116,6 +117,7 @@ class Attempt:
     declared: str = ""
     parts: dict[int, int] = field(default_factory=dict)
     cut: Mapping[str, str] = field(default_factory=dict)
+    past: str = ""
 
     def __post_init__(self) -> None:
         self.parts = {part_number(name): 0 for name in names_in(self.declared)}
@@ -170,6 +172,7 @@ class Attempt:
         if is_part(request.rank):
             self.parts[request.rank] = contents.nbytes
             return
+        self.past = self.past or request.past
         self.metrics[request.rank] = request.metrics
         self.replicated[request.rank] = contents.replicated
         self.lossy.update(request.lossy)
@@ -188,12 +191,17 @@ class Attempt:
         if rank == 0:
             self.provenance = rest
 
-    def other_parts(self, request: RankSaveRequest) -> str:
-        """Why a rank cannot join, if it declares other parts; "" if it does not."""
-        if request.parts == self.declared:
-            return ""
-        what = f"rank {request.rank} declares parts {request.parts!r}, other ranks {self.declared!r}"
-        return f"{what}: give all ranks the same parts="
+    def unlike(self, request: RankSaveRequest) -> str:
+        """Why a rank cannot join: it declares other parts, or has another past; "" if neither."""
+        if request.parts != self.declared:
+            what = f"rank {request.rank} declares parts {request.parts!r}, other ranks {self.declared!r}"
+            return f"{what}: give all ranks the same parts="
+        what = f"rank {request.rank} has not restored together with the ranks that save this step"
+        return f"{what}: restore on all ranks" if self.has_other_past(request) else ""
+
+    def has_other_past(self, request: RankSaveRequest) -> bool:
+        """Whether a rank or part has not restored together with the ranks here."""
+        return "" != request.past != self.past != ""
 
     def add_owned(self, rank: int, dtensors: Iterable[str]) -> str:
         """Note the DTensors of which a rank is the first holder. Returns why a DTensor has two meshes, both of which would

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ...storage.commit.committer import Committer
 from ...storage.errors import Fenced, NotARepository, OutcomeUnknown, RaystowError, SaveFailed
-from ...storage.format.parts import is_name, is_part, name_of, names_in
+from ...storage.format.parts import is_name, is_part, names_in
 from ...storage.format.rank_spans import member_text, ranks_text
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, RestoreInfo, VersionRecord, check_part, check_restore
@@ -132,8 +132,8 @@ class Coordinator:
         attempt = self._joinable(request, self._open(Phase.GATHERING)) or self._new(request)
         if rank not in attempt.ranks:
             self._plain_tensors[rank] = plain_tensors or self._plain_tensors.get(rank, ())
-        if other_parts := attempt.other_parts(request):
-            self._abort(attempt, other_parts)
+        if unlike := attempt.unlike(request):
+            self._abort(attempt, unlike)
         ticket = self._admit(attempt, begin)
         attempt.warn_first(self.notices, rank)
         self._abort_if_missed(attempt)
@@ -154,10 +154,7 @@ class Coordinator:
         if (found := self._joinable(request, gathering)) is None:
             self.parts.check(request, self.attempts, self.members.generation)
             return None
-        if request.rank not in found.parts:
-            remedy = f"pass parts=(..., {name_of(request.rank)!r}) to the Checkpointer of each rank"
-            raise SaveFailed("the ranks do not declare it", subject=member_text(request.rank), remedy=remedy)
-        self.parts.begun(request)
+        self.parts.joins(request, found)
         return self._admit(found, begin)
 
     def next_cut(self, ask: AskNextSave) -> NextSave | None:

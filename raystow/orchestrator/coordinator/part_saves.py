@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...storage.errors import DeadlineExceeded, SaveFailed
+from ...storage.format.parts import name_of
 from ...storage.format.rank_spans import member_text
 from ...storage.runtime.clock import Clock
 from ...workers.protocol.messages import AskNextSave, NextSave
@@ -34,8 +35,19 @@ class PartSaves:
         lacking = attempt.parts.keys() - attempt.ranks.keys()
         return sorted(part for part in lacking if self._joined.get(part, 0.0) > attempt.opened)
 
-    def begun(self, request: RankSaveRequest) -> None:
-        """The save of a part has joined an attempt."""
+    def joins(self, request: RankSaveRequest, attempt: Attempt) -> None:
+        """The save of a part joins an attempt. Raises ``SaveFailed`` if it must not."""
+        part, remedy = member_text(request.rank), ""
+        if request.rank not in attempt.parts:
+            remedy = f"pass parts=(..., {name_of(request.rank)!r}) to the Checkpointer of each rank"
+            raise SaveFailed("the ranks do not declare it", subject=part, remedy=remedy)
+        if attempt.has_other_past(request):
+            what = f"it has not restored together with the ranks; {UNSAVED}"
+            remedy = "end this process if another one has taken the part, else restore on all ranks and parts"
+            raise SaveFailed(what, subject=f"{part}, save of step {request.step}", remedy=remedy)
+        self._ended(request)
+
+    def _ended(self, request: RankSaveRequest) -> None:
         self._since.pop((request.rank, request.save), None)
 
     def check(self, request: RankSaveRequest, attempts: Sequence[Attempt], generation: int) -> None:
@@ -51,7 +63,7 @@ class PartSaves:
         elif seen and seen[-1].step == request.step and seen[-1].phase is Phase.ABORTED:
             why = f"the ranks have given it up: {seen[-1].reason}"
         if why:
-            self.begun(request)
+            self._ended(request)
             raise SaveFailed(f"{why}; {UNSAVED}", subject=f"{member_text(part)}, save of step {request.step}")
 
     def skipped(self, ask: AskNextSave, attempts: Sequence[Attempt]) -> list[Attempt]:

@@ -25,6 +25,7 @@ from ...storage.versions.version_selector import LATEST, VersionSelector, select
 from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from ...workers.protocol.coordinator_client import CoordinatorClient
 from ...workers.protocol.messages import RankReading, RestoreChoice, RestoreVote, UnusedNames, shortened
+from ...workers.protocol.messages.coordinator import NO_VERSION
 from ..heartbeat import Heartbeat, StallWatch
 from .name_check import OtherRanks, Unused
 from .name_match import name_bits, named
@@ -180,6 +181,11 @@ class ClusterAgreement(Agreement):
             if asked is not self._opening or choice is None or choice.entry != vote.tried:
                 return choice
             asked = replace(vote, number=self._opening.number)  # it has tried the version that is chosen again
+
+    @property
+    def past(self) -> str:
+        """The round in which all ranks and parts have restored; see ``RankSaveRequest``."""
+        return NO_VERSION if self._choice is None else self._choice.group.round
 
     def version(self, entry: Entry) -> Version:
         """The version, read through the node worker, which reads common data of its ranks once. A rank that restores alone reads

@@ -42,7 +42,7 @@ COORDINATOR_REQUESTS = tuple(CoordinatorRequest.__subclasses__())
 MESSAGES = (*(message for message in Message.__subclasses__() if message is not CoordinatorRequest), *COORDINATOR_REQUESTS)
 """All messages."""
 
-PROTOCOL = "2.1dfb8ad9efd94d4d"
+PROTOCOL = "2.bf7a2794e1021264"
 """Version of the protocol that this process speaks: a number, and ``fingerprint(MESSAGES)``, which a test compares. To compute it
 takes a seventh of an import.
 """

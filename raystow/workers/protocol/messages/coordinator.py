@@ -94,6 +94,9 @@ class RequestExport(CoordinatorRequest[Acknowledged], frozen=True):
     retention: Policy | None = None
 
 
+NO_VERSION = "no version"
+
+
 class RankSaveRequest(MessagePart, frozen=True):
     """What is known of a rank's ``save``-th save when it is called.
 
@@ -111,6 +114,8 @@ class RankSaveRequest(MessagePart, frozen=True):
         trace: Of the span in which ``save`` was called.
         parts: The names of those that the save needs besides the ranks, joined by commas: one text is decoded faster than many.
         cut: Of rank 0, as ``metrics``: for the parts.
+        past: The round of restores in which the process has restored last, ``NO_VERSION`` if there was none to restore, or "" if
+            it has not. What members with another past save is no version.
     """
 
     rank: int
@@ -131,6 +136,7 @@ class RankSaveRequest(MessagePart, frozen=True):
     trace: Text = ""
     parts: Text = ""
     cut: Table[Text, JsonText] = {}
+    past: Text = ""
 
 
 class SaveContents(MessagePart, frozen=True):
