@@ -127,9 +127,6 @@ BUGS = (
             "if $processes[$rank] != $incarnation and $rank < 9: ...",
         ),
     ),
-    _bug("who restores leaves the saves that wait for it open", ("LapsedSaves.restores", "^", "return []")),
-    _bug("a restarted part adds to a save of ranks of an earlier run", ("PartSaves.taken_since", "^", "return []")),
-    _bug("a part adds what it saved before it restored", ("LapsedSaves.check", "^", "return")),
     _bug("members that have not restored together make a version", ("Attempt.has_other_past", "^", "return False")),
     _bug(
         "ranks choose a version without their parts",
