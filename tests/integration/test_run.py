@@ -53,10 +53,14 @@ class Training:
             assert process.wait(timeout=300) == 0, printed.read_text()
         return printed.read_text()
 
-    def run_until(self, text: str) -> None:
-        """Kill all of it when it has printed a text."""
+    def run_until(self, *texts: str) -> None:
+        """Kill all of it when it has printed these texts."""
+
+        def complete() -> bool:
+            return process.poll() is not None or all(text in printed.read_text() for text in texts)
+
         with self.started(END) as (process, printed):
-            wait_until(lambda: text in printed.read_text() or process.poll() is not None, f"the training prints {text!r}", 300)
+            wait_until(complete, f"the training prints {texts}", 300)
 
 
 def kill(pid: int, only: str = "") -> None:
@@ -90,7 +94,7 @@ def test_a_killed_ddp_training_resumes_bit_for_bit(tmp_path: Path, cluster: Clus
     """By the journal, which also calls what updates the moving average."""
     whole, killed = (Training(tmp_path / name, cluster.address, *TORCHRUN) for name in ("whole", "killed"))
     assert f"raystow: fresh start: no version at file://{whole.folder}/runs/ddp" in whole.run()
-    killed.run_until("step 17: rank 1")
+    killed.run_until("step 17: rank 0", "step 17: rank 1")
     resumed = killed.run()
     assert "raystow: resumed at step 1" in resumed
     assert " steps\n" in resumed, "nothing was replayed"

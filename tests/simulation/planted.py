@@ -128,10 +128,6 @@ BUGS = (
         ),
     ),
     _bug("members that have not restored together make a version", ("Attempt.has_other_past", "^", "return False")),
-    _bug(
-        "ranks choose a version without their parts",
-        ("RestoreRound.everyone", "{*range($self.world_size), *$self.parts}", "{*range($self.world_size)}"),
-    ),
     _bug("deadlines are ignored", ("Coordinator.tick", "$now < $attempt.deadline", "True")),
     _bug(
         "objects are deleted before the version is dropped",
