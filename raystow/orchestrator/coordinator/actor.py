@@ -89,6 +89,7 @@ class CoordinatorActor:
         self._keeper: asyncio.Task[None] | None = None
         self._census = NodeCensus(ray_cluster.alive_nodes, ray_cluster.leaving_nodes)
         self._chores: asyncio.Task[None] | None = None
+        self._retention: tuple[Policy, str] | None = None  # that of the newest version, and its trace: waits for the chores
         self._exporting: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None  # deletes the objects of abandoned attempts
         self._look: asyncio.Task[RaystowError | None] | None = None  # whether the repository is still there
@@ -283,7 +284,7 @@ class CoordinatorActor:
         if entry is None:
             return Acknowledged()
         if entry == vote.tried:
-            return RestoreChoice(entry, group=round.group)
+            return RestoreChoice(entry, group=messages.RestoreGroup(round.group.round))  # without all nodes
         if round.held is not None and entry == round.held.entry:
             return replace(round.held, group=round.group, alike=round.alike, trace=round.span.trace)
         async with self._restoring:
@@ -410,13 +411,14 @@ class CoordinatorActor:
                     await self._take_over(at)
             await self._tell(at)
             at.known.committed(committer.root)
-            idle = self._chores is None or self._chores.done()  # else the policy waits for the next commit
-            if attempt.phase is Phase.COMMITTED and attempt.retention is not None and idle:
-                house = asyncio.to_thread(at.upkeep.apply_retention, attempt.retention, core.bases, trace)
-                self._chores = asyncio.create_task(house)
+            if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
+                self._retention = attempt.retention, trace
             if attempt.phase is Phase.COMMITTED and attempt.export is not None:
                 at.upkeep.exports.request(attempt.export, _keep_best(attempt.retention), trace)
             attempt.export = None  # it may have megabytes of files
+        if self._retention is not None and (self._chores is None or self._chores.done()):
+            (policy, trace), self._retention = self._retention, None
+            self._chores = asyncio.create_task(asyncio.to_thread(at.upkeep.apply_retention, policy, core.bases, trace))
         if at.upkeep.exports.due and (self._exporting is None or self._exporting.done()):
             self._exporting = asyncio.create_task(asyncio.to_thread(at.upkeep.export))
         if (opened := at.segments.next_commit()) is not None:
@@ -457,6 +459,7 @@ class CoordinatorActor:
 
     def _is_in_use(self) -> bool:
         at_work = any(task is not None and not task.done() for task in (self._chores, self._sweep, self._exporting))
+        at_work = at_work or self._retention is not None
         return self._calls > 0 or at_work or (self._opened is not None and self._opened.in_use)
 
     async def _take_over(self, at: OpenedRepository | None) -> None:

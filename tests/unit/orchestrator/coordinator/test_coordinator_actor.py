@@ -28,6 +28,7 @@ from raystow.storage.format import keys
 from raystow.storage.format.root import Entry
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.repository import open_repository
+from raystow.storage.retention.policy import Policy
 from raystow.storage.runtime.clock import SYSTEM
 from raystow.storage.stores import open_store
 from raystow.workers.protocol.messages import (
@@ -61,8 +62,8 @@ def uri(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> str:
     return ScriptedStore.named(SYSTEM.token()).uri
 
 
-async def save(actor: CoordinatorActor, step: int) -> Entry:
-    ticket = await actor.answer(await begin(actor, step))
+async def save(actor: CoordinatorActor, step: int, **fields: Any) -> Entry:
+    ticket = await actor.answer(await begin(actor, step, **fields))
     await actor.answer(RankFinished(ticket, 0, 0))
     return (await asyncio.wait_for(actor.answer(PartStored(ticket, part(0))), PATIENCE)).entry
 
@@ -98,9 +99,9 @@ class FrozenHead:
         return alive
 
 
-async def begin(actor: CoordinatorActor, step: int, node: str = "node-0", timeout: float = 600.0) -> Begin:
+async def begin(actor: CoordinatorActor, step: int, node: str = "node-0", timeout: float = 600.0, **fields: Any) -> Begin:
     process = incarnation("process", (await actor.start()).repository)
-    return begin_of(0, 1, process, step, node, step, timeout, 0, 0)
+    return begin_of(0, 1, process, step, node, step, timeout, 0, 0, **fields)
 
 
 async def lost(actor: CoordinatorActor, ticket: Ticket) -> str:
@@ -172,6 +173,30 @@ def test_no_commit_waits_for_the_deletion_of_a_failed_save(uri: str, monkeypatch
 
     monkeypatch.setattr(Committer, "discard", discard)
     assert asyncio.run(run()).step == 2
+
+
+def test_the_policy_of_the_last_version_is_applied(uri: str) -> None:
+    """Also if that of the version before is still being applied."""
+    store, applying, may_end = open_store(uri), threading.Event(), threading.Event()
+    listed = store.list
+
+    def slow(prefix: str, *args: Any) -> Iterator[Any]:
+        if prefix.startswith("leases"):
+            applying.set()
+            may_end.wait(PATIENCE)
+        return listed(prefix, *args)
+
+    async def run() -> None:
+        actor, policy = CoordinatorActor(uri), Policy(keep_last=1)
+        script(store, list=slow)
+        for step in (1, 2):
+            await save(actor, step, retention=policy)
+        assert await asyncio.to_thread(applying.wait, PATIENCE)
+        await save(actor, 3, retention=policy)
+        may_end.set()
+        await until(lambda: [version.step for version in open_repository(uri).versions()] == [3])
+
+    asyncio.run(run())
 
 
 @pytest.fixture(params=["memory", "file", "s3"])
