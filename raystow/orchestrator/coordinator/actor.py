@@ -89,7 +89,6 @@ class CoordinatorActor:
         self._keeper: asyncio.Task[None] | None = None
         self._census = NodeCensus(ray_cluster.alive_nodes, ray_cluster.leaving_nodes)
         self._chores: asyncio.Task[None] | None = None
-        self._retention: tuple[Policy, str] | None = None  # that of the newest version, and its trace: waits for the chores
         self._exporting: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None  # deletes the objects of abandoned attempts
         self._look: asyncio.Task[RaystowError | None] | None = None  # whether the repository is still there
@@ -412,12 +411,12 @@ class CoordinatorActor:
             await self._tell(at)
             at.known.committed(committer.root)
             if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
-                self._retention = attempt.retention, trace
+                at.upkeep.due = attempt.retention, trace
             if attempt.phase is Phase.COMMITTED and attempt.export is not None:
                 at.upkeep.exports.request(attempt.export, _keep_best(attempt.retention), trace)
             attempt.export = None  # it may have megabytes of files
-        if self._retention is not None and (self._chores is None or self._chores.done()):
-            (policy, trace), self._retention = self._retention, None
+        if at.upkeep.due is not None and (self._chores is None or self._chores.done()):
+            (policy, trace), at.upkeep.due = at.upkeep.due, None
             self._chores = asyncio.create_task(asyncio.to_thread(at.upkeep.apply_retention, policy, core.bases, trace))
         if at.upkeep.exports.due and (self._exporting is None or self._exporting.done()):
             self._exporting = asyncio.create_task(asyncio.to_thread(at.upkeep.export))
@@ -459,7 +458,6 @@ class CoordinatorActor:
 
     def _is_in_use(self) -> bool:
         at_work = any(task is not None and not task.done() for task in (self._chores, self._sweep, self._exporting))
-        at_work = at_work or self._retention is not None
         return self._calls > 0 or at_work or (self._opened is not None and self._opened.in_use)
 
     async def _take_over(self, at: OpenedRepository | None) -> None:

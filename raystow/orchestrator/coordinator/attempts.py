@@ -355,7 +355,8 @@ class Coordinator:
             self._enter(attempt, Phase.COMMITTED)
             for metric, number in ((VERSIONS, 1), (RAW, outcome.raw), (STORED, outcome.stored)):
                 record(metric, number, repository=self._committer.catalog.uri)
-            self._lost = self._lost if self._lost is not None and self._lost.id > attempt.id else None
+            if self._lost is not None and self._lost.id < attempt.id:
+                self._lost = None
             fields = (outcome.id, outcome.step, outcome.stored, outcome.raw)
             self._log(attempt).info("version %d, step %d: %d bytes stored of %d", *fields)
             return
@@ -403,7 +404,8 @@ class Coordinator:
         given_up = [a for a in self._attempts.values() if a.phase is Phase.ABORTED and not a.swept]
         for attempt in given_up:
             attempt.swept = True
-        for key in [key for key, attempt in self._attempts.items() if attempt.phase.over][:-100]:
+        over = [key for key, attempt in self._attempts.items() if attempt.phase.over]
+        for key in over[:-100]:
             del self._attempts[key]
         return [(attempt.id, attempt.attempt) for attempt in given_up]
 
@@ -423,7 +425,8 @@ class Coordinator:
             raise SaveFailed(what, subject=f"save of step {request.step}", remedy="save the same steps on all ranks")
         if len(names := names_in(request.parts)) > MAX_PARTS or not all(map(is_name, names)):
             raise SaveFailed(f"declares invalid parts, or more than {MAX_PARTS}", subject=f"rank {request.rank}")
-        (id, token), now = self._committer.reserve(), self._clock.monotonic()
+        id, token = self._committer.reserve()
+        now = self._clock.monotonic()
         who = id, token, request.step, request.world_size, now, now + request.timeout
         attempt = self._attempts[token] = Attempt(*who, declared=request.parts)
         attempt.generation, attempt.warn_at = self.members.generation, now + attempt.patience

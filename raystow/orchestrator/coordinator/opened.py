@@ -66,7 +66,7 @@ class OpenedRepository:
     def in_use(self) -> bool:
         """Whether it has something in progress, or in memory, that another coordinator would not find."""
         parts = (self.core, self.rounds, self.replays, self.segments)
-        return self.upkeep.exports.waiting or any(part.in_use for part in parts)
+        return self.upkeep.due is not None or self.upkeep.exports.waiting or any(part.in_use for part in parts)
 
     @property
     def has_commit(self) -> bool:

@@ -37,7 +37,7 @@ class PartSaves:
 
     def joins(self, request: RankSaveRequest, attempt: Attempt) -> None:
         """The save of a part joins an attempt. Raises ``SaveFailed`` if it must not."""
-        part, remedy = member_text(request.rank), ""
+        part = member_text(request.rank)
         if request.rank not in attempt.parts:
             remedy = f"pass parts=(..., {name_of(request.rank)!r}) to the Checkpointer of each rank"
             raise SaveFailed("the ranks do not declare it", subject=part, remedy=remedy)

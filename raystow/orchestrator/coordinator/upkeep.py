@@ -26,12 +26,14 @@ class Upkeep:
 
     Attributes:
         exports: Which ``export`` is due.
+        due: The policy of the newest version, until it is applied, and the trace of that version's save.
     """
 
     def __init__(self, committer: Committer, settings: JobSettings | None = None) -> None:
         self._committer, self._uri = committer, committer.catalog.uri
         self._housekeeping = Housekeeping(committer)
         self.exports = Exports(committer.catalog, settings, in_charge=lambda root: root.owner == committer.fence.owner)
+        self.due: tuple[Policy, str] | None = None
         self._errors = background.ErrorLog("housekeeping")
 
     def commit(self, version: VersionRecord, trace: str) -> Entry | RaystowError:
